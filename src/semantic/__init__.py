@@ -1,0 +1,3 @@
+"""Semantic: an inference server that keeps every agent's attention state."""
+
+__version__ = "0.1.0"

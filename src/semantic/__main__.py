@@ -1,0 +1,6 @@
+"""Lets `python -m semantic` do what `semantic` does."""
+
+from semantic.entrypoints.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

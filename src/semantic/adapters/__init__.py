@@ -1,0 +1,1 @@
+"""Everything that speaks a framework, a file format or a protocol."""

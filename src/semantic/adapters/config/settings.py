@@ -1,0 +1,143 @@
+"""Every setting of the server, where it may come from, and what it may be.
+
+From the strongest to the weakest: command line, environment (`SEMANTIC_*`), `.env`, the file
+given by `--config`, `config/<environment>.toml`, `config/default.toml`, the defaults below.
+"""
+
+import os
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from semantic.domain.errors import InvalidRequestError
+
+ENV_PREFIX = "SEMANTIC_"
+STARTER_MODEL = "smollm2-135m-instruct"
+_LOCAL_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+class Settings(BaseSettings):
+    """The server's settings; construct them with `load_settings`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_file=".env", extra="forbid", frozen=True
+    )
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    allow_remote: bool = Field(False, description="permit an address other machines can reach")
+    max_body_mb: float = Field(32, gt=0, description="largest request body")
+    shutdown_timeout_s: float = Field(3, gt=0, description="longest wait for a clean stop")
+
+    model: str = Field(
+        STARTER_MODEL, description="model to serve: a name, a directory, a GGUF file"
+    )
+    backend: Literal["auto", "torch", "fake"] = Field("auto", description="what runs the model")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="number format of weights and attention state"
+    )
+
+    home: Path = Field(Path("~/.semantic"), description="everything the server writes is in here")
+    cache_dir: Path | None = Field(None, description="attention state; default: HOME/cache")
+
+    memory_budget_mb: int = Field(4096, ge=1, description="memory for attention state")
+    max_batch_size: int = Field(16, ge=1, le=1024, description="sequences that run at once")
+    prefill_step_size: int = Field(512, ge=1, description="most prompt tokens in one step")
+    target_step_ms: float = Field(
+        100, gt=0, description="how long a step may take while others wait"
+    )
+    batch_window_ms: float = Field(
+        5, ge=0, le=1000, description="an idle engine waits this for company"
+    )
+    max_queue: int = Field(256, ge=0, description="requests that may wait")
+    ageing_s: float = Field(10, ge=0, description="a request that waited this goes first")
+    default_max_tokens: int = Field(1024, ge=1, description="reply length if a request gives none")
+    request_timeout_s: float = Field(600, gt=0, description="longest time for one request")
+    hang_timeout_s: float = Field(120, gt=0, description="a device call this long counts as hung")
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="verbosity")
+    log_format: Literal["auto", "json", "pretty"] = Field(
+        "auto", description="pretty on a terminal, JSON elsewhere"
+    )
+
+    @model_validator(mode="after")
+    def _require_consent(self) -> Self:
+        if self.host not in _LOCAL_HOSTS and not self.allow_remote:
+            raise ValueError(
+                f"host {self.host} can be reached from other machines; "
+                "add --allow-remote to permit it"
+            )
+        return self
+
+    @property
+    def home_dir(self) -> Path:
+        """`home`, with `~` resolved."""
+        return self.home.expanduser()
+
+    @property
+    def effective_cache_dir(self) -> Path:
+        """`cache_dir`, or its place under `home`."""
+        return self.cache_dir.expanduser() if self.cache_dir else self.home_dir / "cache"
+
+
+def load_settings(
+    overrides: dict[str, Any] | None = None,
+    *,
+    config: Path | None = None,
+    config_dir: Path = Path("config"),
+) -> Settings:
+    """Read settings from every source.
+
+    Args:
+        overrides: What the command line gave.
+        config: A TOML file the user named; it must exist.
+        config_dir: Where `default.toml` and `<environment>.toml` are looked for.
+
+    Raises:
+        InvalidRequestError: a value is wrong, or a file is missing or unreadable; names it.
+    """
+    environment = os.environ.get("SEMANTIC_ENVIRONMENT")
+    files = [config_dir / "default.toml"]
+    if environment:
+        files.append(_existing(config_dir / f"{environment}.toml", "SEMANTIC_ENVIRONMENT"))
+    if config:
+        files.append(_existing(config, "config"))
+
+    class _Layered(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            del file_secret_settings
+            toml = TomlConfigSettingsSource(settings_cls, toml_file=files)
+            return init_settings, env_settings, dotenv_settings, toml
+
+    try:
+        return _Layered(**overrides or {})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise InvalidRequestError(
+            f"setting {name}: {message}" if name else message, param=name or None
+        ) from error
+    except ValueError as error:  # a file that is not TOML
+        raise InvalidRequestError(f"a configuration file cannot be read: {error}") from error
+
+
+def _existing(path: Path, source: str) -> Path:
+    if not path.is_file():
+        raise InvalidRequestError(f"{source}: there is no file {path}", param=source)
+    return path

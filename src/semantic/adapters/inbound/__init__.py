@@ -1,0 +1,1 @@
+"""Protocols that drive the application."""

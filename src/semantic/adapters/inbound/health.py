@@ -1,0 +1,47 @@
+"""Whether the server lives, has started, and can answer: for people and supervisors."""
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+
+from semantic import __version__
+from semantic.ports.inbound import ModelManagementPort, ModelState
+
+
+def health_router(models: ModelManagementPort) -> APIRouter:
+    """Serve `/health` and its three probes."""
+    router = APIRouter(tags=["health"])
+
+    def answer(good: set[ModelState]) -> JSONResponse:
+        current = models.models()[0]
+        is_good = current.state in good
+        body = {
+            "status": "ok" if is_good else "unavailable",
+            "version": __version__,
+            "model": current.id,
+            "backend": current.backend,
+            "state": current.state.value,
+            "detail": current.detail,
+        }
+        return JSONResponse(body, 200 if is_good else 503)
+
+    @router.get("/health")
+    async def health() -> JSONResponse:
+        """Everything at a glance; 200 if requests are answered."""
+        return answer({ModelState.READY})
+
+    @router.get("/health/live")
+    async def live() -> JSONResponse:
+        """200 unless a restart is the only help: the device hangs."""
+        return answer(set(ModelState) - {ModelState.HUNG})
+
+    @router.get("/health/ready")
+    async def ready() -> JSONResponse:
+        """200 if requests are answered."""
+        return answer({ModelState.READY})
+
+    @router.get("/health/startup")
+    async def startup() -> JSONResponse:
+        """200 once the model was loaded."""
+        return answer({ModelState.READY, ModelState.HUNG})
+
+    return router

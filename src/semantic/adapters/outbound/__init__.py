@@ -1,0 +1,1 @@
+"""Models, tokenizers and files that the application drives."""

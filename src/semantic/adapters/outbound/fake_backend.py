@@ -1,0 +1,359 @@
+"""A backend without weights, for tests and for developers of clients.
+
+Its attention state is the token ids themselves, kept the way the spec's layers say: all of them
+(full), the last W (window), a running hash (state). Each next token is a function of everything
+kept, so a misplaced, stale or foreign block shows as a wrong token. It is deterministic, and
+writes lower-case gibberish.
+"""
+
+import string
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from semantic.adapters.outbound.host_sampler import Logits, sample
+from semantic.domain.chat import JsonObject
+from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
+from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
+from semantic.ports.outbound import (
+    LAST_SAMPLED,
+    Chunk,
+    Computed,
+    DeviceMemory,
+    HostBuffer,
+    Kinds,
+    KVPayload,
+    PayloadSlice,
+    Row,
+    RowFailed,
+    Sampled,
+    SequenceId,
+    Step,
+    StepOutput,
+    Ticket,
+    Traits,
+)
+
+END_TOKEN = 256
+START_TOKEN = 257
+VOCAB_SIZE = 258
+_PRIME = 2**61 - 1
+
+
+def fake_spec(
+    *, block_tokens: int = 16, window: int = 0, has_state: bool = False
+) -> ModelCacheSpec:
+    """Geometry of a fake model: full attention, and window or state layers if asked for."""
+    layers = [LayerSpec(LayerKind.FULL, num_kv_heads=1, key_dim=1, value_dim=1)]
+    if window:
+        layers.append(
+            LayerSpec(LayerKind.WINDOW, num_kv_heads=1, key_dim=1, value_dim=1, window=window)
+        )
+    if has_state:
+        layers.append(LayerSpec(LayerKind.STATE, state_elements=4))
+    return ModelCacheSpec(
+        "fake", tuple(layers), VOCAB_SIZE, max_context=131_072, block_tokens=block_tokens
+    )
+
+
+def _mix(value: int, token: int) -> int:
+    return (value * 1_000_003 + token + 1) % _PRIME
+
+
+@dataclass(slots=True)
+class _Sequence:
+    known: list[int]
+    full: list[int] = field(default_factory=list)
+    full_hash: int = 1
+    window: list[int] = field(default_factory=list)
+    state: int = 1
+    last_sampled: int | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.full)
+
+    def append(self, tokens: Sequence[int], window_size: int) -> None:
+        start = self.length
+        self.known[start : start + len(tokens)] = tokens
+        self.full.extend(tokens)
+        for token in tokens:
+            self.full_hash = _mix(self.full_hash, token)
+            self.state = _mix(self.state, token)
+        if window_size:
+            self.window = [*self.window, *tokens][-window_size:]
+        self.last_sampled = None
+
+    def copy(self) -> "_Sequence":
+        return replace(self, known=list(self.known), full=list(self.full))
+
+
+@dataclass(frozen=True, slots=True)
+class _StepTicket:
+    output: StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class _PayloadTicket:
+    payload: KVPayload
+
+
+class FakeBackend:
+    """`ModelBackendPort` over token ids; see the module."""
+
+    def __init__(
+        self, spec: ModelCacheSpec | None = None, *, pipeline_depth: Literal[0, 1] = 0
+    ) -> None:
+        self._spec = spec or fake_spec()
+        kinds = {layer.kind for layer in self._spec.layers}
+        self._window = max((layer.window for layer in self._spec.layers), default=0)
+        self._has_state = LayerKind.STATE in kinds
+        self._traits = Traits(pipeline_depth, is_unified_memory=True, kv_abi="fake.v1")
+        self._sequences: dict[SequenceId, _Sequence] = {}
+
+    @property
+    def spec(self) -> ModelCacheSpec:
+        """Geometry of the attention state."""
+        return self._spec
+
+    @property
+    def traits(self) -> Traits:
+        """What the engine must know."""
+        return self._traits
+
+    @property
+    def num_open(self) -> int:
+        """How many sequences are open; for tests of cleaning up."""
+        return len(self._sequences)
+
+    def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
+        """Begin a sequence."""
+        if seq in self._sequences:
+            raise ValueError(f"sequence {seq} is open")
+        self._check_ids(tokens)
+        self._sequences[seq] = _Sequence(list(tokens))
+
+    def load(self, seq: SequenceId, parts: Sequence[PayloadSlice]) -> None:
+        """Append state from payloads."""
+        sequence = self._sequences[seq]
+        position = sequence.length
+        for part in parts:
+            self._check_part(part, position, is_last=part is parts[-1])
+            position = part.end
+        if position > len(sequence.known):
+            raise CacheCorruptionError(f"only {len(sequence.known)} of {position} tokens are known")
+        for part in parts:
+            ids = next(array("I", bytes(b.data)) for b in part.payload.buffers if b.name == "full")
+            sequence.append(ids[: part.end - part.payload.start], self._window)
+        if parts:
+            self._load_end(sequence, parts[-1].payload)
+
+    def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
+        """Open a sequence with another's first tokens."""
+        source = self._sequences[src]
+        if not 0 <= num_tokens <= source.length or not self._can_cut(source, num_tokens):
+            return False
+        self.open(dst, source.known[:num_tokens])
+        self._sequences[dst].append(source.full[:num_tokens], self._window)
+        return True
+
+    def launch(self, step: Step) -> Ticket:
+        """Compute a step at once."""
+        rows: list[Row] = []
+        seen: set[SequenceId] = set()
+        for chunk in step.chunks:
+            try:
+                if chunk.seq in seen:
+                    raise InvalidRequestError("the sequence is in the step already")
+                seen.add(chunk.seq)
+                rows.append(self._run(chunk))
+            except (InvalidRequestError, BackendError) as error:
+                rows.append(RowFailed(chunk.seq, error.message))
+        return _StepTicket(StepOutput(tuple(rows)))
+
+    def collect(self, ticket: Ticket) -> StepOutput:
+        """Return what `launch` computed."""
+        if not isinstance(ticket, _StepTicket):
+            raise TypeError("not the ticket of a step of this backend")
+        return ticket.output
+
+    def snapshot(self, seq: SequenceId, start: int, end: int, kinds: Kinds) -> Ticket:
+        """Copy state."""
+        sequence = self._sequences[seq]
+        if not 0 <= start < end <= sequence.length:
+            raise ValueError(f"[{start}, {end}) is not within {sequence.length} tokens")
+        buffers = []
+        if Kinds.FULL in kinds:
+            buffers.append(_ids_buffer("full", sequence.full[start:end]))
+        if Kinds.WINDOW in kinds and self._window:
+            if end != sequence.length > self._window:
+                raise ValueError(f"the window before {end} is gone")
+            first = max(0, end - self._window)
+            buffers.append(_ids_buffer("window", sequence.full[first:end]))
+        if Kinds.STATE in kinds and self._has_state:
+            if end != sequence.length:
+                raise ValueError(f"the state at {end} is gone")
+            buffers.append(HostBuffer("state", (1,), "u64", struct.pack("<Q", sequence.state)))
+        return _PayloadTicket(KVPayload(self._traits.kv_abi, start, end, kinds, tuple(buffers)))
+
+    def payload(self, ticket: Ticket) -> KVPayload:
+        """Return what `snapshot` copied."""
+        if not isinstance(ticket, _PayloadTicket):
+            raise TypeError("not the ticket of a snapshot of this backend")
+        return ticket.payload
+
+    def truncate(self, seq: SequenceId, num_tokens: int) -> int:
+        """Cut a sequence back."""
+        sequence = self._sequences[seq]
+        if num_tokens < 0:
+            raise ValueError(f"a sequence cannot have {num_tokens} tokens")
+        if num_tokens >= sequence.length:
+            return sequence.length
+        reached = num_tokens if self._can_cut(sequence, num_tokens) else 0
+        # The tokens up to the cut stay known: state may be loaded for them again.
+        self._sequences[seq] = _Sequence(sequence.known[:num_tokens])
+        self._sequences[seq].append(sequence.full[:reached], self._window)
+        return reached
+
+    def close(self, seq: SequenceId) -> None:
+        """Drop a sequence."""
+        self._sequences.pop(seq, None)
+
+    def bytes_for(self, lengths: Sequence[int]) -> int:
+        """Four bytes a token and layer, as the spec says."""
+        return sum(self._spec.bytes_per_context(length) for length in lengths)
+
+    def memory(self) -> DeviceMemory:
+        """Report what the open sequences take."""
+        return DeviceMemory(0, self.bytes_for([s.length for s in self._sequences.values()]))
+
+    def shutdown(self) -> None:
+        """Drop everything."""
+        self._sequences.clear()
+
+    # -- one row --------------------------------------------------------------------------------
+
+    def _run(self, chunk: Chunk) -> Row:
+        """Work on a copy, so that a row that fails changes nothing."""
+        sequence = self._sequences.get(chunk.seq)
+        if sequence is None:
+            raise InvalidRequestError(f"sequence {chunk.seq} is not open")
+        tokens = self._tokens_of(chunk, sequence)
+        sequence = sequence.copy()
+        sequence.append(tokens, self._window)
+        row: Row = Computed(chunk.seq)
+        if chunk.draw is not None:
+            history = sequence.known[: sequence.length]
+            token, logprob = sample(self._logits(sequence), chunk.draw, history)
+            sequence.last_sampled = token
+            row = Sampled(chunk.seq, token, logprob)
+        self._sequences[chunk.seq] = sequence
+        return row
+
+    def _tokens_of(self, chunk: Chunk, sequence: _Sequence) -> tuple[int, ...]:
+        if chunk.start != sequence.length:
+            raise InvalidRequestError(f"the chunk is at {chunk.start}, not {sequence.length}")
+        if chunk.tokens is LAST_SAMPLED:
+            if sequence.last_sampled is None:
+                raise InvalidRequestError("nothing was sampled here")
+            return (sequence.last_sampled,)
+        if not chunk.tokens:
+            raise InvalidRequestError("the chunk is empty")
+        self._check_ids(chunk.tokens)
+        return chunk.tokens
+
+    def _logits(self, sequence: _Sequence) -> Logits:
+        key = sequence.full_hash
+        if self._window:
+            for token in sequence.window:
+                key = _mix(key, token)
+        if self._has_state:
+            key = _mix(key, sequence.state)
+        logits = np.random.Generator(np.random.Philox(key=key)).random(VOCAB_SIZE, np.float32)
+        logits *= 4
+        logits[_LETTERS] += 4
+        logits[START_TOKEN] = -10
+        return logits
+
+    # -- checks ---------------------------------------------------------------------------------
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if not 0 <= token < VOCAB_SIZE:
+                raise InvalidRequestError(
+                    f"token id {token} is not in [0, {VOCAB_SIZE})", param="tokens"
+                )
+
+    def _can_cut(self, sequence: _Sequence, num_tokens: int) -> bool:
+        if num_tokens in (0, sequence.length):
+            return True
+        return not self._has_state and (not self._window or sequence.length <= self._window)
+
+    def _check_part(self, part: PayloadSlice, position: int, *, is_last: bool) -> None:
+        payload = part.payload
+        if payload.abi != self._traits.kv_abi:
+            raise CacheCorruptionError(f"a payload of {payload.abi} cannot be loaded")
+        if payload.start != position or not payload.start < part.end <= payload.end:
+            raise CacheCorruptionError(f"a payload from {payload.start} does not follow {position}")
+        sizes = {buffer.name: memoryview(buffer.data).nbytes for buffer in payload.buffers}
+        if sizes.get("full") != 4 * (payload.end - payload.start):
+            raise CacheCorruptionError("a payload has the wrong size")
+        if is_last and not self._ends_restorable(part, sizes):
+            raise CacheCorruptionError("the last payload lacks window or state at its end")
+
+    def _ends_restorable(self, part: PayloadSlice, sizes: Mapping[str, int]) -> bool:
+        wanted = {"window": 4 * min(part.end, self._window)} if self._window else {}
+        wanted |= {"state": 8} if self._has_state else {}
+        return not wanted or (part.end == part.payload.end and wanted.items() <= sizes.items())
+
+    def _load_end(self, sequence: _Sequence, payload: KVPayload) -> None:
+        buffers = {buffer.name: bytes(buffer.data) for buffer in payload.buffers}
+        if self._window:
+            sequence.window = list(array("I", buffers["window"]))
+        if self._has_state:
+            (sequence.state,) = struct.unpack("<Q", buffers["state"])
+
+
+_LETTERS = np.frombuffer((string.ascii_lowercase + "  ").encode(), np.uint8)
+
+
+def _ids_buffer(name: str, ids: Sequence[int]) -> HostBuffer:
+    return HostBuffer(name, (len(ids),), "u32", array("I", ids).tobytes())
+
+
+class FakeTokenizer:
+    """One token a byte, and two special tokens around each message."""
+
+    vocab_size = VOCAB_SIZE
+    eos_ids = frozenset({END_TOKEN})
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenise; the special tokens are written as in the chat template."""
+        ids: list[int] = []
+        for i, piece in enumerate(text.split("<|start|>")):
+            ids += [START_TOKEN] if i else []
+            for j, run in enumerate(piece.split("<|end|>")):
+                ids += [END_TOKEN] if j else []
+                ids += run.encode()
+        return ids
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the byte a token stands for."""
+        return bytes((token,)) if 0 <= token < END_TOKEN else b""
+
+    def render_chat(
+        self,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Write each message as role, newline, content between the special tokens."""
+        if tools:
+            raise InvalidRequestError("the fake model has no tools.", param="tools")
+        turns = [f"<|start|>{m['role']}\n{m['content']}<|end|>" for m in messages]
+        return "".join(turns) + ("<|start|>assistant\n" if add_generation_prompt else "")

@@ -1,0 +1,218 @@
+"""Rebuilds a byte-level BPE tokenizer from the plain lists a GGUF file keeps of it.
+
+It writes ``tokenizer.json`` and ``tokenizer_config.json``. It knows neither how a GGUF file is
+laid out nor anything about weights. GGUF names the pre-tokenizer instead of describing it, so
+every supported name is spelled out here; guessing at an unknown one would split text wrongly
+without anyone noticing.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.normalizers import NFC
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
+from tokenizers.pre_tokenizers import Sequence as PreTokenizerSequence
+from tokenizers.processors import TemplateProcessing
+
+from semantic.domain.errors import InvalidRequestError
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufVocabulary:
+    """A tokenizer as GGUF metadata holds it.
+
+    Attributes:
+        source: The file it came from, for messages.
+        model: GGUF's name of the algorithm; only ``gpt2``, byte-level BPE, is supported.
+        pre: GGUF's name of the pre-tokenizer.
+        tokens: Every token, its index being its id.
+        token_types: One GGUF token type per token, or empty: all are ordinary.
+        merges: ``"left right"`` pairs, best first.
+        adds_bos: Whether text starts with the BOS token; None: the pre-tokenizer's habit.
+        bos: Id of the token that begins a text.
+        ends: Ids of the tokens that end a reply, the EOS token first.
+        pad: Id of the token that fills a batch; None: the EOS token.
+        unk: Id of the token for what cannot be encoded.
+        chat_template: Jinja source.
+        max_length: Longest text the model takes, in tokens.
+    """
+
+    source: Path
+    model: str
+    pre: str
+    tokens: Sequence[str]
+    token_types: Sequence[int]
+    merges: Sequence[str]
+    adds_bos: bool | None
+    bos: int | None
+    ends: tuple[int, ...]
+    pad: int | None
+    unk: int | None
+    chat_template: str | None
+    max_length: int
+
+    @property
+    def eos(self) -> int | None:
+        """Id of the token that ends a text."""
+        return self.ends[0] if self.ends else None
+
+    @property
+    def filler(self) -> int | None:
+        """Id of the token that fills a batch."""
+        return self.eos if self.pad is None else self.pad
+
+    def special_ids(self) -> dict[str, object]:
+        """Returns the ids as ``config.json`` and ``generation_config.json`` spell them."""
+        ids: dict[str, object] = {
+            "bos_token_id": self.bos,
+            "eos_token_id": list(self.ends) if len(self.ends) > 1 else self.eos,
+            "pad_token_id": self.filler,
+        }
+        return {key: value for key, value in ids.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class _Splitting:
+    """How text is cut up before merging, for one GGUF pre-tokenizer name."""
+
+    pre_tokenizer: Callable[[], PreTokenizer]
+    is_nfc: bool = False
+    ignores_merges: bool = False
+    adds_bos: bool = False
+
+
+def write_tokenizer(vocabulary: GgufVocabulary, directory: Path) -> None:
+    """Writes ``tokenizer.json`` and ``tokenizer_config.json`` into an existing directory.
+
+    Raises:
+        InvalidRequestError: The tokenizer is of an unsupported kind, or contradicts itself.
+    """
+    build_tokenizer(vocabulary).save(str(directory / "tokenizer.json"))
+    config = json.dumps(_tokenizer_config(vocabulary), indent=2, ensure_ascii=False)
+    (directory / "tokenizer_config.json").write_text(config + "\n", encoding="utf-8")
+
+
+def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
+    """Returns the tokenizer that GGUF's lists and names describe.
+
+    Raises:
+        InvalidRequestError: The tokenizer is of an unsupported kind, or contradicts itself.
+    """
+    splitting = _splitting(vocabulary)
+    tokenizer = Tokenizer(_bpe(vocabulary, splitting))
+    tokenizer.pre_tokenizer = splitting.pre_tokenizer()
+    tokenizer.decoder = ByteLevelDecoder()
+    if splitting.is_nfc:
+        tokenizer.normalizer = NFC()
+    tokenizer.add_special_tokens(_added_tokens(vocabulary, (_UNKNOWN, _CONTROL), is_special=True))
+    tokenizer.add_tokens(_added_tokens(vocabulary, (_USER_DEFINED,), is_special=False))
+    adds_bos = splitting.adds_bos if vocabulary.adds_bos is None else vocabulary.adds_bos
+    bos = _token(vocabulary, vocabulary.bos)
+    if adds_bos and bos is not None:
+        tokenizer.post_processor = TemplateProcessing(
+            single=[bos, "$A"],
+            pair=[bos, "$A", f"{bos}:1", "$B:1"],
+            special_tokens=[(bos, vocabulary.bos)],
+        )
+    return tokenizer
+
+
+def _splitting(vocabulary: GgufVocabulary) -> _Splitting:
+    splittings = {
+        "smollm": _Splitting(_split_smollm),
+        "qwen2": _Splitting(_split_qwen2, is_nfc=True),
+        "llama-bpe": _Splitting(_split_llama3, ignores_merges=True, adds_bos=True),
+    }
+    if vocabulary.model != "gpt2":
+        why = f"its tokenizer is of kind {vocabulary.model!r}; only 'gpt2' is supported"
+        raise _refusal(vocabulary, why)
+    if vocabulary.pre not in splittings:
+        known = ", ".join(sorted(splittings))
+        raise _refusal(vocabulary, f"its pre-tokenizer {vocabulary.pre!r} is not one of {known}")
+    return splittings[vocabulary.pre]
+
+
+def _split_smollm() -> PreTokenizer:
+    digits = Digits(individual_digits=True)
+    return PreTokenizerSequence([digits, ByteLevel(add_prefix_space=False, use_regex=True)])
+
+
+def _split_qwen2() -> PreTokenizer:
+    return _split_by(rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_REST}")
+
+
+def _split_llama3() -> PreTokenizer:
+    return _split_by(rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_REST}")
+
+
+def _split_by(pattern: str) -> PreTokenizer:
+    split = Split(Regex(pattern), behavior="isolated", invert=False)
+    return PreTokenizerSequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _bpe(vocabulary: GgufVocabulary, splitting: _Splitting) -> BPE:
+    # Unused entries only fill the embedding matrix up to a round size; no text has them.
+    unused = {i for i, kind in enumerate(vocabulary.token_types) if kind == _UNUSED}
+    ids = {token: i for i, token in enumerate(vocabulary.tokens) if i not in unused}
+    merges = [_pair(vocabulary, merge) for merge in vocabulary.merges]
+    try:
+        return BPE(vocab=ids, merges=merges, ignore_merges=splitting.ignores_merges)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise _refusal(vocabulary, f"its tokenizer is damaged ({error})") from error
+
+
+def _pair(vocabulary: GgufVocabulary, merge: str) -> tuple[str, str]:
+    left, separator, right = merge.partition(" ")
+    if not separator:
+        raise _refusal(vocabulary, f"its tokenizer is damaged (merge {merge!r} is not a pair)")
+    return left, right
+
+
+def _added_tokens(
+    vocabulary: GgufVocabulary, kinds: tuple[int, ...], *, is_special: bool
+) -> list[AddedToken]:
+    return [
+        AddedToken(token, special=is_special, normalized=False)
+        for token, kind in zip(vocabulary.tokens, vocabulary.token_types, strict=False)
+        if kind in kinds
+    ]
+
+
+def _tokenizer_config(vocabulary: GgufVocabulary) -> dict[str, object]:
+    named = {
+        "bos_token": _token(vocabulary, vocabulary.bos),
+        "eos_token": _token(vocabulary, vocabulary.eos),
+        "pad_token": _token(vocabulary, vocabulary.filler),
+        "unk_token": _token(vocabulary, vocabulary.unk),
+        "chat_template": vocabulary.chat_template,
+    }
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": vocabulary.max_length,
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+        **{key: value for key, value in named.items() if value is not None},
+    }
+
+
+def _token(vocabulary: GgufVocabulary, token_id: int | None) -> str | None:
+    if token_id is None:
+        return None
+    if not 0 <= token_id < len(vocabulary.tokens):
+        raise _refusal(vocabulary, f"its tokenizer is damaged (no token has the id {token_id})")
+    return vocabulary.tokens[token_id]
+
+
+def _refusal(vocabulary: GgufVocabulary, why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{vocabulary.source} cannot be imported: {why}.", param="model")

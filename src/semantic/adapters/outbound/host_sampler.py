@@ -1,0 +1,118 @@
+"""Choosing a token from a row of logits in host memory, with numpy.
+
+Rows are independent: the outcome depends on the row, its parameters and the tokens before it.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from semantic.domain.errors import BackendError
+from semantic.domain.sampling import SamplingParams, TokenLogprob, uniform
+from semantic.ports.outbound import Draw
+
+Logits = NDArray[np.float32]
+
+
+def sample(logits: Logits, draw: Draw, history: Sequence[int]) -> tuple[int, TokenLogprob | None]:
+    """Choose the token that follows `history`.
+
+    Args:
+        logits: One row, the model's own; not changed.
+        draw: How to choose.
+        history: All tokens before the one to choose.
+
+    Raises:
+        BackendError: the row holds NaN, or the mask allows no token.
+    """
+    if not np.isfinite(logits.max()):
+        raise BackendError("the model produced logits that are not numbers")
+    adjusted = _adjust(logits, draw, history)
+    if adjusted.max() == -np.inf:
+        raise BackendError("no token is allowed here")
+    if draw.params.is_greedy:
+        token = int(adjusted.argmax())
+    else:
+        token = _pick(adjusted, draw.params, len(history))
+    return token, _logprob(logits, token, draw.params.top_logprobs)
+
+
+def _adjust(logits: Logits, draw: Draw, history: Sequence[int]) -> Logits:
+    params = draw.params
+    if not (params.has_penalties or params.logit_bias or draw.allowed is not None):
+        return logits
+    adjusted = logits.copy()
+    if params.has_penalties:
+        _penalise(adjusted, params, history, draw.num_prompt)
+    for token, bias in params.logit_bias:
+        if 0 <= token < len(adjusted):
+            adjusted[token] += bias
+    if draw.allowed is not None:
+        bits = np.unpackbits(np.frombuffer(draw.allowed, np.uint8), bitorder="little")
+        allowed = np.zeros(len(adjusted), bool)
+        allowed[: len(bits)] = bits[: len(adjusted)]
+        adjusted[~allowed] = -np.inf
+    return adjusted
+
+
+def _penalise(
+    logits: Logits, params: SamplingParams, history: Sequence[int], num_prompt: int
+) -> None:
+    if params.repetition_penalty != 1:
+        seen = np.unique(np.asarray(history, np.int64))
+        values = logits[seen]
+        penalty = np.float32(params.repetition_penalty)
+        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+    generated = np.asarray(history[num_prompt:], np.int64)
+    if generated.size:
+        tokens, counts = np.unique(generated, return_counts=True)
+        taken_off = params.presence_penalty + params.frequency_penalty * counts
+        logits[tokens] -= taken_off.astype(np.float32)
+
+
+def _pick(logits: Logits, params: SamplingParams, position: int) -> int:
+    if params.seed is None:
+        raise BackendError("a sampled row needs a seed")
+    tokens, weights = _candidates(logits, params)
+    cumulative = np.cumsum(weights)
+    # Below the last sum, rounded or not: a uniform number is at most 1 - 2**-53.
+    point = uniform(params.seed, position) * cumulative[-1]
+    return int(tokens[np.searchsorted(cumulative, point, side="right")])
+
+
+def _candidates(
+    logits: Logits, params: SamplingParams
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The tokens that may be chosen, and their weights."""
+    top = float(logits.max())
+    with np.errstate(over="ignore"):  # a tiny temperature leaves the best token alone
+        weights = np.exp((logits.astype(np.float64) - top) / params.temperature)
+    tokens = np.arange(len(weights))
+    if params.min_p > 0:
+        tokens = np.flatnonzero(weights >= params.min_p)
+    if 0 < params.top_k < len(tokens):
+        # Ties go to the lower id, so that the outcome is the same everywhere.
+        order = np.argsort(-weights[tokens], kind="stable")[: params.top_k]
+        tokens = tokens[order]
+    if params.top_p < 1:
+        order = np.argsort(-weights[tokens], kind="stable")
+        tokens = tokens[order]
+        cumulative = np.cumsum(weights[tokens])
+        num_kept = int(np.searchsorted(cumulative, params.top_p * cumulative[-1])) + 1
+        tokens = tokens[:num_kept]
+    return tokens, weights[tokens]
+
+
+def _logprob(logits: Logits, token: int, num_top: int | None) -> TokenLogprob | None:
+    if num_top is None:
+        return None
+    wide = logits.astype(np.float64)
+    log_total = float(wide.max()) + math.log(np.exp(wide - wide.max()).sum())
+    best: NDArray[np.int64] = np.argsort(-wide, kind="stable")[:num_top]
+    return TokenLogprob(
+        token,
+        float(wide[token]) - log_total,
+        tuple((int(i), float(wide[i]) - log_total) for i in best),
+    )

@@ -1,0 +1,445 @@
+"""Runs Hugging Face causal language models with PyTorch.
+
+The modelling code is the library's own. One attention function of ours is registered with it:
+all chunks of a step are packed into one row without padding, and the function appends each
+sequence's keys and values to that sequence's buffers and attends within it alone.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from semantic.adapters.outbound.host_sampler import Logits, sample
+from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
+from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.ports.outbound import (
+    LAST_SAMPLED,
+    Chunk,
+    Computed,
+    DeviceMemory,
+    HostBuffer,
+    Kinds,
+    KVPayload,
+    PayloadSlice,
+    Row,
+    RowFailed,
+    Sampled,
+    SequenceId,
+    Step,
+    StepOutput,
+    Ticket,
+    Traits,
+)
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+_ATTENTION = "semantic_packed"
+_GROWTH = 256  # tokens by which a sequence's buffers grow
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_UNSUPPORTED_OPTIONS = ("softcap", "s_aux", "indices", "position_bias")
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """Keys and values of one sequence: ``[layers, heads, capacity, dim]`` each."""
+
+    known: list[int]
+    length: int = 0
+    last_sampled: int | None = None
+    keys: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    values: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[2] if self.keys.dim() == 4 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A chunk's tokens and their place in the packed row."""
+
+    chunk: Chunk
+    sequence: _Sequence
+    tokens: tuple[int, ...]
+    offset: int
+
+    @property
+    def place(self) -> slice:
+        return slice(self.offset, self.offset + len(self.tokens))
+
+    @property
+    def end(self) -> int:
+        """The sequence's length after the step."""
+        return self.sequence.length + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _StepTicket:
+    output: StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class _PayloadTicket:
+    payload: KVPayload
+
+
+class TorchBackend:
+    """`ModelBackendPort` over a Hugging Face model directory."""
+
+    def __init__(
+        self, directory: Path, spec: ModelCacheSpec, *, dtype: DType = "auto", device: str = "cpu"
+    ) -> None:
+        if any(layer.kind is LayerKind.STATE for layer in spec.layers):
+            raise InvalidRequestError(
+                f"{spec.model_type} has recurrent layers, which the torch backend cannot run; "
+                "use --backend mlx.",
+                param="model",
+            )
+        AttentionInterface.register(_ATTENTION, _packed_attention)
+        torch_dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+        self._device = torch.device(device)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch_dtype, attn_implementation=_ATTENTION, local_files_only=True
+        )
+        self._model.to(self._device).eval()
+        self._dtype = torch_dtype
+        self._spec = spec
+        layer = spec.layers[0]
+        self._shape = (spec.num_layers, layer.num_kv_heads)
+        self._dims = (layer.key_dim, layer.value_dim)
+        name = str(torch_dtype).removeprefix("torch.")
+        self._traits = Traits(0, self._device.type == "cpu", f"torch.v1.{name}")
+        self._sequences: dict[SequenceId, _Sequence] = {}
+        self._check_model()
+
+    @property
+    def spec(self) -> ModelCacheSpec:
+        """Geometry of the attention state."""
+        return self._spec
+
+    @property
+    def traits(self) -> Traits:
+        """What the engine must know."""
+        return self._traits
+
+    def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
+        """Begin a sequence."""
+        self._check_ids(tokens)
+        self._add(seq, _Sequence(list(tokens)))
+
+    def load(self, seq: SequenceId, parts: Sequence[PayloadSlice]) -> None:
+        """Append state from payloads."""
+        sequence = self._sequences[seq]
+        position = sequence.length
+        tensors = []
+        for part in parts:
+            tensors.append(self._check_part(part, position))
+            position = part.end
+        if position > len(sequence.known):
+            raise CacheCorruptionError(f"only {len(sequence.known)} of {position} tokens are known")
+        self._grow(sequence, position)
+        for part, (keys, values) in zip(parts, tensors, strict=True):
+            start, end = part.payload.start, part.end
+            sequence.keys[:, :, start:end] = keys[:, :, : end - start]
+            sequence.values[:, :, start:end] = values[:, :, : end - start]
+        if parts:
+            sequence.length, sequence.last_sampled = position, None
+
+    def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
+        """Open a sequence with a copy of another's first tokens."""
+        source = self._sequences[src]
+        if not 0 <= num_tokens <= source.length:
+            return False
+        target = _Sequence(source.known[:num_tokens])
+        self._grow(target, num_tokens)
+        if num_tokens:
+            target.keys[:, :, :num_tokens] = source.keys[:, :, :num_tokens]
+            target.values[:, :, :num_tokens] = source.values[:, :, :num_tokens]
+        target.length = num_tokens
+        self._add(dst, target)
+        return True
+
+    def launch(self, step: Step) -> Ticket:
+        """Compute a step at once."""
+        try:
+            plan = self._plan(step)
+            logits = iter(self._forward([span for span in plan if isinstance(span, _Span)]))
+        except (RuntimeError, IndexError) as error:
+            raise BackendError(f"the device failed: {error}") from error
+        rows: list[Row] = [
+            _finish(entry, next(logits)) if isinstance(entry, _Span) else entry for entry in plan
+        ]
+        return _StepTicket(StepOutput(tuple(rows)))
+
+    def collect(self, ticket: Ticket) -> StepOutput:
+        """Return what `launch` computed."""
+        if not isinstance(ticket, _StepTicket):
+            raise TypeError("not the ticket of a step of this backend")
+        return ticket.output
+
+    def snapshot(self, seq: SequenceId, start: int, end: int, kinds: Kinds) -> Ticket:
+        """Copy state to the host; all layers keep all tokens, so any range can be had."""
+        sequence = self._sequences[seq]
+        if not 0 <= start < end <= sequence.length:
+            raise ValueError(f"[{start}, {end}) is not within {sequence.length} tokens")
+        buffers = (
+            _host_buffer("keys", sequence.keys[:, :, start:end]),
+            _host_buffer("values", sequence.values[:, :, start:end]),
+        )
+        return _PayloadTicket(KVPayload(self._traits.kv_abi, start, end, kinds, buffers))
+
+    def payload(self, ticket: Ticket) -> KVPayload:
+        """Return what `snapshot` copied."""
+        if not isinstance(ticket, _PayloadTicket):
+            raise TypeError("not the ticket of a snapshot of this backend")
+        return ticket.payload
+
+    def truncate(self, seq: SequenceId, num_tokens: int) -> int:
+        """Cut a sequence back."""
+        sequence = self._sequences[seq]
+        if num_tokens < 0:
+            raise ValueError(f"a sequence cannot have {num_tokens} tokens")
+        if num_tokens < sequence.length:
+            sequence.length, sequence.last_sampled = num_tokens, None
+            del sequence.known[num_tokens:]
+        return sequence.length
+
+    def close(self, seq: SequenceId) -> None:
+        """Drop a sequence."""
+        self._sequences.pop(seq, None)
+
+    def bytes_for(self, lengths: Sequence[int]) -> int:
+        """Buffers grow in steps, and every layer keeps every token."""
+        per_token = math.prod(self._shape) * sum(self._dims) * self._dtype.itemsize
+        return sum(_capacity(length) * per_token for length in lengths)
+
+    def memory(self) -> DeviceMemory:
+        """Read a CUDA device's memory; a CPU reports what the sequences take."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            return DeviceMemory(total, total - free)
+        tensors = [t for s in self._sequences.values() for t in (s.keys, s.values)]
+        return DeviceMemory(0, sum(t.numel() * t.element_size() for t in tensors))
+
+    def shutdown(self) -> None:
+        """Drop everything."""
+        self._sequences.clear()
+        self._model = None
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def _plan(self, step: Step) -> list[_Span | RowFailed]:
+        """Give each chunk its place in the packed row, and room in its sequence's buffers."""
+        plan: list[_Span | RowFailed] = []
+        seen: set[SequenceId] = set()
+        offset = 0
+        for chunk in step.chunks:
+            try:
+                if chunk.seq in seen:
+                    raise InvalidRequestError("the sequence is in the step already")
+                seen.add(chunk.seq)
+                tokens = self._tokens_of(chunk)
+            except InvalidRequestError as error:
+                plan.append(RowFailed(chunk.seq, error.message))
+                continue
+            sequence = self._sequences[chunk.seq]
+            self._grow(sequence, sequence.length + len(tokens))
+            plan.append(_Span(chunk, sequence, tokens, offset))
+            offset += len(tokens)
+        return plan
+
+    def _tokens_of(self, chunk: Chunk) -> tuple[int, ...]:
+        sequence = self._sequences.get(chunk.seq)
+        if sequence is None:
+            raise InvalidRequestError(f"sequence {chunk.seq} is not open")
+        if chunk.start != sequence.length:
+            raise InvalidRequestError(f"the chunk is at {chunk.start}, not {sequence.length}")
+        if chunk.tokens is LAST_SAMPLED:
+            if sequence.last_sampled is None:
+                raise InvalidRequestError("nothing was sampled here")
+            return (sequence.last_sampled,)
+        if not chunk.tokens:
+            raise InvalidRequestError("the chunk is empty")
+        self._check_ids(chunk.tokens)
+        return chunk.tokens
+
+    def _forward(self, spans: Sequence[_Span]) -> Logits:
+        """Run the model over the packed row; returns the logits after each span."""
+        if not spans:
+            return np.empty((0, 0), np.float32)
+        packed = [token for span in spans for token in span.tokens]
+        positions = [place for span in spans for place in range(span.sequence.length, span.end)]
+        last = [span.place.stop - 1 for span in spans]
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=torch.tensor([packed], device=self._device),
+                position_ids=torch.tensor([positions], device=self._device),
+                logits_to_keep=torch.tensor(last, device=self._device),
+                use_cache=False,
+                spans=spans,
+            )
+            logits: Logits = output.logits[0].float().cpu().numpy()
+        return logits
+
+    def _grow(self, sequence: _Sequence, length: int) -> None:
+        if length <= sequence.capacity:
+            return
+        layers, heads = self._shape
+        capacity = _capacity(length)
+        old = (sequence.keys, sequence.values)
+        sequence.keys, sequence.values = (
+            torch.empty(layers, heads, capacity, dim, dtype=self._dtype, device=self._device)
+            for dim in self._dims
+        )
+        if sequence.length:
+            sequence.keys[:, :, : sequence.length] = old[0][:, :, : sequence.length]
+            sequence.values[:, :, : sequence.length] = old[1][:, :, : sequence.length]
+
+    def _add(self, seq: SequenceId, sequence: _Sequence) -> None:
+        if seq in self._sequences:
+            raise ValueError(f"sequence {seq} is open")
+        self._sequences[seq] = sequence
+
+    # -- checks ---------------------------------------------------------------------------------
+
+    def _check_model(self) -> None:
+        """Run one token, so that a model that would fail or go wrong is refused while it loads."""
+        if _rope_types(self._model.config) & _LENGTH_DEPENDENT_ROPE:
+            raise self._refusal("its rotary embedding depends on the longest sequence of a step")
+        scratch = _Sequence([0])
+        self._grow(scratch, 1)
+        scratch.keys.fill_(torch.nan)
+        chunk = Chunk(SequenceId(0), 0, (0,))
+        try:
+            self._forward([_Span(chunk, scratch, (0,), 0)])
+        except (RuntimeError, BackendError) as error:
+            raise self._refusal(str(error)) from error
+        if scratch.keys[:, :, 0].isnan().any():
+            raise self._refusal("not all of its layers use the library's attention interface")
+
+    def _refusal(self, reason: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"the torch backend cannot run {self._spec.model_type}: {reason}", param="model"
+        )
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        size = self._spec.vocab_size
+        if tokens and not (min(tokens) >= 0 and max(tokens) < size):
+            raise InvalidRequestError(f"a token id is not in [0, {size})", param="tokens")
+
+    def _check_part(self, part: PayloadSlice, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        payload = part.payload
+        if payload.abi != self._traits.kv_abi:
+            raise CacheCorruptionError(f"a payload of {payload.abi} cannot be loaded")
+        if payload.start != position or not payload.start < part.end <= payload.end:
+            raise CacheCorruptionError(f"a payload from {payload.start} does not follow {position}")
+        buffers = {buffer.name: buffer for buffer in payload.buffers}
+        keys, values = (
+            self._tensor(buffers.get(name), (*self._shape, payload.end - payload.start, dim))
+            for name, dim in zip(("keys", "values"), self._dims, strict=True)
+        )
+        return keys, values
+
+    def _tensor(self, buffer: HostBuffer | None, shape: tuple[int, ...]) -> torch.Tensor:
+        data = bytearray() if buffer is None else bytearray(buffer.data)
+        num_bytes = math.prod(shape) * self._dtype.itemsize
+        if buffer is None or buffer.shape != shape or len(data) != num_bytes:
+            raise CacheCorruptionError(f"a payload lacks keys or values of shape {shape}")
+        return torch.frombuffer(data, dtype=self._dtype).view(shape).to(self._device)
+
+
+def _capacity(length: int) -> int:
+    return -(-length // _GROWTH) * _GROWTH
+
+
+def _host_buffer(name: str, tensor: torch.Tensor) -> HostBuffer:
+    host = tensor.to("cpu", copy=True).contiguous()
+    data = host.flatten().view(torch.uint8).numpy().data
+    return HostBuffer(name, tuple(host.shape), str(host.dtype).removeprefix("torch."), data)
+
+
+def _finish(span: _Span, logits: Logits) -> Row:
+    """Sample if asked to, then count the chunk as held: a row that fails changes nothing."""
+    chunk, sequence = span.chunk, span.sequence
+    row: Row = Computed(chunk.seq)
+    token = None
+    if chunk.draw is not None:
+        history = [*sequence.known[: sequence.length], *span.tokens]
+        try:
+            token, logprob = sample(logits, chunk.draw, history)
+        except BackendError as error:
+            return RowFailed(chunk.seq, error.message)
+        row = Sampled(chunk.seq, token, logprob)
+    sequence.known[sequence.length : span.end] = span.tokens
+    sequence.length, sequence.last_sampled = span.end, token
+    return row
+
+
+def _rope_types(config: Any) -> set[str]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    per_layer_type = [entry for entry in parameters.values() if isinstance(entry, dict)]
+    return {str(entry.get("rope_type")) for entry in (parameters, *per_layer_type)}
+
+
+def _packed_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    spans: Sequence[_Span],
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend within each span's own sequence; called by the library, once a layer."""
+    refused = [name for name in _UNSUPPORTED_OPTIONS if options.get(name) is not None]
+    if refused or attention_mask is not None:
+        raise BackendError(f"attention with {', '.join(refused) or 'a mask'} is not supported")
+    layer, window = module.layer_idx, options.get("sliding_window")
+    output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    for span in spans:
+        start, end, place = span.sequence.length, span.end, span.place
+        keys, values = span.sequence.keys[layer], span.sequence.values[layer]
+        keys[:, start:end] = key[0, :, place]
+        values[:, start:end] = value[0, :, place]
+        seen = slice(max(0, start + 1 - window) if window else 0, end)
+        attended = _attend(
+            query[:, :, place],
+            keys[None, :, seen],
+            values[None, :, seen],
+            options["scaling"],
+            window,
+        )
+        output[0, place] = attended[0].transpose(0, 1)
+    return output, None
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    num_queries, num_keys = query.shape[2], keys.shape[2]
+    if num_queries == 1:
+        # Grouped heads become query rows, so that keys need not be repeated.
+        folded = query.view(1, keys.shape[1], -1, query.shape[3])
+        attended = functional.scaled_dot_product_attention(folded, keys, values, scale=scaling)
+        return attended.view(1, query.shape[1], 1, values.shape[3])
+    mask = None
+    if num_keys > num_queries or (window and num_queries > window):
+        ends = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None]
+        places = torch.arange(num_keys, device=query.device)[None, :]
+        mask = places <= ends
+        if window:
+            mask &= places > ends - window
+    return functional.scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+    )

@@ -1,0 +1,1 @@
+"""What the server does: it moves token ids, names, counts and bytes between the ports."""

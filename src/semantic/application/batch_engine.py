@@ -1,0 +1,453 @@
+"""The device loop: many requests, one device, each gets the tokens it would have got alone.
+
+One turn of the loop, said aloud: take who may run, schedule a step, launch it, collect the one
+before it (or this one, without pipelining), and hand out what came of it.
+
+Runs on the device's thread and on no other; `device_thread.py` owns the thread and the queues.
+"""
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias, assert_never
+
+from semantic.application.agent_store import AgentCacheStore, Recall
+from semantic.application.generation import Clock, Generation, Job, common_prefix, monotonic
+from semantic.application.scheduler import ConcurrentScheduler, EngineLimits
+from semantic.application.text_assembler import TextAssembler
+from semantic.application.working_memory import WorkingMemory
+from semantic.domain.chat import Event, Failed, Finished, PrefillProgress, TextDelta
+from semantic.domain.errors import (
+    BackendError,
+    CacheCorruptionError,
+    GenerationTimeoutError,
+    PoolExhaustedError,
+    SemanticError,
+)
+from semantic.domain.sampling import FinishReason
+from semantic.ports.outbound import (
+    Chunk,
+    Computed,
+    Kinds,
+    ModelBackendPort,
+    Row,
+    RowFailed,
+    Sampled,
+    SequenceId,
+    Step,
+    Ticket,
+    TokenizerPort,
+)
+
+EventBatch: TypeAlias = list[tuple[str, Event]]
+EventSink: TypeAlias = Callable[[EventBatch], None]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that is launched and not collected."""
+
+    rows: tuple[tuple[Generation, Chunk], ...]
+    ticket: Ticket
+    num_prompt_tokens: int
+    launched_at: float
+
+
+class BlockPoolBatchEngine:
+    """Continuous batching over a backend, with state kept in a block pool."""
+
+    def __init__(
+        self,
+        backend: ModelBackendPort,
+        tokenizer: TokenizerPort,
+        store: AgentCacheStore,
+        limits: EngineLimits,
+        emit: EventSink,
+        clock: Clock = monotonic,
+    ) -> None:
+        spec = backend.spec
+        self._backend = backend
+        self._tokenizer = tokenizer
+        self._store = store
+        self._emit = emit
+        self._clock = clock
+        self._is_sliceable = spec.num_window == spec.num_state == 0
+        self._scheduler = ConcurrentScheduler(limits, cuts_at_blocks=not self._is_sliceable)
+        self._memory = WorkingMemory(backend, store)
+        self._generations: dict[str, Generation] = {}
+        self._flights: deque[_Flight] = deque()
+        self._last_collect = 0.0
+        self._events: EventBatch = []
+        self._orders = itertools.count()
+        self._sequence_ids = itertools.count()
+
+    # -- what the thread asks for ---------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._generations or self._flights or self._events)
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; a job that cannot fit alone is answered with an error."""
+        assembler = TextAssembler(self._tokenizer.token_bytes, job.stop.strings)
+        block_tokens = self._backend.spec.block_tokens
+        generation = Generation(job, next(self._orders), assembler, self._clock(), block_tokens)
+        self._generations[job.id] = generation
+        self._scheduler.add(generation)
+        longest = self._memory.longest_that_fits()
+        if len(job.tokens) + 1 > longest:
+            self._fail(
+                generation,
+                PoolExhaustedError(
+                    f"a prompt of {len(job.tokens)} tokens does not fit this server's memory; "
+                    f"at most {max(longest - 1, 0)} do."
+                ),
+            )
+
+    def cancel(self, job_id: str) -> None:
+        """End a request; its sequence is closed as soon as no row of it is on the device."""
+        generation = self._generations.get(job_id)
+        if generation is not None and not generation.is_done:
+            self._finish(generation, FinishReason.CANCELLED)
+
+    def reconfigure(self, limits: EngineLimits) -> None:
+        """Use other limits from the next step on."""
+        self._scheduler.limits = limits
+
+    def step(self) -> bool:
+        """One turn of the loop.
+
+        Returns:
+            Whether the device was given or gave anything.
+        """
+        self._expire()
+        rows = self._schedule()
+        launched = self._launch(rows) if rows else False
+        allowed = self._backend.traits.pipeline_depth if launched else 0
+        collected = False
+        while len(self._flights) > allowed:
+            collected = self._collect() or collected
+        self._hand_out()
+        return launched or collected
+
+    def abandon(self, error: SemanticError) -> None:
+        """Fail every request and forget all sequences: at the end, or after a defect of ours."""
+        self._flights.clear()
+        self._memory.clear()
+        for generation in list(self._generations.values()):
+            self._backend.close(generation.seq)
+            generation.num_rows = 0
+            if not generation.is_done:
+                self._end(generation, Failed(error))
+        self._generations.clear()
+        self._hand_out()
+
+    def check_integrity(self) -> None:
+        """Check the engine's parts against each other, between steps.
+
+        Raises:
+            AssertionError: they do not agree.
+        """
+        self._store.check_integrity()
+        self._scheduler.check_integrity()
+        running = {g.seq for g in self._scheduler.running}
+        lingering = {g.seq for g in self._generations.values() if g.is_done and g.num_rows}
+        if self._memory.sequences != running | lingering:
+            raise AssertionError("memory is reserved for other sequences than those that run")
+
+    # -- schedule -------------------------------------------------------------------------------
+
+    def _schedule(self) -> list[tuple[Generation, Chunk]]:
+        now = self._clock()
+        if not self._make_room():
+            return []
+        for candidate in self._scheduler.candidates(now):
+            if not self._should_wait(candidate) and not self._admit(candidate):
+                break
+        portions = self._scheduler.plan(now)
+        return [(p.generation, p.generation.next_chunk(p.num_tokens)) for p in portions]
+
+    def _make_room(self) -> bool:
+        """Let running sequences grow by what a step may add, preempting others if need be.
+
+        Returns:
+            False if rows must be collected before anyone can be preempted.
+        """
+        for generation in self._scheduler.running:
+            while generation in self._scheduler.running and not self._memory.grow(generation):
+                if self._flights:
+                    return False
+                self._preempt(self._scheduler.victim() or generation)
+        return True
+
+    def _preempt(self, generation: Generation) -> None:
+        """Seal, close and requeue a sequence; the only one ends instead."""
+        if len(self._scheduler.running) == 1:
+            self._fail(
+                generation,
+                PoolExhaustedError(
+                    f"memory for attention state is full after {len(generation.tokens)} tokens."
+                ),
+            )
+            return
+        self._seal(generation, with_tail=True)
+        self._close(generation)
+        self._scheduler.requeue(generation)
+
+    def _should_wait(self, generation: Generation) -> bool:
+        """Whether an older sequence is computing a prefix this one can use (single flight)."""
+        known = None
+        for other in self._scheduler.running:
+            if other.order > generation.order or not other.is_prefilling:
+                continue
+            shared = self._num_shared(other, generation)
+            if shared <= other.num_computed:
+                continue
+            if known is None:
+                known = self._recall(generation).num_tokens
+            if shared - max(known, other.num_computed) >= self._backend.spec.block_tokens:
+                return True
+        return False
+
+    def _num_shared(self, other: Generation, generation: Generation) -> int:
+        if other.job.root != generation.job.root:
+            return 0
+        return common_prefix(other.tokens, generation.tokens[:-1])
+
+    # -- open and close -------------------------------------------------------------------------
+
+    def _admit(self, generation: Generation) -> bool:
+        """Open a waiting request in the backend; False if memory is short."""
+        generation.seq = SequenceId(next(self._sequence_ids))
+        if not self._memory.admit(generation):
+            return False
+        self._scheduler.admit(generation)
+        try:
+            self._open(generation)
+        except SemanticError as error:
+            self._fail(generation, error)
+        except Exception as error:  # noqa: BLE001 - whatever the backend raises ends one request
+            self._fail(generation, _as_backend_error(error))
+        return True
+
+    def _open(self, generation: Generation) -> None:
+        recall = self._recall(generation)
+        if not self._fork(generation, recall.num_tokens):
+            self._backend.open(generation.seq, generation.tokens)
+            try:
+                self._backend.load(generation.seq, recall.parts)
+            except CacheCorruptionError as error:
+                _log.warning("sealed blocks could not be loaded: %s", error.message)
+                recall = replace(recall, num_tokens=0, num_whole=0, chain=generation.job.root)
+            generation.resume(recall.num_tokens, recall.chain, recall.num_whole)
+        generation.count_reuse()
+
+    def _recall(self, generation: Generation) -> Recall:
+        return self._store.recall(
+            generation.job.root, generation.tokens[:-1], can_slice=self._is_sliceable
+        )
+
+    def _fork(self, generation: Generation, num_known: int) -> bool:
+        """Copy a running sequence's prefix if it has more of this one than the store."""
+        shared = [
+            (min(self._num_shared(other, generation), other.num_computed), other)
+            for other in self._scheduler.running
+            if other is not generation
+        ]
+        num_shared, source = max(shared, key=lambda pair: pair[0], default=(0, None))
+        if source is None or num_shared <= num_known:
+            return False
+        if not self._backend.fork(source.seq, generation.seq, num_shared):
+            return False
+        generation.resume(num_shared, generation.job.root, 0)
+        return True
+
+    def _close(self, generation: Generation) -> None:
+        self._backend.close(generation.seq)
+        self._memory.resize(generation.seq, 0)
+        generation.rewind()
+
+    # -- launch and collect ---------------------------------------------------------------------
+
+    def _launch(self, rows: Sequence[tuple[Generation, Chunk]]) -> bool:
+        started = self._clock()
+        prompt_tokens = sum(c.num_tokens for g, c in rows if c.start + 1 < g.num_prompt)
+        try:
+            ticket = self._backend.launch(Step(tuple(chunk for _, chunk in rows)))
+        except Exception as error:  # noqa: BLE001 - isolated below, never lost
+            self._isolate(rows, error)
+            return True
+        for generation, chunk in rows:
+            generation.num_launched += chunk.num_tokens
+            generation.num_rows += 1
+            generation.num_draws += chunk.draw is not None
+        self._flights.append(_Flight(tuple(rows), ticket, prompt_tokens, started))
+        return True
+
+    def _collect(self) -> bool:
+        flight = self._flights.popleft()
+        try:
+            output = self._backend.collect(flight.ticket)
+        except Exception as error:  # noqa: BLE001 - isolated below, never lost
+            self._isolate(flight.rows, error)
+            return True
+        now = self._clock()
+        begun = max(flight.launched_at, self._last_collect)
+        self._last_collect = now
+        self._scheduler.budget.observe(flight.num_prompt_tokens, now - begun)
+        for (generation, chunk), row in zip(flight.rows, output.rows, strict=True):
+            try:
+                self._apply(generation, chunk, row)
+            except Exception as error:  # noqa: BLE001 - one request's defect ends that request
+                _log.exception("a row could not be handled")
+                if not generation.is_done:
+                    self._fail(generation, _as_backend_error(error))
+        return True
+
+    def _isolate(self, rows: Sequence[tuple[Generation, Chunk]], error: Exception) -> None:
+        """After a failed step: reopen its sequences and try each alone, once."""
+        _log.error("a step of %d rows failed", len(rows), exc_info=error)
+        failed = {generation.seq: (generation, chunk) for generation, chunk in rows}
+        for flight in self._flights:
+            failed.update({g.seq: (g, c) for g, c in flight.rows if g.seq not in failed})
+        self._flights.clear()
+        for generation, chunk in failed.values():
+            self._isolate_one(generation, chunk, error)
+
+    def _isolate_one(self, generation: Generation, chunk: Chunk, error: Exception) -> None:
+        was_retried = generation.retry_until is not None
+        generation.num_rows = 0
+        generation.is_sealing = False  # what a failed step left behind is not to be trusted
+        if generation.is_done:
+            self._retire(generation)
+        elif was_retried:
+            self._fail(generation, _as_backend_error(error))
+        else:
+            self._close(generation)
+            generation.retry_until = chunk.start + chunk.num_tokens
+            self._scheduler.requeue(generation)
+
+    # -- what came of it ------------------------------------------------------------------------
+
+    def _apply(self, generation: Generation, chunk: Chunk, row: Row) -> None:
+        generation.num_rows -= 1
+        generation.num_draws -= chunk.draw is not None
+        if generation.is_done:
+            if not generation.num_rows:
+                self._retire(generation)
+            return
+        if isinstance(row, RowFailed):
+            self._fail(generation, BackendError(row.reason))
+            return
+        generation.num_computed = chunk.start + chunk.num_tokens
+        if generation.retry_until is not None and generation.num_computed >= generation.retry_until:
+            generation.retry_until = None
+        self._seal(generation)
+        match row:
+            case Computed():
+                done = min(generation.num_computed, generation.num_prompt)
+                self._say(generation, PrefillProgress(done, generation.num_prompt))
+            case Sampled():
+                self._accept(generation, row)
+            case _:
+                assert_never(row)
+
+    def _accept(self, generation: Generation, row: Sampled) -> None:
+        """Take a sampled token: show its text, and see whether it ends the reply."""
+        generation.tokens.append(row.token)
+        stop = generation.job.stop
+        is_end = row.token in stop.token_ids or (
+            row.token in self._tokenizer.eos_ids and not stop.ignore_eos
+        )
+        if not is_end:
+            self._say(generation, generation.assembler.feed(row.token, row.logprob))
+        if is_end:
+            self._finish(generation, FinishReason.END_TURN)
+        elif generation.assembler.stop is not None:
+            self._finish(generation, FinishReason.STOP_SEQUENCE)
+        elif len(generation.tokens) >= self._backend.spec.max_context:
+            self._finish(generation, FinishReason.CONTEXT_FULL)
+        elif generation.num_generated >= generation.job.max_tokens:
+            self._finish(generation, FinishReason.MAX_TOKENS)
+
+    def _say(self, generation: Generation, event: TextDelta | PrefillProgress | None) -> None:
+        if event is not None:
+            self._events.append((generation.job.id, event))
+
+    def _finish(self, generation: Generation, reason: FinishReason) -> None:
+        self._say(generation, generation.assembler.finish())
+        stop = generation.assembler.stop
+        if stop is not None:
+            reason = FinishReason.STOP_SEQUENCE
+        usage = replace(generation.usage, completion_tokens=generation.num_generated)
+        self._end(generation, Finished(reason, usage, stop))
+
+    def _fail(self, generation: Generation, error: SemanticError) -> None:
+        self._end(generation, Failed(error))
+
+    def _end(self, generation: Generation, event: Finished | Failed) -> None:
+        """Give the final event; every request gets exactly one."""
+        generation.is_done = True
+        self._events.append((generation.job.id, event))
+        self._scheduler.remove(generation)
+        if not generation.num_rows:
+            self._retire(generation)
+
+    def _retire(self, generation: Generation) -> None:
+        """Free what a request that ended still holds, keeping its state for later."""
+        del self._generations[generation.job.id]
+        if generation.seq in self._memory.sequences:
+            self._seal(generation, with_tail=True)
+            self._close(generation)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        late = [
+            g
+            for g in self._generations.values()
+            if g.job.deadline is not None and now >= g.job.deadline and not g.is_done
+        ]
+        for generation in late:
+            self._fail(generation, GenerationTimeoutError("the request's deadline passed."))
+
+    def _hand_out(self) -> None:
+        if self._events:
+            events, self._events = self._events, []
+            self._emit(events)
+
+    # -- seal -----------------------------------------------------------------------------------
+
+    def _seal(self, generation: Generation, *, with_tail: bool = False) -> None:
+        """Keep the blocks that are full, and the tail too when the sequence is put away."""
+        while generation.is_sealing:
+            start = generation.num_sealed
+            end = generation.block_end(start)
+            is_full = end <= generation.num_computed
+            if not is_full:
+                end = min(generation.num_computed, len(generation.tokens))
+            if end <= start or not (is_full or with_tail):
+                return
+            generation.is_sealing = self._seal_block(generation, start, end)
+
+    def _seal_block(self, generation: Generation, start: int, end: int) -> bool:
+        try:
+            ticket = self._backend.snapshot(generation.seq, start, end, Kinds.ALL)
+            payload = self._backend.payload(ticket)
+        except ValueError:
+            return False  # the device is past the point where this could be kept
+        name = self._store.seal(generation.chain, generation.tokens[start:end], payload)
+        if name is None:
+            return False
+        generation.chain, generation.num_sealed = name, end
+        return True
+
+
+def _as_backend_error(error: Exception) -> SemanticError:
+    if isinstance(error, SemanticError):
+        return error
+    return BackendError(f"the device failed this request: {type(error).__name__}: {error}")

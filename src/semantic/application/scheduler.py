@@ -1,0 +1,276 @@
+"""Who runs in the next step.
+
+Every running sequence that is one token behind gets its row in every step; what remains of the
+step's token budget goes to prompts. Which waiting request is admitted, and which prompt gets
+tokens first, is decided by one order:
+
+    1. those that have waited `ageing_s` without being served, longest first;
+    2. interactive before background;
+    3. the agent that was served least: tokens over weight, on a virtual clock;
+    4. arrival.
+
+The bound on waiting: once a request has waited `ageing_s`, only those that have waited longer
+go before it, and nobody can join them ahead of it. So it is overtaken by at most the requests
+that were there before it; it is served after `ageing_s` plus the time those take.
+
+The scheduler keeps lists and counts. It knows neither the backend nor memory: the engine
+admits a candidate when it has room for it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from semantic.application.generation import Generation
+from semantic.domain.chat import ServiceClass
+
+_SMOOTHING = 0.3
+_SECONDS_TO_MS = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Settings of the engine that may change while it runs.
+
+    Attributes:
+        max_batch_size: Sequences that run at once.
+        prefill_step_size: The most prompt tokens in a step.
+        target_step_ms: While someone decodes, prompts get as many tokens as fit this time.
+        batch_window_ms: How long an idle engine waits for company after a first request.
+        max_queue: Requests that may wait.
+        default_max_tokens: Length of a reply when a request does not say.
+        ageing_s: See the module.
+    """
+
+    max_batch_size: int = 16
+    prefill_step_size: int = 512
+    target_step_ms: float = 100.0
+    batch_window_ms: float = 5.0
+    max_queue: int = 256
+    default_max_tokens: int = 1024
+    ageing_s: float = 10.0
+
+
+class ChunkBudget:
+    """How many prompt tokens fit a step, learnt from how long steps took."""
+
+    _MIN_TOKENS = 16
+
+    def __init__(self) -> None:
+        self._ms_per_token: float | None = None
+        self._decode_ms = 0.0
+
+    def observe(self, num_prompt_tokens: int, elapsed_s: float) -> None:
+        """Learn from one step."""
+        elapsed_ms = elapsed_s * _SECONDS_TO_MS
+        if num_prompt_tokens == 0:
+            self._decode_ms += _SMOOTHING * (elapsed_ms - self._decode_ms)
+            return
+        cost = max(elapsed_ms - self._decode_ms, 0.0) / num_prompt_tokens
+        previous = cost if self._ms_per_token is None else self._ms_per_token
+        self._ms_per_token = previous + _SMOOTHING * (cost - previous)
+
+    def tokens(self, limits: EngineLimits) -> int:
+        """The budget while others decode: at least a few, at most `prefill_step_size`."""
+        if not self._ms_per_token:
+            return max(self._MIN_TOKENS, limits.prefill_step_size // 4)
+        room_ms = limits.target_step_ms - self._decode_ms
+        fitting = int(room_ms / self._ms_per_token)
+        return max(self._MIN_TOKENS, min(fitting, limits.prefill_step_size))
+
+
+class VirtualClock:
+    """Tokens served over weight, per agent. Newcomers start level with the least served."""
+
+    def __init__(self) -> None:
+        self._served: dict[str, float] = {}
+        self._members: dict[str, int] = {}
+        self._floor = 0.0
+
+    def join(self, agent: str) -> None:
+        """Count one more request of an agent; absence earns no credit."""
+        self._served[agent] = max(self._served.get(agent, 0.0), self._floor)
+        self._members[agent] = self._members.get(agent, 0) + 1
+
+    def leave(self, agent: str) -> None:
+        """Undo one `join`; an agent that is not ahead of the others is forgotten."""
+        self._members[agent] -= 1
+        if not self._members[agent]:
+            del self._members[agent]
+        present = [self._served[name] for name in self._members]
+        self._floor = max(self._floor, min(present, default=self._floor))
+        absent = self._served.keys() - self._members.keys()
+        for name in [name for name in absent if self._served[name] <= self._floor or not present]:
+            self._floor = max(self._floor, self._served.pop(name))
+
+    def charge(self, agent: str, num_tokens: int, weight: float) -> None:
+        """Count tokens served to an agent."""
+        self._served[agent] += num_tokens / weight
+
+    def time_of(self, agent: str) -> float:
+        """How much an agent was served."""
+        return self._served[agent]
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """So many tokens of one sequence in the next step."""
+
+    generation: Generation
+    num_tokens: int
+
+
+class ConcurrentScheduler:
+    """Waiting and running requests, and whose turn it is. Used on the engine's thread only."""
+
+    def __init__(self, limits: EngineLimits, *, cuts_at_blocks: bool = False) -> None:
+        """Start empty.
+
+        Args:
+            limits: May be replaced at any time through the attribute.
+            cuts_at_blocks: Chunks end at the end of each block, for models whose state can be
+                kept only where a chunk ended; else they end at the jobs' boundaries alone.
+        """
+        self.limits = limits
+        self.budget = ChunkBudget()
+        self._cuts_at_blocks = cuts_at_blocks
+        self._clock = VirtualClock()
+        self._waiting: list[Generation] = []
+        self._running: list[Generation] = []
+
+    @property
+    def running(self) -> tuple[Generation, ...]:
+        """Sequences that are open in the backend."""
+        return tuple(self._running)
+
+    @property
+    def waiting(self) -> tuple[Generation, ...]:
+        """Requests that are not."""
+        return tuple(self._waiting)
+
+    def add(self, generation: Generation) -> None:
+        """Put a new request in the queue."""
+        self._clock.join(generation.job.agent)
+        self._waiting.append(generation)
+
+    def admit(self, generation: Generation) -> None:
+        """Move a request from waiting to running."""
+        self._waiting.remove(generation)
+        self._running.append(generation)
+
+    def requeue(self, generation: Generation) -> None:
+        """Move a request back to waiting; it keeps its place by arrival."""
+        self._running.remove(generation)
+        self._waiting.append(generation)
+
+    def remove(self, generation: Generation) -> None:
+        """Drop a request that ended."""
+        queue = self._running if generation in self._running else self._waiting
+        queue.remove(generation)
+        self._clock.leave(generation.job.agent)
+
+    def candidates(self, now: float) -> Iterator[Generation]:
+        """Waiting requests that may be admitted, the most urgent first, while there is room.
+
+        Of an agent's stateful requests only the oldest is one, and only while none runs.
+        """
+        busy = {g.job.agent for g in self._running if g.job.is_stateful}
+        for generation in sorted(self._waiting, key=lambda g: self._urgency(g, now)):
+            if len(self._running) >= self.limits.max_batch_size:
+                return
+            if generation.job.is_stateful:
+                if generation.job.agent in busy or self._has_older_stateful(generation):
+                    continue
+                busy.add(generation.job.agent)
+            yield generation
+
+    def plan(self, now: float) -> list[Portion]:
+        """Choose the next step's rows and count them as served; mutates fairness only."""
+        ready = [g for g in self._running if self._can_run(g)]
+        suspects = [g for g in self._running if g.retry_until is not None]
+        if suspects:
+            first = min(suspects, key=lambda g: g.order)
+            ready = [first] if first in ready else []
+        portions = [Portion(g, 1) for g in ready if g.num_behind == 1]
+        behind = [g for g in ready if g.num_behind > 1]
+        budget = self.budget.tokens(self.limits) if portions else self.limits.prefill_step_size
+        for generation in sorted(behind, key=lambda g: self._urgency(g, now)):
+            if budget <= 0:
+                break
+            num_tokens = min(budget, self._distance_to_cut(generation))
+            portions.append(Portion(generation, num_tokens))
+            budget -= num_tokens
+        for portion in portions:
+            self._serve(portion, now)
+        return portions
+
+    def victim(self) -> Generation | None:
+        """Whom to preempt: the youngest of the lowest class, never the only one."""
+        if len(self._running) < 2:
+            return None
+        return max(self._running, key=lambda g: (_class_rank(g), g.order))
+
+    def check_integrity(self) -> None:
+        """Check the lists and the clock.
+
+        Raises:
+            AssertionError: they contradict each other.
+        """
+        everyone = [*self._waiting, *self._running]
+        problems = {
+            "a request is listed twice": len({id(g) for g in everyone}) != len(everyone),
+            "a request that ended is listed": any(g.is_done for g in everyone),
+            "a waiting request has rows": any(g.num_rows for g in self._waiting),
+            "an agent's stateful requests run at once": self._has_stateful_clash(),
+        }
+        found = [what for what, is_so in problems.items() if is_so]
+        if found:
+            raise AssertionError("; ".join(found))
+
+    # -- order ----------------------------------------------------------------------------------
+
+    def _urgency(self, generation: Generation, now: float) -> tuple[float, ...]:
+        is_suspect = generation.retry_until is not None
+        if is_suspect or now - generation.waiting_since >= self.limits.ageing_s:
+            return (0, generation.waiting_since, 0, generation.order)
+        served = self._clock.time_of(generation.job.agent)
+        return (1, _class_rank(generation), served, generation.order)
+
+    def _serve(self, portion: Portion, now: float) -> None:
+        generation = portion.generation
+        generation.waiting_since = now
+        self._clock.charge(generation.job.agent, portion.num_tokens, generation.job.weight)
+
+    # -- eligibility ----------------------------------------------------------------------------
+
+    def _can_run(self, generation: Generation) -> bool:
+        if generation.num_behind < 1 or generation.is_last_draw_launched:
+            return False
+        # State that can be kept only where a chunk ended must be kept before the next begins.
+        start = generation.num_launched
+        is_at_cut = self._cuts_at_blocks and start and generation.block_end(start - 1) == start
+        return not (is_at_cut and generation.num_rows)
+
+    def _distance_to_cut(self, generation: Generation) -> int:
+        start = generation.num_launched
+        ends = [start + generation.num_behind]
+        if self._cuts_at_blocks:
+            ends.append(generation.block_end(start))
+        else:
+            ends.extend(b for b in generation.job.boundaries if b > start)
+        return min(ends) - start
+
+    def _has_older_stateful(self, generation: Generation) -> bool:
+        return any(
+            other.job.is_stateful
+            and other.job.agent == generation.job.agent
+            and other.order < generation.order
+            for other in self._waiting
+        )
+
+    def _has_stateful_clash(self) -> bool:
+        agents = [g.job.agent for g in self._running if g.job.is_stateful]
+        return len(set(agents)) != len(agents)
+
+
+def _class_rank(generation: Generation) -> int:
+    return 1 if generation.job.service_class is ServiceClass.BACKGROUND else 0

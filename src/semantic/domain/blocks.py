@@ -1,0 +1,173 @@
+"""Blocks of attention state, named by what they were computed from.
+
+A block is immutable: its name is a hash of everything its content depends on, so equal names
+mean equal content and sharing needs no bookkeeping. This module knows token ids, names and byte
+counts; it does not know tensors, files or agents. The memory budget is in `block_pool.py`.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from semantic.domain.spec import ModelCacheSpec
+
+_ROOT_TAG = b"semantic.root.v1"
+_BLOCK_TAG = b"semantic.block.v1"
+_NAME_BYTES = hashlib.sha256().digest_size
+
+
+class BlockName(bytes):
+    """The SHA-256 digest that names a block, or the root a chain starts from."""
+
+    __slots__ = ()
+
+    @property
+    def short(self) -> str:
+        """The first twelve hex digits, for people and logs."""
+        return self.hex()[:12]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNamespace:
+    """What all blocks of one model, one resting format and one tenant have in common.
+
+    Attributes:
+        fingerprint: Identifies the model's weights, tokenizer and the backend's layout.
+        kv_format: How payloads rest, e.g. ``bf16`` or ``q8g64``.
+        tenant_salt: Keeps tenants from finding each other's blocks.
+    """
+
+    fingerprint: str
+    kv_format: str
+    tenant_salt: bytes = b""
+
+    def root(self) -> BlockName:
+        """Name the empty chain; every first block has it as parent."""
+        digest = hashlib.sha256(_ROOT_TAG)
+        for field in (self.fingerprint.encode(), self.kv_format.encode(), self.tenant_salt):
+            # Lengths keep ("ab", "c") and ("a", "bc") apart.
+            digest.update(struct.pack("<Q", len(field)) + field)
+        return BlockName(digest.digest())
+
+
+def block_name(parent: BlockName, tokens: Sequence[int]) -> BlockName:
+    """Name the block that follows `parent` and holds `tokens`.
+
+    Raises:
+        ValueError: `tokens` is empty, an id is not in ``[0, 2**32)``, or `parent` is no digest.
+    """
+    # Of any other length, the end of a parent and the first token could not be told apart.
+    if len(parent) != _NAME_BYTES:
+        raise ValueError(f"a name has {_NAME_BYTES} bytes, got {len(parent)}")
+    if not tokens:
+        raise ValueError("a block holds at least one token")
+    try:
+        packed = struct.pack(f"<{len(tokens)}I", *tokens)
+    except struct.error as error:
+        raise ValueError(f"token ids must be in [0, 2**32): {error}") from None
+    return BlockName(hashlib.sha256(_BLOCK_TAG + parent + packed).digest())
+
+
+@dataclass(frozen=True, slots=True)
+class KVBlock:
+    """The attention state of a run of tokens that follows `parent`.
+
+    Build one with `KVBlock.of`, which derives the name.
+    """
+
+    name: BlockName
+    parent: BlockName
+    tokens: tuple[int, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, parent: BlockName, tokens: Sequence[int], nbytes: int) -> "KVBlock":
+        """Make the block that follows `parent`.
+
+        Raises:
+            ValueError: no tokens, an id out of range, or a negative size.
+        """
+        if nbytes < 0:
+            raise ValueError(f"nbytes must not be negative, got {nbytes}")
+        return cls(block_name(parent, tokens), parent, tuple(tokens), nbytes)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the block holds."""
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentBlocks:
+    """A chain of blocks from the root: the attention state of one conversation.
+
+    Any block may be shorter than `block_tokens`: a chain is also cut at boundaries worth sharing.
+    """
+
+    root: BlockName
+    blocks: tuple[KVBlock, ...] = ()
+
+    def __post_init__(self) -> None:
+        parent = self.root
+        for block in self.blocks:
+            if block.parent != parent:
+                raise ValueError(f"block {block.name.short} does not follow {parent.short}")
+            parent = block.name
+
+    @property
+    def head(self) -> BlockName:
+        """The name of the last block, or the root of an empty chain."""
+        return self.blocks[-1].name if self.blocks else self.root
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all blocks."""
+        return sum(block.num_tokens for block in self.blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.nbytes for block in self.blocks)
+
+    def tokens(self) -> Iterator[int]:
+        """Yield the token ids from the first to the last."""
+        for block in self.blocks:
+            yield from block.tokens
+
+    def append(self, tokens: Sequence[int], nbytes: int) -> "AgentBlocks":
+        """Return the chain extended by one block."""
+        return AgentBlocks(self.root, (*self.blocks, KVBlock.of(self.head, tokens, nbytes)))
+
+    def truncate(self, num_tokens: int) -> "AgentBlocks":
+        """Return the longest chain of whole blocks with at most `num_tokens` tokens."""
+        kept, total = 0, 0
+        for block in self.blocks:
+            total += block.num_tokens
+            if total > num_tokens:
+                break
+            kept += 1
+        return AgentBlocks(self.root, self.blocks[:kept])
+
+
+def split_tokens(
+    tokens: Sequence[int], spec: ModelCacheSpec, boundaries: Sequence[int] = ()
+) -> list[tuple[int, int]]:
+    """Cut `tokens` into block ranges ``[start, end)``: at every boundary and when a block is full.
+
+    Example:
+        >>> from semantic.domain.spec import LayerKind, LayerSpec
+        >>> layer = LayerSpec(LayerKind.FULL, num_kv_heads=1, key_dim=8, value_dim=8)
+        >>> spec = ModelCacheSpec("tiny", (layer,), vocab_size=9, max_context=99, block_tokens=4)
+        >>> split_tokens(range(10), spec, boundaries=[5])
+        [(0, 4), (4, 5), (5, 9), (9, 10)]
+    """
+    cuts = [*sorted({b for b in boundaries if 0 < b < len(tokens)}), len(tokens)]
+    ranges: list[tuple[int, int]] = []
+    start = 0
+    for cut in cuts:
+        while start < cut:
+            end = min(start + spec.block_tokens, cut)
+            ranges.append((start, end))
+            start = end
+    return ranges

@@ -1,0 +1,338 @@
+"""A conversation as every protocol means it, and the events a reply is made of.
+
+Protocol adapters translate their own schema into a `ChatRequest` and `Event`s into their own
+stream; nothing here follows one vendor's field names.
+"""
+
+import enum
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from semantic.domain.errors import InvalidRequestError, SemanticError
+from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
+
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
+JsonObject: TypeAlias = dict[str, "JsonValue"]
+
+
+class Role(enum.Enum):
+    """Who speaks. `SYSTEM` may stand anywhere in a conversation."""
+
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """Plain text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """An image; refused until a loaded model can see."""
+
+    media_type: str
+    data: str
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingPart:
+    """What a model thought before it answered.
+
+    Attributes:
+        text: The thinking; empty if `is_redacted`.
+        signature: The handle we issued with it, returned by the client byte for byte.
+        is_redacted: The client holds only the signature.
+    """
+
+    text: str
+    signature: str = ""
+    is_redacted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUsePart:
+    """A call the model made; `arguments` is the parsed JSON object."""
+
+    id: str
+    name: str
+    arguments: JsonObject
+
+
+@dataclass(frozen=True, slots=True)
+class ToolReferencePart:
+    """Makes a deferred tool known at this place of the conversation."""
+
+    tool_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResultPart:
+    """What a call returned."""
+
+    tool_use_id: str
+    content: "tuple[TextPart | ImagePart | ToolReferencePart, ...]"
+    is_error: bool = False
+
+
+Part: TypeAlias = TextPart | ImagePart | ThinkingPart | ToolUsePart | ToolResultPart
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One speaker's contribution."""
+
+    role: Role
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, role: Role, text: str) -> "Message":
+        """Make a message of plain text."""
+        return cls(role, (TextPart(text),))
+
+    @property
+    def text(self) -> str:
+        """The text parts, joined."""
+        return "".join(part.text for part in self.parts if isinstance(part, TextPart))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A function the model may call.
+
+    Attributes:
+        parameters: JSON schema of the arguments.
+        is_strict: Arguments must follow the schema.
+        is_deferred: Not shown to the model until a `ToolReferencePart` names it.
+    """
+
+    name: str
+    description: str
+    parameters: JsonObject
+    is_strict: bool = False
+    is_deferred: bool = False
+
+
+class ToolMode(enum.Enum):
+    """Whether the model may, must or must not call a tool."""
+
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which tool calls are allowed; `name` is set with `NAMED` only."""
+
+    mode: ToolMode = ToolMode.AUTO
+    name: str | None = None
+    is_parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class JsonFormat:
+    """The reply must be JSON; with a schema, JSON of that shape."""
+
+    schema: JsonObject | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RegexFormat:
+    """The reply must match a regular expression."""
+
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFormat:
+    """The reply must be one of these texts."""
+
+    choices: tuple[str, ...]
+
+
+OutputFormat: TypeAlias = JsonFormat | RegexFormat | ChoiceFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """Whether the model thinks before it answers, and for how many tokens at most."""
+
+    is_enabled: bool
+    budget: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AgentHint:
+    """What a request says about who is asking.
+
+    Attributes:
+        agent_id: Named explicitly; decides.
+        session: A client's own session or cache key; tells agents of one tenant apart.
+    """
+
+    agent_id: str | None = None
+    session: str | None = None
+
+
+class ServiceClass(enum.Enum):
+    """Interactive work goes before background work, which still ages into its turn."""
+
+    INTERACTIVE = "interactive"
+    BACKGROUND = "background"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """Everything a client may ask for in one turn."""
+
+    model: str
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: StopRules = field(default_factory=StopRules)
+    output_format: OutputFormat | None = None
+    thinking: Thinking | None = None
+    agent: AgentHint = field(default_factory=AgentHint)
+    service_class: ServiceClass = ServiceClass.INTERACTIVE
+
+    def __post_init__(self) -> None:
+        if not self.messages:
+            raise InvalidRequestError("messages must hold at least one message.", param="messages")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one turn.
+
+    Attributes:
+        prompt_tokens: All tokens of the prompt, reused ones included.
+        completion_tokens: Tokens generated, the end token included.
+        cache_read_tokens: Prompt tokens whose attention state was reused.
+        cache_creation_tokens: Prompt tokens computed now and kept for later.
+        thinking_tokens: Generated tokens that were thinking.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cache_read_tokens: int = 0
+    cache_creation_tokens: int = 0
+    thinking_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and reply."""
+        return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Prompt tokens neither read from the cache nor kept in it."""
+        return self.prompt_tokens - self.cache_read_tokens - self.cache_creation_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The prompt is rendered and queued; always the first event."""
+
+    request_id: str
+    model: str
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """How much of the prompt is computed; comes while the client waits."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token's bytes and log-probability, and those of the likeliest in its place."""
+
+    text: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More text of the answer, with the tokens it completes where asked for."""
+
+    text: str
+    logprobs: tuple[ScoredToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingDelta:
+    """More thinking."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingEnded:
+    """Thinking is complete; `signature` is its handle."""
+
+    signature: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStarted:
+    """A tool call begins; calls are numbered from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """More of a call's arguments, as JSON text."""
+
+    index: int
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallEnded:
+    """The call's arguments are complete."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The reply is complete; a final event."""
+
+    reason: FinishReason
+    usage: Usage
+    stop_sequence: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The reply ended early because of an error; a final event."""
+
+    error: SemanticError
+
+
+Event: TypeAlias = (
+    Started
+    | PrefillProgress
+    | TextDelta
+    | ThinkingDelta
+    | ThinkingEnded
+    | ToolCallStarted
+    | ToolCallDelta
+    | ToolCallEnded
+    | Finished
+    | Failed
+)

@@ -1,0 +1,121 @@
+"""Every way a request can be refused or fail, as one tree.
+
+    SemanticError
+      InvalidRequestError          400  a field is missing, wrong or unsupported
+        ContextLengthError         400  prompt (and reply) do not fit the model's context
+      AuthenticationError          401
+      AgentNotFoundError           404
+      ModelNotFoundError           404
+      RateLimitedError             429  } try again after `retry_after_s`
+      QuotaExceededError           429  }
+      PoolExhaustedError           429  }
+      OverloadedError              529  } (503 to OpenAI clients)
+      ModelSwapError               503  the model is loading, or could not be loaded
+      DrainingError                503  the server is shutting down
+      GenerationTimeoutError       504
+      CachePersistenceError             the reply still goes out; the turn is not durable
+      CacheCorruptionError              a miss; never shown to a client
+      BackendError                 500  the device failed this request
+
+Which HTTP status and body a protocol makes of an error is the adapters' business.
+"""
+
+
+class SemanticError(Exception):
+    """Base of all errors this project raises on purpose.
+
+    Attributes:
+        message: One sentence for the person who sent the request.
+        retry_after_s: When trying again may help, after how many seconds.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequestError(SemanticError):
+    """The request is wrong; sending it again unchanged cannot help.
+
+    Attributes:
+        param: The offending field as the client spelled it, e.g. ``messages[0].role``.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt, or prompt and reply together, exceed the model's context.
+
+    Attributes:
+        num_prompt: Tokens in the rendered prompt.
+        max_tokens: Reply tokens asked for; 0 if the prompt alone is too long.
+        limit: The model's context length.
+    """
+
+    def __init__(self, *, num_prompt: int, limit: int, max_tokens: int = 0, param: str) -> None:
+        if max_tokens and num_prompt < limit:
+            what = f"prompt ({num_prompt}) and reply ({max_tokens}) tokens together"
+            fix = f"Ask for at most {limit - num_prompt} reply tokens, or shorten the prompt."
+        else:
+            what = f"the prompt's {num_prompt} tokens, with room for a reply,"
+            fix = "Shorten the conversation."
+        super().__init__(f"{what} exceed the model's context of {limit}. {fix}", param=param)
+        self.num_prompt = num_prompt
+        self.max_tokens = max_tokens
+        self.limit = limit
+
+
+class AuthenticationError(SemanticError):
+    """No key, or one this server does not know."""
+
+
+class AgentNotFoundError(SemanticError):
+    """No such agent for this tenant."""
+
+
+class ModelNotFoundError(SemanticError):
+    """No such model, here or where models come from."""
+
+
+class RateLimitedError(SemanticError):
+    """Too many requests from one tenant or agent."""
+
+
+class QuotaExceededError(SemanticError):
+    """A tenant or agent has used what it may use."""
+
+
+class PoolExhaustedError(SemanticError):
+    """Memory for attention state ran out and nothing may be evicted."""
+
+
+class OverloadedError(SemanticError):
+    """The queue is full."""
+
+
+class ModelSwapError(SemanticError):
+    """No model is ready: it is loading, or could not be loaded."""
+
+
+class DrainingError(SemanticError):
+    """The server is shutting down and takes no new work."""
+
+
+class GenerationTimeoutError(SemanticError):
+    """The deadline passed before the reply was complete."""
+
+
+class CachePersistenceError(SemanticError):
+    """Attention state could not be written; the reply is unharmed."""
+
+
+class CacheCorruptionError(SemanticError):
+    """Stored attention state failed its check; it counts as a miss."""
+
+
+class BackendError(SemanticError):
+    """The device failed while it computed this request."""

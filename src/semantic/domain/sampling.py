@@ -1,0 +1,200 @@
+"""How the next token is chosen, and when a reply ends.
+
+Nothing here computes with logits; backends do, by these parameters.
+"""
+
+import enum
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from semantic.domain.errors import InvalidRequestError
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+
+
+class FinishReason(enum.Enum):
+    """Why a reply ended. A failure is not a reason but a `Failed` event."""
+
+    END_TURN = "end_turn"
+    STOP_SEQUENCE = "stop_sequence"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT_FULL = "context_full"
+    TOOL_USE = "tool_use"
+    CANCELLED = "cancelled"
+
+
+def _require(value: float, low: float, high: float, param: str) -> None:
+    # Written so that NaN fails too.
+    if not low <= value <= high:
+        raise InvalidRequestError(
+            f"{param} must be between {low} and {high}, got {value}.", param=param
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """One sequence's way of choosing tokens.
+
+    Attributes:
+        temperature: 0 takes the most likely token.
+        top_p: Keep the smallest set of tokens with this much probability.
+        top_k: Keep this many tokens; 0 keeps all.
+        min_p: Drop tokens below this fraction of the most likely one's probability.
+        repetition_penalty: Divides (or multiplies, if negative) logits of all tokens seen.
+        presence_penalty: Taken once off tokens generated in this reply.
+        frequency_penalty: Taken off per occurrence in this reply.
+        logit_bias: Added to the logits of single tokens.
+        seed: Same seed, same text, whatever else runs; None lets the server draw one.
+        top_logprobs: None reports no log-probabilities; n reports the chosen one's and the n best.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    top_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.temperature, 0, 100, "temperature")
+        _require(self.top_p, 0, 1, "top_p")
+        _require(self.top_k, 0, 2**31, "top_k")
+        _require(self.min_p, 0, 1, "min_p")
+        _require(self.repetition_penalty, 0.01, 100, "repetition_penalty")
+        _require(self.presence_penalty, -2, 2, "presence_penalty")
+        _require(self.frequency_penalty, -2, 2, "frequency_penalty")
+        for _, bias in self.logit_bias:
+            _require(bias, -100, 100, "logit_bias")
+        if self.seed is not None:
+            _require(self.seed, -(2**63), 2**64 - 1, "seed")
+        if self.top_logprobs is not None:
+            _require(self.top_logprobs, 0, MAX_TOP_LOGPROBS, "top_logprobs")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice depends on the tokens before it."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token with the logarithm of the probability the model gave it."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """When a reply ends.
+
+    Attributes:
+        max_tokens: The most tokens to generate; None takes the server's default.
+        strings: Texts that end the reply; they are not part of it.
+        token_ids: Tokens that end the reply, besides the model's own end tokens.
+        ignore_eos: Go on past the model's end tokens.
+    """
+
+    max_tokens: int | None = None
+    strings: tuple[str, ...] = ()
+    token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidRequestError(
+                f"max_tokens must be at least 1, got {self.max_tokens}.", param="max_tokens"
+            )
+        if len(self.strings) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(
+                f"at most {MAX_STOP_STRINGS} stop strings are allowed.", param="stop"
+            )
+        if any(not text for text in self.strings):
+            raise InvalidRequestError("a stop string must not be empty.", param="stop")
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """What may be shown after some text was fed, and the stop string if one was hit."""
+
+    text: str
+    stop: str | None = None
+
+
+class StopMatcher:
+    """Finds stop strings in a text that arrives in pieces.
+
+    Text is held back only while it could still become a stop string, and a stop string is never
+    shown. The match that ends first wins; of those that end together, the longest.
+
+    Example:
+        >>> matcher = StopMatcher(("END",))
+        >>> matcher.feed("the E"), matcher.feed("ND of")
+        (StopMatch(text='the ', stop=None), StopMatch(text='', stop='END'))
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def feed(self, text: str) -> StopMatch:
+        """Take more text; after a stop was reported the matcher is spent."""
+        if not self._stops:
+            return StopMatch(text)
+        buffer = self._held + text
+        match = self._first_match(buffer)
+        if match is not None:
+            start, stop = match
+            self._held = ""
+            return StopMatch(buffer[:start], stop)
+        keep = self._num_undecided(buffer)
+        self._held = buffer[len(buffer) - keep :]
+        return StopMatch(buffer[: len(buffer) - keep])
+
+    def flush(self) -> str:
+        """Return what was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, buffer: str) -> tuple[int, str] | None:
+        found = [(buffer.find(stop), stop) for stop in self._stops]
+        ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+        if not ends:
+            return None
+        _, start, stop = min(ends, key=lambda match: (match[0], match[1]))
+        return start, stop
+
+    def _num_undecided(self, buffer: str) -> int:
+        """How many characters at the end begin a stop string."""
+        longest = min(len(buffer), max(map(len, self._stops)) - 1)
+        for size in range(longest, 0, -1):
+            if any(stop.startswith(buffer[-size:]) for stop in self._stops):
+                return size
+        return 0
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in ``[0, 1)`` that depends on nothing but its arguments.
+
+    Every backend draws with it, so a seeded reply depends neither on its neighbours in a batch
+    nor on when it was paused and resumed.
+    """
+    key = struct.pack("<Qq", seed % 2**64, position)
+    return (int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) >> 11) / 2**53

@@ -1,0 +1,152 @@
+"""What a model keeps of every token, in numbers: layers, heads, dimensions and bytes.
+
+Bytes are those of the payload alone; the scales of a quantised format are its codec's business.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from semantic.domain.spec_extractors import ConfigAttributes, LayerKind, LayerSpec, read_layers
+
+__all__ = ["DEFAULT_BLOCK_TOKENS", "LayerKind", "LayerSpec", "ModelCacheSpec"]
+
+DEFAULT_BLOCK_TOKENS = 256
+
+_BITS = (4, 8, 16, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCacheSpec:
+    """The geometry of a model's attention state.
+
+    Attributes:
+        model_type: The architecture as the config names it; of a multimodal model, its text part.
+        layers: First to last.
+        vocab_size: Token ids are below this.
+        max_context: The longest sequence the model was made for.
+        block_tokens: Tokens in a full block.
+
+    Raises:
+        ValueError: A number is not positive, or there is no layer.
+    """
+
+    model_type: str
+    layers: tuple[LayerSpec, ...]
+    vocab_size: int
+    max_context: int
+    block_tokens: int = DEFAULT_BLOCK_TOKENS
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("a model has at least one layer")
+        for name, value in (
+            ("vocab_size", self.vocab_size),
+            ("max_context", self.max_context),
+            ("block_tokens", self.block_tokens),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} must be positive, not {value}")
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, object], *, block_tokens: int = DEFAULT_BLOCK_TOKENS
+    ) -> Self:
+        """Read a model's parsed ``config.json``.
+
+        >>> spec = ModelCacheSpec.from_config({
+        ...     "model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576,
+        ...     "num_attention_heads": 9, "num_key_value_heads": 3,
+        ...     "vocab_size": 49152, "max_position_embeddings": 8192,
+        ... })
+        >>> spec.num_full, spec.bytes_per_token(), spec.bytes_per_context(1000, bits=8)
+        (30, 23040, 11520000)
+
+        Raises:
+            InvalidRequestError: An attribute is missing or wrong, or it is not known what this
+                model keeps between tokens.
+            ValueError: ``block_tokens`` is not positive.
+        """
+        attributes = ConfigAttributes.from_config(config)
+        return cls(
+            model_type=attributes.model_type,
+            layers=read_layers(attributes),
+            vocab_size=attributes.integer("vocab_size"),
+            max_context=attributes.integer("max_position_embeddings"),
+            block_tokens=block_tokens,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all kinds."""
+        return len(self.layers)
+
+    @property
+    def num_full(self) -> int:
+        """Layers that need every token."""
+        return len(self._of_kind(LayerKind.FULL))
+
+    @property
+    def num_window(self) -> int:
+        """Layers that need the last tokens only."""
+        return len(self._of_kind(LayerKind.WINDOW))
+
+    @property
+    def num_state(self) -> int:
+        """Layers with a recurrent state."""
+        return len(self._of_kind(LayerKind.STATE))
+
+    def bytes_per_token(self, bits: int = 16) -> int:
+        """What one more token adds while no window has wrapped."""
+        return _to_bytes(sum(layer.elements_per_token for layer in self.layers), bits)
+
+    def bytes_per_block(self, bits: int = 16) -> int:
+        """A full block: FULL and WINDOW layers, all of its tokens."""
+        elements = sum(layer.elements_per_token for layer in self.layers)
+        return _to_bytes(elements * self.block_tokens, bits)
+
+    def bytes_per_context(self, num_tokens: int, bits: int = 16) -> int:
+        """What a context of so many tokens takes at rest: the sum of its three parts."""
+        return (
+            self.full_bytes(num_tokens, bits)
+            + self.window_bytes(num_tokens, bits)
+            + self.state_bytes(bits)
+        )
+
+    def full_bytes(self, num_tokens: int, bits: int = 16) -> int:
+        """The FULL layers' part: every token."""
+        _check_tokens(num_tokens)
+        layers = self._of_kind(LayerKind.FULL)
+        return _to_bytes(sum(layer.elements_per_token * num_tokens for layer in layers), bits)
+
+    def window_bytes(self, num_tokens: int, bits: int = 16) -> int:
+        """The WINDOW layers' part: at most the last ``window`` tokens of each."""
+        _check_tokens(num_tokens)
+        layers = self._of_kind(LayerKind.WINDOW)
+        return _to_bytes(
+            sum(layer.elements_per_token * min(num_tokens, layer.window) for layer in layers), bits
+        )
+
+    def state_bytes(self, bits: int = 16) -> int:
+        """The STATE layers' part: the same for every length."""
+        return _to_bytes(sum(layer.state_elements for layer in self.layers), bits)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens, the last one perhaps not full."""
+        _check_tokens(num_tokens)
+        return -(-num_tokens // self.block_tokens)
+
+    def _of_kind(self, kind: LayerKind) -> list[LayerSpec]:
+        return [layer for layer in self.layers if layer.kind is kind]
+
+
+def _check_tokens(num_tokens: int) -> None:
+    if num_tokens < 0:
+        raise ValueError(f"num_tokens must not be negative, but is {num_tokens}")
+
+
+def _to_bytes(elements: int, bits: int) -> int:
+    """Bytes of elements packed one after the other, rounded up."""
+    if bits not in _BITS:
+        raise ValueError(f"bits must be one of {_BITS}, not {bits}")
+    return -(-elements * bits // 8)

@@ -1,0 +1,327 @@
+"""A model's layers, and how to read them from its ``config.json``.
+
+A model family is data: a reader for each of its layer types, a rule that gives the types where the
+config does not list them, and the defaults that published configs leave out. Other model types are
+read by the attributes nearly all share, or refused where these would not tell the whole truth.
+
+Knows nothing of bytes, blocks or backends; `semantic.domain.spec` does the arithmetic.
+"""
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from semantic.domain.errors import InvalidRequestError
+
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
+_LINEAR = "linear_attention"
+
+
+class LayerKind(enum.Enum):
+    """What of a layer's attention state is needed to continue a sequence."""
+
+    FULL = "full"  # every token's keys and values
+    WINDOW = "window"  # those of the last `window` tokens before a boundary
+    STATE = "state"  # a recurrent state, valid at the one boundary where it was taken
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """The attention state of one layer.
+
+    Attributes:
+        kind: Decides which of the numbers below are set; the others are 0.
+        num_kv_heads: FULL and WINDOW.
+        key_dim: Per head.
+        value_dim: Per head.
+        window: WINDOW: how many tokens before a boundary are needed.
+        state_elements: STATE: numbers kept per sequence, whatever its length.
+
+    Raises:
+        ValueError: A number the kind needs is not positive, or one it does not have is not 0.
+    """
+
+    kind: LayerKind
+    num_kv_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    window: int = 0
+    state_elements: int = 0
+
+    def __post_init__(self) -> None:
+        has_kv = self.kind is not LayerKind.STATE
+        for name, value, is_used in (
+            ("num_kv_heads", self.num_kv_heads, has_kv),
+            ("key_dim", self.key_dim, has_kv),
+            ("value_dim", self.value_dim, has_kv),
+            ("window", self.window, self.kind is LayerKind.WINDOW),
+            ("state_elements", self.state_elements, not has_kv),
+        ):
+            if is_used and value < 1:
+                raise ValueError(f"a {self.kind.value} layer needs a positive {name}, not {value}")
+            if not is_used and value != 0:
+                raise ValueError(f"a {self.kind.value} layer has no {name}, but it is {value}")
+
+    @property
+    def elements_per_token(self) -> int:
+        """Numbers that one token adds; 0 for a STATE layer."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigAttributes:
+    """The language model's part of a ``config.json``, its family's defaults filled in.
+
+    Every method raises InvalidRequestError, which names the attribute, where a value is missing
+    or not what it should be. An explicit null beats a default, as it does where models are built.
+    """
+
+    model_type: str
+    values: Mapping[str, object]
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object]) -> Self:
+        """Descend into ``text_config`` wherever a multimodal config nests one."""
+        model_type, inner = config.get("model_type"), config.get("text_config")
+        if isinstance(inner, Mapping):
+            return cls.from_config({**inner, "model_type": inner.get("model_type") or model_type})
+        if not isinstance(model_type, str) or not model_type:
+            raise InvalidRequestError("the model's config lacks model_type", param="model")
+        attributes = cls(model_type, {**_family(model_type).defaults, **config})
+        if inner is not None:
+            raise attributes.refusal("text_config must be an object")
+        return attributes
+
+    def is_set(self, name: str) -> bool:
+        """Whether the attribute is there and not null."""
+        return self.values.get(name) is not None
+
+    def integer(self, name: str, *, minimum: int = 1) -> int:
+        """The attribute as an integer; there is no default here."""
+        value = self.values.get(name)
+        if value is None:
+            raise self.refusal(f"the config lacks {name}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.refusal(f"{name} must be an integer of at least {minimum}, not {value!r}")
+        return value
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """The attribute as a bool."""
+        value = self.values[name] if self.is_set(name) else default
+        if not isinstance(value, bool):
+            raise self.refusal(f"{name} must be true or false, not {value!r}")
+        return value
+
+    def layer_types(self) -> list[str] | None:
+        """The type of each layer, where the config lists them."""
+        listed = self.values.get("layer_types")
+        if listed is None:
+            return None
+        if not isinstance(listed, list | tuple):
+            raise self.refusal(f"layer_types must be a list, not {listed!r}")
+        num_layers = self.integer("num_hidden_layers")
+        if len(listed) != num_layers:
+            raise self.refusal(f"layer_types has {len(listed)} entries for {num_layers} layers")
+        return [str(entry) for entry in listed]
+
+    def refusal(self, reason: str) -> InvalidRequestError:
+        """The error that says why this model cannot be served."""
+        return InvalidRequestError(f"model type {self.model_type!r}: {reason}", param="model")
+
+
+def read_layers(attributes: ConfigAttributes) -> tuple[LayerSpec, ...]:
+    """Read a model's layers, first to last; ``layer_types`` beats the family's own rule.
+
+    Raises:
+        InvalidRequestError: An attribute is missing or wrong, or it is not known what this model
+            keeps between tokens.
+    """
+    family = _family(attributes.model_type)
+    if family is _FALLBACK:
+        _refuse_unlike_others(attributes)
+    types = attributes.layer_types()
+    if types is None:
+        num_layers = attributes.integer("num_hidden_layers")
+        types = [family.rule(attributes, index) for index in range(num_layers)]
+    unknown = sorted(set(types) - set(family.readers))
+    if unknown:
+        raise attributes.refusal(f"layer_types has {unknown[0]!r}, which is not supported")
+    by_type = {layer_type: family.readers[layer_type](attributes) for layer_type in set(types)}
+    return tuple(by_type[layer_type] for layer_type in types)
+
+
+def _head_dim(attributes: ConfigAttributes) -> int:
+    if attributes.is_set("head_dim"):
+        return attributes.integer("head_dim")
+    hidden_size = attributes.integer("hidden_size")
+    num_heads = attributes.integer("num_attention_heads")
+    if hidden_size % num_heads:
+        raise attributes.refusal(
+            f"the config lacks head_dim, and hidden_size {hidden_size} is no multiple of "
+            f"num_attention_heads {num_heads}"
+        )
+    return hidden_size // num_heads
+
+
+def _kv_heads(attributes: ConfigAttributes) -> int:
+    is_grouped = attributes.is_set("num_key_value_heads")
+    return attributes.integer("num_key_value_heads" if is_grouped else "num_attention_heads")
+
+
+def _full(attributes: ConfigAttributes) -> LayerSpec:
+    dim = _head_dim(attributes)
+    return LayerSpec(LayerKind.FULL, _kv_heads(attributes), dim, dim)
+
+
+def _window(attributes: ConfigAttributes) -> LayerSpec:
+    dim, window = _head_dim(attributes), attributes.integer("sliding_window")
+    return LayerSpec(LayerKind.WINDOW, _kv_heads(attributes), dim, dim, window)
+
+
+def _expanded_mla(attributes: ConfigAttributes) -> LayerSpec:
+    return LayerSpec(
+        LayerKind.FULL,
+        num_kv_heads=attributes.integer("num_attention_heads"),
+        key_dim=attributes.integer("qk_nope_head_dim") + attributes.integer("qk_rope_head_dim"),
+        value_dim=attributes.integer("v_head_dim"),
+    )
+
+
+def _latent_mla(attributes: ConfigAttributes) -> LayerSpec:
+    return LayerSpec(
+        LayerKind.FULL,
+        num_kv_heads=1,
+        key_dim=attributes.integer("kv_lora_rank"),
+        value_dim=attributes.integer("qk_rope_head_dim"),
+    )
+
+
+def _gated_delta(attributes: ConfigAttributes) -> LayerSpec:
+    key_dim = attributes.integer("linear_key_head_dim")
+    value_dim = attributes.integer("linear_value_head_dim")
+    num_value_heads = attributes.integer("linear_num_value_heads")
+    channels = 2 * attributes.integer("linear_num_key_heads") * key_dim
+    channels += num_value_heads * value_dim
+    convolution = (attributes.integer("linear_conv_kernel_dim") - 1) * channels
+    recurrent = num_value_heads * key_dim * value_dim
+    return LayerSpec(LayerKind.STATE, state_elements=convolution + recurrent)
+
+
+def _full_everywhere(_attributes: ConfigAttributes, _index: int) -> str:
+    return _FULL
+
+
+def _sliding_if_set(attributes: ConfigAttributes, _index: int) -> str:
+    return _SLIDING if attributes.is_set("sliding_window") else _FULL
+
+
+def _sliding_if_used(attributes: ConfigAttributes, index: int) -> str:
+    is_used = attributes.flag("use_sliding_window", default=False)
+    if not is_used or index < attributes.integer("max_window_layers", minimum=0):
+        return _FULL
+    return _sliding_if_set(attributes, index)
+
+
+def _sliding_by_pattern(attributes: ConfigAttributes, index: int) -> str:
+    return _SLIDING if (index + 1) % attributes.integer("sliding_window_pattern") else _FULL
+
+
+def _linear_by_interval(attributes: ConfigAttributes, index: int) -> str:
+    return _LINEAR if (index + 1) % attributes.integer("full_attention_interval") else _FULL
+
+
+def _sliding_by_what_is_set(attributes: ConfigAttributes, index: int) -> str:
+    if not attributes.is_set("sliding_window"):
+        return _FULL
+    if attributes.is_set("use_sliding_window"):
+        return _sliding_if_used(attributes, index)
+    if attributes.is_set("sliding_window_pattern"):
+        return _sliding_by_pattern(attributes, index)
+    return _SLIDING
+
+
+# How keys begin in models that keep a recurrent state, or keys and values of an unusual shape.
+_RECURRENT = ("mamba", "ssm_", "rwkv", "recurrent", "hybrid", "state_size", "lru_", "conv_L_cache")
+_LINEAR_LAYERS = ("linear_attn", "linear_attention", "linear_num", "linear_conv", "attn_type_list")
+_BLOCK_LISTS = ("block_types", "layers_block_type")
+_LATENT_OR_SHARED = ("kv_lora_rank", "num_kv_shared", "global_head_dim", "attention_chunk_size")
+_FEWER_HEADS = ("multi_query", "num_kv_heads")
+_UNLIKE_OTHERS = _RECURRENT + _LINEAR_LAYERS + _BLOCK_LISTS + _LATENT_OR_SHARED + _FEWER_HEADS
+_RECURRENT_TYPES = ("mamba", "rwkv", "recurrent", "hybrid", "linear")
+
+
+def _refuse_unlike_others(attributes: ConfigAttributes) -> None:
+    """Refuse what the shared attributes would misread: a wrong guess is a wrong reply."""
+    if any(word in attributes.model_type for word in _RECURRENT_TYPES):
+        raise attributes.refusal("recurrent models of this type are not supported")
+    for key in sorted(attributes.values):
+        if key.startswith(_UNLIKE_OTHERS) and attributes.values[key]:
+            raise attributes.refusal(f"it is not known what a model with {key} keeps per token")
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How to read the layers of one architecture."""
+
+    rule: Callable[[ConfigAttributes, int], str]
+    readers: Mapping[str, Callable[[ConfigAttributes], LayerSpec]] = field(
+        default_factory=lambda: {_FULL: _full, _SLIDING: _window}
+    )
+    defaults: Mapping[str, object] = field(default_factory=dict)
+
+
+# Only Gemma 3 needs its whole geometry here: nested configs are saved without the default values.
+_GEMMA3 = _Family(
+    _sliding_by_pattern,
+    defaults={
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+    },
+)
+_FAMILIES: Mapping[str, _Family] = {
+    "llama": _Family(_full_everywhere),
+    "mistral": _Family(_sliding_if_set, defaults={"num_key_value_heads": 8}),
+    "qwen2": _Family(_sliding_if_used),
+    "qwen3": _Family(_sliding_if_used, defaults={"head_dim": 128}),
+    "qwen3_moe": _Family(_sliding_if_used, defaults={"num_key_value_heads": 4}),
+    "gemma2": _Family(
+        _sliding_by_pattern,
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 2,
+        },
+    ),
+    "gemma3": _GEMMA3,
+    "gemma3_text": _GEMMA3,
+    "gpt_oss": _Family(
+        _sliding_by_pattern,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+        },
+    ),
+    "deepseek_v2": _Family(_full_everywhere, {_FULL: _expanded_mla}),
+    "deepseek_v3": _Family(_full_everywhere, {_FULL: _latent_mla}),
+    "qwen3_next": _Family(
+        _linear_by_interval,
+        {_FULL: _full, _LINEAR: _gated_delta},
+        {"num_key_value_heads": 2, "head_dim": 256, "full_attention_interval": 4},
+    ),
+}
+_FALLBACK = _Family(_sliding_by_what_is_set)
+
+
+def _family(model_type: str) -> _Family:
+    return _FAMILIES.get(model_type, _FALLBACK)

@@ -1,0 +1,1 @@
+"""Where the parts are wired and the process starts."""

@@ -1,0 +1,134 @@
+"""The only place where the parts are put together.
+
+Heavy imports (torch, transformers) happen on the device's thread, after the socket is open.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from semantic.adapters.config.settings import STARTER_MODEL, Settings
+from semantic.application.agent_store import AgentCacheStore
+from semantic.application.batch_engine import BlockPoolBatchEngine, EventSink
+from semantic.application.device_thread import DeviceThread, LoadedModel
+from semantic.application.inference import InferenceService
+from semantic.application.model_registry import ModelRegistry
+from semantic.application.replies import ReplyHub
+from semantic.application.scheduler import EngineLimits
+from semantic.domain.block_pool import BlockPool
+from semantic.domain.errors import InvalidRequestError
+from semantic.domain.spec import ModelCacheSpec
+
+BackendName = Literal["torch", "fake"]
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The wired application, ready for an HTTP front."""
+
+    settings: Settings
+    backend_name: BackendName
+    model_id: str
+    device: DeviceThread
+    inference: InferenceService
+    models: ModelRegistry
+
+
+def bootstrap(settings: Settings) -> Server:
+    """Wire the application; starts nothing.
+
+    Raises:
+        InvalidRequestError: a directory cannot be made or written.
+    """
+    _prepare_directories(settings)
+    backend_name: BackendName = "fake" if settings.backend == "fake" else "torch"
+    model_id = _served_id(settings, backend_name)
+    hub = ReplyHub()
+    device = DeviceThread(
+        load=lambda on_progress: _load(settings, backend_name, on_progress),
+        make_engine=lambda model, limits, emit: _make_engine(settings, model, limits, emit),
+        limits=_limits(settings),
+        emit=hub.emit,
+        hang_timeout_s=settings.hang_timeout_s,
+    )
+    return Server(
+        settings=settings,
+        backend_name=backend_name,
+        model_id=model_id,
+        device=device,
+        inference=InferenceService(device, hub, request_timeout_s=settings.request_timeout_s),
+        models=ModelRegistry(device, model_id, backend_name),
+    )
+
+
+def _prepare_directories(settings: Settings) -> None:
+    for directory in (settings.home_dir / "models", settings.effective_cache_dir):
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise InvalidRequestError(
+                f"cannot make {directory}: {error.strerror}; choose another --home or --cache-dir"
+            ) from error
+
+
+def _limits(settings: Settings) -> EngineLimits:
+    return EngineLimits(
+        max_batch_size=settings.max_batch_size,
+        prefill_step_size=settings.prefill_step_size,
+        target_step_ms=settings.target_step_ms,
+        batch_window_ms=settings.batch_window_ms,
+        max_queue=settings.max_queue,
+        default_max_tokens=settings.default_max_tokens,
+        ageing_s=settings.ageing_s,
+    )
+
+
+def _make_engine(
+    settings: Settings, model: LoadedModel, limits: EngineLimits, emit: EventSink
+) -> BlockPoolBatchEngine:
+    pool = BlockPool(model.backend.spec, settings.memory_budget_mb * 2**20)
+    store = AgentCacheStore(pool)
+    return BlockPoolBatchEngine(model.backend, model.tokenizer, store, limits, emit)
+
+
+def _served_id(settings: Settings, backend_name: BackendName) -> str:
+    if backend_name == "fake":
+        return "fake"
+    return Path(settings.model).expanduser().name.removesuffix(".gguf")
+
+
+def _load(
+    settings: Settings, backend_name: BackendName, on_progress: Callable[[str], None]
+) -> LoadedModel:
+    if backend_name == "fake":
+        from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer
+
+        return LoadedModel("fake", FakeBackend(), FakeTokenizer())
+    return _load_torch(settings, on_progress)
+
+
+def _load_torch(settings: Settings, on_progress: Callable[[str], None]) -> LoadedModel:
+    from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
+    from semantic.adapters.outbound.model_source import LocalModelSource
+
+    source = LocalModelSource(settings.home_dir / "models", STARTER_MODEL)
+    directory = source.resolve(settings.model, on_progress)
+    on_progress("importing torch")
+    # Idle OpenMP threads must sleep: spinning, they slow everything else on the machine, and
+    # beside one busy process a decode step was fifteen times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        from semantic.adapters.outbound.torch_backend import TorchBackend
+    except ModuleNotFoundError as error:
+        raise InvalidRequestError(
+            f"the torch backend needs {error.name}: pip install 'semantic-server[torch]'",
+            param="backend",
+        ) from error
+    on_progress(f"loading {directory.name}")
+    config = json.loads((directory / "config.json").read_text("utf-8"))
+    spec = ModelCacheSpec.from_config(config)
+    backend = TorchBackend(directory, spec, dtype=settings.dtype)
+    return LoadedModel(_served_id(settings, "torch"), backend, HFTokenizer(directory))

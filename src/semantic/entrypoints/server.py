@@ -1,0 +1,152 @@
+"""The HTTP front: an app over a wired `Server`, and the process that serves it."""
+
+import contextlib
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import FrameType
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+
+from semantic import __version__
+from semantic.adapters.inbound.health import health_router
+from semantic.adapters.inbound.http_errors import install_error_handlers
+from semantic.adapters.inbound.openai_api import openai_router
+from semantic.adapters.inbound.security import AccessLog, BodyLimit
+from semantic.domain.errors import InvalidRequestError, ModelSwapError
+from semantic.entrypoints.bootstrap import Server
+from semantic.ports.inbound import ModelState
+
+_log = structlog.get_logger(__name__)
+
+
+def create_app(server: Server) -> FastAPI:
+    """Make the HTTP application; its lifespan starts and stops the device's thread."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        server.device.start()
+        yield
+        server.device.request_stop()
+        if not server.device.join(server.settings.shutdown_timeout_s):
+            _log.warning("the device did not stop in time")
+
+    app = FastAPI(
+        title="Semantic",
+        version=__version__,
+        description="An inference server that keeps every agent's attention state.",
+        lifespan=lifespan,
+    )
+    install_error_handlers(app)
+    app.include_router(openai_router(server.inference, server.models))
+    app.include_router(health_router(server.models))
+    app.add_middleware(BodyLimit, max_bytes=int(server.settings.max_body_mb * 2**20))
+    app.add_middleware(AccessLog)
+    return app
+
+
+class _HttpServer(uvicorn.Server):
+    """Ends running replies at the first signal, so that streams close at once."""
+
+    def __init__(self, config: uvicorn.Config, on_exit: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_exit = on_exit
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while serving; a clean stop is not reported as death by signal."""
+        handled = (signal.SIGINT, signal.SIGTERM)
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in handled}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to stop; a second Ctrl-C stops without waiting."""
+        if not self.should_exit:
+            _log.info("stopping", signal=signal.Signals(sig).name)
+            self._on_exit()
+        super().handle_exit(sig, frame)
+
+
+def serve(server: Server) -> int:
+    """Listen, answer until a signal comes, and return the process's exit status.
+
+    Raises:
+        InvalidRequestError: the address cannot be listened on.
+        ModelSwapError: the model cannot be loaded.
+    """
+    settings = server.settings
+    listener = _listen(settings.host, settings.port)
+    url = f"http://{_url_host(settings.host)}:{listener.getsockname()[1]}"
+    config = uvicorn.Config(
+        create_app(server),
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=max(1, int(settings.shutdown_timeout_s)),
+    )
+    sys.stdout.write(_banner(server, url))
+    sys.stdout.flush()
+    http = _HttpServer(config, server.device.request_stop)
+    failures: list[str] = []
+    threading.Thread(target=_announce, args=(server, http, failures), daemon=True).start()
+    http.run(sockets=[listener])
+    for failure in failures:
+        raise ModelSwapError(failure)
+    return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise InvalidRequestError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port", param="port"
+        ) from error
+    return listener
+
+
+def _url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _banner(server: Server, url: str) -> str:
+    return f"""
+  Semantic {__version__}
+  listening  {url}   (OpenAI base URL: {url}/v1)
+  model      {server.model_id} on {server.backend_name}, loading
+  home       {server.settings.home_dir}
+
+  Try it:
+  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{{
+    "model": "{server.model_id}", "temperature": 0,
+    "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+
+  Ctrl-C stops.
+"""
+
+
+def _announce(server: Server, http: uvicorn.Server, failures: list[str]) -> None:
+    """Say once that the model is ready, or stop the server if it never will be."""
+    started = time.monotonic()
+    while server.device.state is ModelState.LOADING:
+        time.sleep(0.05)
+    if server.device.state is ModelState.READY:
+        elapsed = time.monotonic() - started
+        sys.stdout.write(f"\n  ready: {server.model_id} after {elapsed:.1f} s\n\n")
+        sys.stdout.flush()
+    elif server.device.state is ModelState.FAILED:
+        failures.append(f"the model could not be loaded: {server.device.detail}")
+        http.should_exit = True

@@ -1,0 +1,1 @@
+"""The seams: what the outside asks of the core, and what the core asks of the outside."""

@@ -1,0 +1,80 @@
+"""What protocol adapters ask of the core."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from semantic.domain.agents import Principal
+from semantic.domain.chat import ChatRequest, Event
+
+
+class Reply(Protocol):
+    """A reply in the making: an async iterator of events, on the event loop's thread.
+
+    The first event is `Started`; the last is `Finished` or `Failed`, exactly one of them.
+    """
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        """Iterate once; a second iteration sees nothing new."""
+        ...
+
+    def cancel(self) -> None:
+        """Stop computing, if it has not ended; idempotent, returns at once."""
+        ...
+
+
+class InferencePort(Protocol):
+    """Turns a conversation into a reply. Called on the event loop's thread."""
+
+    async def start(self, request: ChatRequest, principal: Principal) -> Reply:
+        """Render, tokenise, check and queue a request.
+
+        All refusals that can be known early are raised here, before a client sees a header.
+
+        Raises:
+            InvalidRequestError: a field is wrong or unsupported.
+            ContextLengthError: it does not fit the model's context.
+            ModelNotFoundError: the request names a model that is not served.
+            ModelSwapError: the model is still loading, or failed to load.
+            OverloadedError: the queue is full.
+            DrainingError: the server is shutting down.
+        """
+        ...
+
+
+class ModelState(Enum):
+    """Where a model is on its way to answering."""
+
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"
+    HUNG = "hung"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """A model as clients and health checks see it.
+
+    Attributes:
+        id: The name requests use.
+        detail: Loading step or reason of failure, for people.
+        max_context: The model's context length; 0 until it is loaded.
+        created_at: When it was asked for, in seconds since the epoch.
+    """
+
+    id: str
+    backend: str
+    state: ModelState
+    detail: str
+    max_context: int
+    created_at: float
+
+
+class ModelManagementPort(Protocol):
+    """What models there are and how they are. Safe on any thread; never waits."""
+
+    def models(self) -> tuple[ModelStatus, ...]:
+        """All models this server serves or is loading, the current one first."""
+        ...

@@ -1,0 +1,31 @@
+"""What all tests share: the starter model, imported once, and Hypothesis profiles."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Idle OpenMP threads must sleep, not spin: test processes share few cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+settings.register_profile("default", deadline=None)
+settings.register_profile("nightly", deadline=None, max_examples=1000)
+settings.load_profile("default")
+
+
+@pytest.fixture(scope="session")
+def starter_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home directory with the starter model in it, as the first start makes it."""
+    from semantic.adapters.config.settings import STARTER_MODEL  # noqa: PLC0415
+    from semantic.adapters.outbound.model_source import LocalModelSource  # noqa: PLC0415
+
+    home = tmp_path_factory.mktemp("home")
+    LocalModelSource(home / "models", STARTER_MODEL).resolve(STARTER_MODEL, lambda _: None)
+    return home
+
+
+@pytest.fixture(scope="session")
+def starter_model_dir(starter_home: Path) -> Path:
+    """The starter model's directory."""
+    return starter_home / "models" / "smollm2-135m-instruct"

@@ -1,0 +1,126 @@
+"""The backends under contract, and what each of them says of a prompt fresh and alone."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import pytest
+import torch
+
+from semantic.adapters.outbound.fake_backend import FakeBackend, fake_spec
+from semantic.adapters.outbound.torch_backend import TorchBackend
+from semantic.domain.sampling import SamplingParams
+from semantic.ports.outbound import ModelBackendPort
+from tests.contract.driver import GREEDY, NUM_REPLY, begin
+from tests.contract.models import (
+    BLOCK_TOKENS,
+    FAMILIES,
+    WINDOW,
+    TinyModel,
+    family_config,
+    write_model,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A backend under contract.
+
+    Attributes:
+        make: A fresh one.
+        cuts_anywhere: Whether state can be cut at any token, or only where it was saved.
+    """
+
+    make: Callable[[], ModelBackendPort]
+    cuts_anywhere: bool = True
+
+
+class Alone(Protocol):
+    """The reply to a prompt, whole in one chunk, with no other sequence open."""
+
+    def __call__(
+        self, tokens: Sequence[int], params: SamplingParams = ..., num_reply: int = ...
+    ) -> list[int]: ...
+
+
+_FAKES = {
+    "fake": Subject(lambda: FakeBackend(fake_spec(block_tokens=BLOCK_TOKENS))),
+    "fake-window": Subject(
+        lambda: FakeBackend(fake_spec(block_tokens=BLOCK_TOKENS, window=WINDOW)),
+        cuts_anywhere=False,
+    ),
+    "fake-state": Subject(
+        lambda: FakeBackend(fake_spec(block_tokens=BLOCK_TOKENS, has_state=True)),
+        cuts_anywhere=False,
+    ),
+    "fake-pipelined": Subject(
+        lambda: FakeBackend(fake_spec(block_tokens=BLOCK_TOKENS), pipeline_depth=1)
+    ),
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models lose more to the threads' hand-over than they gain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    """Writes a family's tiny model when it is first asked for."""
+    written: dict[str, TinyModel] = {}
+
+    def get(family: str) -> TinyModel:
+        if family not in written:
+            directory = tmp_path_factory.mktemp(family)
+            written[family] = write_model(directory, family_config(family))
+        return written[family]
+
+    return get
+
+
+@pytest.fixture(scope="session", params=[*_FAKES, *(f"torch-{family}" for family in FAMILIES)])
+def subject(request: pytest.FixtureRequest, tiny_model: Callable[[str], TinyModel]) -> Subject:
+    name: str = request.param
+    if name in _FAKES:
+        return _FAKES[name]
+    model = tiny_model(name.removeprefix("torch-"))
+    return Subject(lambda: TorchBackend(model.directory, model.spec, dtype="float32"))
+
+
+@pytest.fixture
+def backend(subject: Subject) -> Iterator[ModelBackendPort]:
+    made = subject.make()
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture(scope="session")
+def shared_backend(subject: Subject) -> Iterator[ModelBackendPort]:
+    """One for the whole session: references, and tests of many examples, close what they open."""
+    made = subject.make()
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture(scope="session")
+def alone(subject: Subject) -> Alone:
+    reference = subject.make()
+    ids = itertools.count()
+    known: dict[tuple[tuple[int, ...], SamplingParams, int], list[int]] = {}
+
+    def reply(
+        tokens: Sequence[int], params: SamplingParams = GREEDY, num_reply: int = NUM_REPLY
+    ) -> list[int]:
+        key = (tuple(tokens), params, num_reply)
+        if key not in known:
+            run = begin(reference, next(ids), tokens, params)
+            known[key] = run.finish(num_reply)
+            reference.close(run.seq)
+        return known[key]
+
+    return reply

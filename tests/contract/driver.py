@@ -1,0 +1,165 @@
+"""Drives a backend step by step, the way an engine does, and keeps what it answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from semantic.domain.sampling import SamplingParams
+from semantic.ports.outbound import (
+    LAST_SAMPLED,
+    Chunk,
+    Draw,
+    Kinds,
+    KVPayload,
+    ModelBackendPort,
+    PayloadSlice,
+    Row,
+    Sampled,
+    SequenceId,
+    Step,
+)
+
+GREEDY = SamplingParams(temperature=0)
+NUM_REPLY = 6
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    """Token ids that every model knows."""
+    ids: list[int] = np.random.default_rng(seed).integers(96, size=num_tokens).tolist()
+    return ids
+
+
+@dataclass(slots=True)
+class Run:
+    """An open sequence.
+
+    Attributes:
+        tokens: Those it was given, and after `num_prompt` those it sampled.
+        num_held: How many of them the backend has computed.
+    """
+
+    backend: ModelBackendPort
+    seq: SequenceId
+    tokens: list[int]
+    num_prompt: int
+    params: SamplingParams = GREEDY
+    num_held: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.tokens)
+
+    @property
+    def reply(self) -> list[int]:
+        """What was sampled."""
+        return self.tokens[self.num_prompt :]
+
+    def chunk(self, size: int | None = None, *, allowed: bytes | None = None) -> Chunk:
+        """The next tokens, at most `size`; a token is drawn after the last one there is."""
+        left = self.tokens[self.num_held :]
+        tokens = left if size is None else left[:size]
+        draw = Draw(self.params, self.num_prompt, allowed) if len(tokens) == len(left) else None
+        return Chunk(self.seq, self.num_held, tuple(tokens), draw)
+
+    def chunk_of_last(self, *, allowed: bytes | None = None) -> Chunk:
+        """The token sampled last, by reference."""
+        draw = Draw(self.params, self.num_prompt, allowed)
+        return Chunk(self.seq, self.num_held, LAST_SAMPLED, draw)
+
+    def take(self, chunk: Chunk, row: Row) -> None:
+        """Keep a row's answer."""
+        self.num_held += chunk.num_tokens
+        if chunk.draw is not None:
+            self.tokens.append(sampled(row).token)
+
+    def compute(self, end: int) -> None:
+        """Compute up to `end`, which is before the last token."""
+        advance([self], [end - self.num_held])
+        assert self.num_held == end
+
+    def seal(self, *ends: int) -> list[PayloadSlice]:
+        """Compute up to each end and save what was added there."""
+        parts = []
+        for end in ends:
+            start = self.num_held
+            self.compute(end)
+            parts.append(whole(save(self.backend, self.seq, start, end)))
+        return parts
+
+    def load(self, parts: Sequence[PayloadSlice]) -> None:
+        """Restore."""
+        self.backend.load(self.seq, parts)
+        self.num_held = parts[-1].end
+
+    def finish(self, num_reply: int = NUM_REPLY) -> list[int]:
+        """Go on alone until the reply is long enough."""
+        finish([self], num_reply)
+        return self.reply
+
+
+def begin(
+    backend: ModelBackendPort, seq: int, tokens: Sequence[int], params: SamplingParams = GREEDY
+) -> Run:
+    """Open a sequence with a prompt."""
+    run = Run(backend, SequenceId(seq), [*tokens], len(tokens), params)
+    backend.open(run.seq, run.tokens)
+    return run
+
+
+def step(backend: ModelBackendPort, *chunks: Chunk) -> tuple[Row, ...]:
+    """Run one step to its end."""
+    rows = backend.collect(backend.launch(Step(chunks))).rows
+    assert [row.seq for row in rows] == [chunk.seq for chunk in chunks]
+    return rows
+
+
+def sampled(row: Row) -> Sampled:
+    """The row, which has a token."""
+    assert isinstance(row, Sampled), row
+    return row
+
+
+def advance(runs: Sequence[Run], sizes: Sequence[int | None] | None = None) -> None:
+    """One step of all runs; each takes at most its size."""
+    if not runs:
+        return
+    chunks = [run.chunk(size) for run, size in zip(runs, sizes or [None] * len(runs), strict=True)]
+    for run, chunk, row in zip(runs, chunks, step(runs[0].backend, *chunks), strict=True):
+        run.take(chunk, row)
+
+
+def finish(runs: Sequence[Run], num_reply: int = NUM_REPLY) -> None:
+    """Go on together; each run leaves the batch when its reply is long enough."""
+    while left := [run for run in runs if len(run.reply) < num_reply]:
+        advance(left)
+
+
+def save(
+    backend: ModelBackendPort, seq: SequenceId, start: int, end: int, kinds: Kinds = Kinds.ALL
+) -> KVPayload:
+    """Snapshot to the end."""
+    return backend.payload(backend.snapshot(seq, start, end, kinds))
+
+
+def whole(payload: KVPayload) -> PayloadSlice:
+    """All of a payload."""
+    return PayloadSlice(payload, payload.end)
+
+
+def restored(run: Run, seq: int) -> Run:
+    """Save a run as it is, close it and reopen it under another id."""
+    parts = [whole(save(run.backend, run.seq, 0, run.num_held))] if run.num_held else []
+    run.backend.close(run.seq)
+    again = begin(run.backend, seq, run.tokens, run.params)
+    again.num_prompt = run.num_prompt
+    if parts:
+        again.load(parts)
+    return again
+
+
+def mask(*tokens: int) -> bytes:
+    """The bits that allow these tokens."""
+    bits = bytearray(max(tokens, default=0) // 8 + 1)
+    for token in tokens:
+        bits[token // 8] |= 1 << token % 8
+    return bytes(bits)

@@ -1,0 +1,85 @@
+"""Tiny models with random weights, one for each architecture the torch backend must run.
+
+Their weights are large enough that every token of the context moves the logits well beyond
+float32's error: a wrong key or value shows as a wrong token.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from semantic.domain.spec import ModelCacheSpec
+
+BLOCK_TOKENS = 8
+WINDOW = 12
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
+
+SIZES: Mapping[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """A directory as the hub would hold it, and the geometry read from its config."""
+
+    directory: Path
+    spec: ModelCacheSpec
+
+
+def family_config(name: str) -> Any:
+    """The config of an architecture that must work."""
+    match name:
+        case "llama":
+            return LlamaConfig(**SIZES)
+        case "qwen2":
+            return Qwen2Config(**SIZES)
+        case "qwen3":
+            return Qwen3Config(**SIZES)
+        case "mistral":
+            return MistralConfig(**SIZES, sliding_window=WINDOW)
+        case "gemma3":
+            return Gemma3TextConfig(
+                **SIZES,
+                sliding_window=WINDOW,
+                layer_types=["sliding_attention", "full_attention"],
+                query_pre_attn_scalar=8,
+                tie_word_embeddings=False,
+            )
+    raise ValueError(name)
+
+
+def write_weights(directory: Path, config: Any) -> None:
+    """Make a model's weights up and write it."""
+    torch.manual_seed(5)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+
+
+def write_model(directory: Path, config: Any) -> TinyModel:
+    """Write a model and read its geometry back."""
+    write_weights(directory, config)
+    written = json.loads((directory / "config.json").read_text())
+    return TinyModel(directory, ModelCacheSpec.from_config(written, block_tokens=BLOCK_TOKENS))

@@ -1,0 +1,319 @@
+"""Whatever happens to a sequence, its reply is the one it gives fresh and alone."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from semantic.domain.errors import CacheCorruptionError
+from semantic.domain.sampling import SamplingParams
+from semantic.ports.outbound import (
+    Kinds,
+    ModelBackendPort,
+    PayloadSlice,
+    SequenceId,
+    Step,
+)
+from tests.contract.conftest import Alone, Subject
+from tests.contract.driver import (
+    NUM_REPLY,
+    Run,
+    advance,
+    begin,
+    finish,
+    prompt,
+    restored,
+    sampled,
+    save,
+    step,
+    whole,
+)
+from tests.contract.models import BLOCK_TOKENS
+
+pytestmark = pytest.mark.contract
+
+FULL_BLOCKS = (BLOCK_TOKENS, 2 * BLOCK_TOKENS)
+
+
+def test_every_token_of_the_context_counts(alone: Alone) -> None:
+    """Otherwise the tests below could not fail."""
+    tokens = prompt(20)
+    replies = {tuple(alone(tokens, num_reply=12))}
+    for place in (9, 14, 19):
+        changed = [*tokens[:place], (tokens[place] + 1) % 96, *tokens[place + 1 :]]
+        replies.add(tuple(alone(changed, num_reply=12)))
+    assert len(replies) == 4
+
+
+# -- batches and chunks -------------------------------------------------------------------------
+
+
+def test_a_mixed_batch(backend: ModelBackendPort, alone: Alone) -> None:
+    lengths = (1, 3, 8, 13, 40)
+    runs = [begin(backend, n, prompt(n, seed=n)) for n in lengths]
+    finish(runs)
+    assert [run.reply for run in runs] == [alone(prompt(n, seed=n)) for n in lengths]
+
+
+def test_sequences_join_and_leave_in_mid_run(backend: ModelBackendPort, alone: Alone) -> None:
+    prompts = [prompt(5 + 4 * i, seed=i) for i in range(5)]
+    runs: list[Run] = []
+    for i, tokens in enumerate(prompts):
+        runs.append(begin(backend, i, tokens))
+        for _ in range(3):
+            advance([run for run in runs if len(run.reply) < NUM_REPLY])
+    finish(runs)
+    assert [run.reply for run in runs] == [alone(tokens) for tokens in prompts]
+
+
+def test_neighbours_are_cancelled_at_any_point(backend: ModelBackendPort, alone: Alone) -> None:
+    kept = begin(backend, 0, prompt(9))
+    in_prompt = begin(backend, 1, prompt(30, seed=1))
+    in_reply = begin(backend, 2, prompt(4, seed=2))
+    advance([in_prompt, kept, in_reply], [11, 4, None])
+    backend.close(in_prompt.seq)
+    advance([in_reply, kept])
+    backend.close(in_reply.seq)
+    assert kept.finish() == alone(prompt(9))
+
+
+def test_chunks_of_every_size(backend: ModelBackendPort, alone: Alone) -> None:
+    tokens = prompt(21)
+    for size in range(1, len(tokens) + 1):
+        run = begin(backend, size, tokens)
+        while not run.reply:
+            advance([run], [size])
+        assert run.finish(3) == alone(tokens)[:3], size
+
+
+def test_a_long_prompt_in_chunks(backend: ModelBackendPort, alone: Alone) -> None:
+    tokens = prompt(290)
+    run = begin(backend, 0, tokens)
+    while not run.reply:
+        advance([run], [90])
+    assert run.finish() == alone(tokens)
+
+
+def test_last_sampled_is_the_token_itself(backend: ModelBackendPort, alone: Alone) -> None:
+    fed, explicit = begin(backend, 0, prompt(11)), begin(backend, 1, prompt(17, seed=1))
+    advance([fed, explicit])
+    while len(fed.reply) < NUM_REPLY:
+        chunks = fed.chunk_of_last(), explicit.chunk()
+        for run, chunk, row in zip((fed, explicit), chunks, step(backend, *chunks), strict=True):
+            run.take(chunk, row)
+    assert fed.reply == alone(prompt(11))
+    assert explicit.reply == alone(prompt(17, seed=1))
+
+
+@pytest.mark.parametrize("subject", ["fake-pipelined"], indirect=True)
+def test_a_step_ahead_and_a_stop_seen_late(backend: ModelBackendPort, alone: Alone) -> None:
+    assert backend.traits.pipeline_depth == 1
+    run = begin(backend, 0, prompt(11))
+    chunk = run.chunk()
+    ticket = backend.launch(Step((chunk,)))
+    reply: list[int] = []
+    while len(reply) < 4:
+        run.num_held += chunk.num_tokens
+        chunk = run.chunk_of_last()
+        following = backend.launch(Step((chunk,)))
+        reply.append(sampled(*backend.collect(ticket).rows).token)
+        ticket = following
+    assert reply == alone(prompt(11))[:4]
+    # The fourth token stops the reply, but the step that computed it is under way.
+    backend.collect(ticket)
+    assert backend.truncate(run.seq, 14) == 14
+    tokens = [*prompt(11), *reply[:3], *prompt(4, seed=1)]
+    assert Run(backend, run.seq, tokens, len(tokens), num_held=14).finish() == alone(tokens)
+
+
+# -- saved and restored -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", [1, 7, 8, 9, 15, 16, 17, 24])
+def test_restored_around_block_boundaries(
+    backend: ModelBackendPort, alone: Alone, end: int
+) -> None:
+    tokens = prompt(25)
+    parts = begin(backend, 0, tokens).seal(*(full for full in FULL_BLOCKS if full < end), end)
+    run = begin(backend, 1, tokens)
+    run.load(parts)
+    assert run.finish() == alone(tokens)
+
+
+def test_restored_over_several_calls(backend: ModelBackendPort, alone: Alone) -> None:
+    tokens = prompt(22)
+    parts = begin(backend, 0, tokens).seal(*FULL_BLOCKS, 19)
+    run = begin(backend, 1, tokens)
+    for part in parts:
+        run.load([part])
+    assert run.finish() == alone(tokens)
+
+
+def test_restored_onto_what_was_computed(backend: ModelBackendPort, alone: Alone) -> None:
+    tokens = prompt(22)
+    parts = begin(backend, 0, tokens).seal(*FULL_BLOCKS, 19)
+    run = begin(backend, 1, tokens)
+    run.compute(BLOCK_TOKENS)
+    run.load(parts[1:])
+    assert run.finish() == alone(tokens)
+
+
+def test_only_the_last_part_needs_window_and_state(backend: ModelBackendPort, alone: Alone) -> None:
+    tokens = prompt(22)
+    source = begin(backend, 0, tokens)
+    source.compute(20)
+    head = save(backend, source.seq, 0, 16, Kinds.FULL)
+    tail = save(backend, source.seq, 16, 20)
+    run = begin(backend, 1, tokens)
+    run.load([whole(head), whole(tail)])
+    assert run.finish() == alone(tokens)
+
+
+@pytest.mark.parametrize("end", range(17, 24))
+def test_a_tail_cut_at_every_token(
+    subject: Subject, backend: ModelBackendPort, alone: Alone, end: int
+) -> None:
+    """The conversations part there."""
+    parts = begin(backend, 0, prompt(24)).seal(*FULL_BLOCKS, 23)
+    tokens = [*prompt(24)[:end], *prompt(6, seed=9)]
+    run = begin(backend, 1, tokens)
+    cut = [*parts[:-1], PayloadSlice(parts[-1].payload, end)]
+    if subject.cuts_anywhere or end == 23:
+        run.load(cut)
+    else:
+        with pytest.raises(CacheCorruptionError):
+            backend.load(run.seq, cut)
+        run.load(parts[:-1])
+    assert run.finish() == alone(tokens)
+
+
+def test_preempted_in_mid_reply(backend: ModelBackendPort, alone: Alone) -> None:
+    run, neighbour = begin(backend, 0, prompt(14)), begin(backend, 1, prompt(19, seed=1))
+    for _ in range(4):
+        advance([run, neighbour])
+    run = restored(run, seq=0)
+    finish([run, neighbour])
+    assert run.reply == alone(prompt(14))
+    assert neighbour.reply == alone(prompt(19, seed=1))
+
+
+@pytest.mark.parametrize("end", [13, 256])
+def test_a_payload_is_not_touched_by_what_follows(
+    backend: ModelBackendPort, alone: Alone, end: int
+) -> None:
+    tokens = prompt(end + 1)
+    run = begin(backend, 0, tokens)
+    run.compute(end)
+    ticket = backend.snapshot(run.seq, 0, end, Kinds.ALL)
+    assert backend.truncate(run.seq, 0) == 0
+    Run(backend, run.seq, prompt(end + 1, seed=1), end + 1).compute(end)
+    payload = backend.payload(ticket)
+    backend.close(run.seq)
+    again = begin(backend, 1, tokens)
+    again.load([whole(payload)])
+    assert again.finish() == alone(tokens)
+
+
+# -- forked and cut -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 8, 13, 16, 17])
+def test_fork_then_diverge(
+    subject: Subject, backend: ModelBackendPort, alone: Alone, num_tokens: int
+) -> None:
+    source = begin(backend, 0, prompt(18))
+    source.compute(17)
+    used = backend.memory().used
+    is_forked = backend.fork(source.seq, SequenceId(1), num_tokens)
+    assert is_forked == (subject.cuts_anywhere or num_tokens in (0, 17))
+    tokens = [*prompt(18)[:num_tokens], *prompt(5, seed=3)]
+    if is_forked:
+        fork = Run(backend, SequenceId(1), tokens, len(tokens), num_held=num_tokens)
+    else:
+        assert backend.memory().used == used
+        fork = begin(backend, 1, tokens)
+    finish([fork, source])
+    assert fork.reply == alone(tokens)
+    assert source.reply == alone(prompt(18))
+
+
+def test_a_fork_outlives_its_source(backend: ModelBackendPort, alone: Alone) -> None:
+    source = begin(backend, 0, prompt(18))
+    source.compute(17)
+    assert backend.fork(source.seq, SequenceId(1), 17)
+    backend.close(source.seq)
+    begin(backend, 2, prompt(18, seed=1)).finish(1)
+    fork = Run(backend, SequenceId(1), prompt(18), 18, num_held=17)
+    assert fork.finish() == alone(prompt(18))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 8, 9, 16, 19])
+def test_truncate_then_go_on(
+    subject: Subject, backend: ModelBackendPort, alone: Alone, num_tokens: int
+) -> None:
+    run = begin(backend, 0, prompt(20))
+    run.finish(3)
+    reached = backend.truncate(run.seq, num_tokens)
+    assert reached == num_tokens or (reached < num_tokens and not subject.cuts_anywhere)
+    tokens = [*prompt(20)[:num_tokens], *prompt(4, seed=5)]
+    assert Run(backend, run.seq, tokens, len(tokens), num_held=reached).finish() == alone(tokens)
+
+
+def test_truncate_to_no_less_changes_nothing(backend: ModelBackendPort, alone: Alone) -> None:
+    run = begin(backend, 0, prompt(20))
+    run.finish(3)
+    assert backend.truncate(run.seq, 22) == 22
+    assert backend.truncate(run.seq, 1000) == 22
+    chunk = run.chunk_of_last()
+    run.take(chunk, *step(backend, chunk))
+    assert run.finish() == alone(prompt(20))
+
+
+def test_what_a_cut_lost_is_loaded_again(backend: ModelBackendPort, alone: Alone) -> None:
+    params = SamplingParams(temperature=0, repetition_penalty=1.8)
+    run = begin(backend, 0, prompt(20), params)
+    parts = run.seal(*FULL_BLOCKS)
+    run.finish(2)
+    run.num_held = backend.truncate(run.seq, 16)
+    assert run.num_held in (0, 16)
+    if run.num_held == 0:
+        run.load(parts)
+    assert run.finish() == alone(prompt(20), params)
+
+
+# -- all of it ----------------------------------------------------------------------------------
+
+_SIZES = st.lists(st.none() | st.integers(1, 9), min_size=3, max_size=3)
+_DEED = st.sampled_from(["run", "run", "restore", "fork", "truncate"])
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(deeds=st.lists(st.tuples(_DEED, st.integers(0, 2), st.integers(0, 12), _SIZES), max_size=12))
+def test_any_history(
+    shared_backend: ModelBackendPort,
+    alone: Alone,
+    deeds: list[tuple[str, int, int, list[int | None]]],
+) -> None:
+    prompts = [prompt(n, seed=n) for n in (2, 15, 26)]
+    ids = itertools.count()
+    runs = [begin(shared_backend, next(ids), tokens) for tokens in prompts]
+    for deed, index, number, sizes in deeds:
+        run = runs[index]
+        match deed:
+            case "restore":
+                runs[index] = restored(run, next(ids))
+            case "fork":
+                fork = Run(run.backend, SequenceId(next(ids)), run.tokens, run.num_prompt)
+                if shared_backend.fork(run.seq, fork.seq, max(0, run.num_held - number)):
+                    fork.num_held = max(0, run.num_held - number)
+                    shared_backend.close(run.seq)
+                    runs[index] = fork
+            case "truncate":
+                run.num_held = shared_backend.truncate(run.seq, max(0, run.num_held - number))
+        advance(runs, sizes)
+    finish(runs)
+    for run, tokens in zip(runs, prompts, strict=True):
+        shared_backend.close(run.seq)
+        assert run.reply[:NUM_REPLY] == alone(tokens)
+    assert shared_backend.memory().used == 0

@@ -1,0 +1,174 @@
+"""What holds for the torch backend alone: it computes what the library computes, or refuses."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, LlamaConfig, OPTConfig
+
+from semantic.adapters.outbound.fake_backend import FakeBackend, fake_spec
+from semantic.adapters.outbound.torch_backend import TorchBackend
+from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
+from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
+from semantic.ports.outbound import Chunk, Draw, ModelBackendPort
+from tests.contract.driver import GREEDY, begin, prompt, restored, sampled, step
+from tests.contract.models import FAMILIES, SIZES, TinyModel, write_model, write_weights
+
+pytestmark = pytest.mark.contract
+
+GetModel = Callable[[str], TinyModel]
+
+
+def _float32(model: TinyModel) -> TorchBackend:
+    return TorchBackend(model.directory, model.spec, dtype="float32")
+
+
+# -- the same numbers ---------------------------------------------------------------------------
+
+
+def _library_logprobs(model: TinyModel, tokens: list[int], implementation: str) -> torch.Tensor:
+    """The log-probabilities after each token, by the library's own attention."""
+    library: Any = AutoModelForCausalLM.from_pretrained(
+        model.directory, dtype=torch.float32, attn_implementation=implementation
+    )
+    with torch.inference_mode():
+        logits: torch.Tensor = library.eval()(torch.tensor([tokens])).logits[0]
+    return logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_the_librarys(tiny_model: GetModel, family: str, implementation: str) -> None:
+    """After chunks of all sizes, beside another sequence, within and beyond a window."""
+    tokens = prompt(60)
+    expected = _library_logprobs(tiny_model(family), tokens, implementation)
+    backend = _float32(tiny_model(family))
+    run, neighbour = begin(backend, 0, tokens), begin(backend, 1, prompt(100, seed=1))
+    draw = Draw(replace(GREEDY, top_logprobs=20), run.num_prompt)
+    for start, end in itertools.pairwise((0, 1, 2, 7, 8, 21, 23, 53, 54, 60)):
+        beside = neighbour.chunk(3)
+        row, other = step(backend, Chunk(run.seq, start, tuple(tokens[start:end]), draw), beside)
+        neighbour.take(beside, other)
+        logprob = sampled(row).logprob
+        assert logprob is not None
+        assert logprob.token == int(expected[end - 1].argmax())
+        for token, value in logprob.top:
+            assert value == pytest.approx(float(expected[end - 1, token]), abs=1e-4), (end, token)
+
+
+def test_bfloat16_is_the_default_and_is_restored_exactly(tiny_model: GetModel) -> None:
+    model = tiny_model("llama")
+    backend = TorchBackend(model.directory, model.spec)
+    assert backend.traits.kv_abi == "torch.v1.bfloat16"
+    straight, run = begin(backend, 0, prompt(12)), begin(backend, 1, prompt(12))
+    run.finish(3)
+    assert restored(run, seq=2).finish() == straight.finish()
+
+
+# -- payloads of others -------------------------------------------------------------------------
+
+
+def _is_loaded(source: ModelBackendPort, target: ModelBackendPort) -> bool:
+    given, taker = begin(source, 0, prompt(20)), begin(target, 1, prompt(20))
+    parts = given.seal(8, 16)
+    try:
+        taker.load(parts)
+    except CacheCorruptionError:
+        return False
+    finally:
+        source.close(given.seq)
+        target.close(taker.seq)
+    return True
+
+
+def test_payloads_of_another_geometry_are_refused(tiny_model: GetModel, tmp_path: Path) -> None:
+    backend = _float32(tiny_model("llama"))
+    assert _is_loaded(backend, backend)
+    fewer_heads = LlamaConfig(**{**SIZES, "num_key_value_heads": 1})
+    more_layers = LlamaConfig(**{**SIZES, "num_hidden_layers": 3})
+    as_many_bytes = LlamaConfig(**{**SIZES, "num_key_value_heads": 4, "head_dim": 4})
+    for name, config in (("1", fewer_heads), ("2", more_layers), ("3", as_many_bytes)):
+        other = _float32(write_model(tmp_path / name, config))
+        assert not _is_loaded(other, backend)
+        assert not _is_loaded(backend, other)
+
+
+def test_payloads_of_another_dtype_or_backend_are_refused(tiny_model: GetModel) -> None:
+    model = tiny_model("llama")
+    backend = _float32(model)
+    assert not _is_loaded(TorchBackend(model.directory, model.spec, dtype="bfloat16"), backend)
+    assert not _is_loaded(FakeBackend(fake_spec()), backend)
+    assert not _is_loaded(backend, FakeBackend(fake_spec()))
+
+
+def test_payloads_of_fakes_with_other_layers_are_refused() -> None:
+    full, window = fake_spec(), fake_spec(window=12)
+    assert _is_loaded(FakeBackend(window), FakeBackend(window))
+    assert not _is_loaded(FakeBackend(full), FakeBackend(window))
+    assert not _is_loaded(FakeBackend(full), FakeBackend(fake_spec(has_state=True)))
+    assert not _is_loaded(FakeBackend(fake_spec(window=5)), FakeBackend(window))
+
+
+# -- models it cannot run -----------------------------------------------------------------------
+
+
+def test_recurrent_layers_are_refused(tiny_model: GetModel) -> None:
+    model = tiny_model("llama")
+    spec = replace(model.spec, layers=(LayerSpec(LayerKind.STATE, state_elements=4),))
+    with pytest.raises(InvalidRequestError, match="recurrent"):
+        TorchBackend(model.directory, spec)
+
+
+def test_a_geometry_that_is_not_the_models_is_refused(tiny_model: GetModel) -> None:
+    model = tiny_model("llama")
+    layer = LayerSpec(LayerKind.FULL, num_kv_heads=2, key_dim=16, value_dim=16)
+    with pytest.raises(InvalidRequestError, match="cannot run llama"):
+        TorchBackend(model.directory, replace(model.spec, layers=(layer, layer)))
+
+
+def test_attention_it_does_not_compute_is_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path, Gemma2Config(**SIZES))
+    with pytest.raises(InvalidRequestError, match="softcap"):
+        _float32(model)
+
+
+def test_models_with_their_own_attention_are_refused(tmp_path: Path) -> None:
+    write_weights(tmp_path, BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4))
+    layer = LayerSpec(LayerKind.FULL, num_kv_heads=4, key_dim=8, value_dim=8)
+    spec = ModelCacheSpec("bloom", (layer, layer), vocab_size=96, max_context=512)
+    with pytest.raises(InvalidRequestError, match="attention interface"):
+        TorchBackend(tmp_path, spec)
+
+
+def test_rotary_embeddings_that_depend_on_neighbours_are_refused(tmp_path: Path) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    model = write_model(tmp_path, LlamaConfig(**SIZES, rope_parameters=scaling))
+    with pytest.raises(InvalidRequestError, match="rotary"):
+        _float32(model)
+
+
+# -- a step that fails --------------------------------------------------------------------------
+
+
+def test_a_failed_step_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
+    """Learned positions end where the model was told to end."""
+    config = OPTConfig(
+        vocab_size=96,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        word_embed_proj_dim=32,
+        max_position_embeddings=16,
+    )
+    backend = _float32(write_model(tmp_path, config))
+    expected = begin(backend, 0, prompt(9)).finish(4)
+    run, too_long = begin(backend, 1, prompt(9)), begin(backend, 2, prompt(30))
+    run.compute(4)
+    with pytest.raises(BackendError, match="device failed"):
+        step(backend, run.chunk(), too_long.chunk())
+    assert run.finish(4) == expected

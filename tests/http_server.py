@@ -1,0 +1,61 @@
+"""A real HTTP server in this process, for tests that talk to it over a socket."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from semantic.adapters.config.settings import Settings, load_settings
+from semantic.entrypoints.bootstrap import Server, bootstrap
+from semantic.entrypoints.server import create_app
+from semantic.ports.inbound import ModelState
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that listens, and its insides."""
+
+    url: str
+    server: Server
+
+    @property
+    def model(self) -> str:
+        return self.server.model_id
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **options)
+
+
+def make_settings(home: Path, **overrides: Any) -> Settings:
+    """Settings for tests: nothing outside `home` is read or written."""
+    given = {"home": home, "port": 0, "batch_window_ms": 0, "backend": "fake", **overrides}
+    return load_settings(given, config_dir=home / "no-config")
+
+
+@contextlib.contextmanager
+def run_server(settings: Settings, *, is_ready: bool = True) -> Iterator[RunningServer]:
+    """Serve until the block ends; waits until the model is ready, unless told not to."""
+    server = bootstrap(settings)
+    config = uvicorn.Config(
+        create_app(server), port=settings.port, log_config=None, timeout_graceful_shutdown=3
+    )
+    http = uvicorn.Server(config)
+    thread = threading.Thread(target=http.run, daemon=True)
+    thread.start()
+    while not http.started:
+        time.sleep(0.01)
+    while is_ready and server.device.state is ModelState.LOADING:
+        time.sleep(0.01)
+    port = http.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield RunningServer(f"http://127.0.0.1:{port}", server)
+    finally:
+        server.device.request_stop()
+        http.should_exit = True
+        thread.join(10)

@@ -1,0 +1,139 @@
+"""The starter model's tokenizer against the library's own."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
+from semantic.application.text_assembler import TextAssembler
+from semantic.domain.errors import InvalidRequestError
+
+pytestmark = pytest.mark.integration
+
+TEXTS = [
+    "plain words",
+    " leading and trailing ",
+    "digits 0123456789 and 3.14",
+    "naïve café, Zürich, smørrebrød",
+    "漢字とかな 한국어 中文",
+    "emoji 👩‍👩‍👧‍👦🏳️‍🌈 🙂",
+    "def f(x):\n    if x:\n\t\treturn  x\n\n\n",
+    "\u200b\u00a0\r\n",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(starter_model_dir: Path) -> HFTokenizer:
+    return HFTokenizer(starter_model_dir)
+
+
+@pytest.fixture(scope="module")
+def reference(starter_model_dir: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(starter_model_dir / "tokenizer.json"))
+
+
+def decode(tokenizer: HFTokenizer, ids: list[int]) -> str:
+    assembler = TextAssembler(tokenizer.token_bytes)
+    deltas = [*(assembler.feed(token) for token in ids), assembler.finish()]
+    return "".join(delta.text for delta in deltas if delta)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_survives_the_round_trip(tokenizer: HFTokenizer, text: str) -> None:
+    assert decode(tokenizer, tokenizer.encode(text)) == text
+
+
+def test_pieces_of_random_token_streams_join_to_the_full_decoding(
+    tokenizer: HFTokenizer, reference: Tokenizer
+) -> None:
+    @given(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
+    def check(ids: list[int]) -> None:
+        assert decode(tokenizer, ids) == reference.decode(ids, skip_special_tokens=True)
+
+    check()
+
+
+def test_special_tokens_are_single_ids_and_no_text(tokenizer: HFTokenizer) -> None:
+    ids = tokenizer.encode("<|im_start|>user\nhi<|im_end|>")
+    assert ids[0] in {1}
+    assert ids[-1] in tokenizer.eos_ids
+    assert decode(tokenizer, ids) == "user\nhi"
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_the_chat_template_is_the_models_own(tokenizer: HFTokenizer) -> None:
+    text = tokenizer.render_chat([{"role": "user", "content": "hi"}])
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert text.startswith("<|im_start|>system\n")
+
+
+def write_model(directory: Path, decoder: object, template: object) -> Path:
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [
+            {
+                "id": 0, "content": "</s>", "single_word": False, "lstrip": False,
+                "rstrip": False, "normalized": False, "special": True,
+            }
+        ],
+        "decoder": decoder,
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "byte_fallback": True,
+            "fuse_unk": False, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+            "vocab": {"</s>": 0, "\u2581Hi": 1, "<0xC3>": 2, "<0xA9>": 3, "\u2581": 4},
+            "merges": [],
+        },
+    }  # fmt: skip
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = {"chat_template": template, "eos_token": {"content": "</s>"}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+SENTENCEPIECE = {
+    "type": "Sequence",
+    "decoders": [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ],
+}
+
+
+def test_sentencepiece_vocabularies(tmp_path: Path) -> None:
+    tokenizer = HFTokenizer(write_model(tmp_path, SENTENCEPIECE, "{{ messages[0].content }}"))
+    assert decode(tokenizer, [1, 4, 2, 3, 0]) == " Hi é"
+    assert tokenizer.eos_ids == {0}
+
+
+def test_a_template_can_refuse_and_may_be_missing(tmp_path: Path) -> None:
+    refusing = write_model(tmp_path, SENTENCEPIECE, "{{ raise_exception('no roles') }}")
+    with pytest.raises(InvalidRequestError, match="no roles"):
+        HFTokenizer(refusing).render_chat([])
+    named = [{"name": "default", "template": "{{ tools | tojson }}"}]
+    assert HFTokenizer(write_model(tmp_path, SENTENCEPIECE, named)).render_chat([]) == "null"
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        HFTokenizer(write_model(tmp_path, SENTENCEPIECE, None)).render_chat([])
+    (tmp_path / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}")
+    text = HFTokenizer(write_model(tmp_path, SENTENCEPIECE, "unused")).render_chat([])
+    assert text.isdigit()
+
+
+def test_templates_cannot_reach_the_interpreter(tmp_path: Path) -> None:
+    escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(InvalidRequestError, match="refuses"):
+        HFTokenizer(write_model(tmp_path, SENTENCEPIECE, escape)).render_chat([])
+
+
+def test_unsupported_tokenizers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="WordPiece"):
+        HFTokenizer(
+            write_model(tmp_path, {"type": "WordPiece", "prefix": "##", "cleanup": True}, "")
+        )
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
+        HFTokenizer(tmp_path)

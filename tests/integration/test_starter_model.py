@@ -1,0 +1,131 @@
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from semantic.adapters.outbound.gguf_import import import_gguf, starter_gguf, to_bfloat16
+
+pytestmark = pytest.mark.integration
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<empty_output>"]
+
+
+@pytest.fixture(scope="session")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return import_gguf(starter_gguf(), tmp_path_factory.mktemp("models") / "starter")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(imported: Path) -> Any:
+    return AutoTokenizer.from_pretrained(imported)
+
+
+@pytest.fixture(scope="session")
+def model(imported: Path) -> Iterator[Any]:
+    loaded = AutoModelForCausalLM.from_pretrained(imported, dtype=torch.float32)
+    with torch.inference_mode():
+        yield loaded.eval()
+
+
+def test_the_directory_holds_what_a_downloaded_one_holds(imported: Path) -> None:
+    assert {path.name for path in imported.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+
+def test_transformers_reads_the_configuration_as_it_was_trained(imported: Path) -> None:
+    config = AutoConfig.from_pretrained(imported)
+    assert config.rope_parameters == {"rope_theta": 100000.0, "rope_type": "default"}
+    assert (config.num_hidden_layers, config.hidden_size) == (30, 576)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (9, 3, 64)
+    assert (config.rms_norm_eps, config.max_position_embeddings) == (1e-5, 8192)
+    assert config.dtype == torch.bfloat16
+    assert config.tie_word_embeddings
+
+
+def test_it_answers_a_question(model: Any, tokenizer: Any) -> None:
+    question = "What is the capital of France? Answer in one sentence."
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    reply = model.generate(**prompt, do_sample=False, max_new_tokens=32)[0]
+    new = reply[prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(new, skip_special_tokens=True) == "The capital of France is Paris."
+    assert new[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+def test_english_is_far_likelier_than_chance(model: Any, tokenizer: Any) -> None:
+    text = "Once upon a time, there was a little girl who lived in a small village."
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    logits = model(ids).logits
+    assert logits.shape == (1, ids.shape[1], 49152)
+    assert torch.isfinite(logits).all()
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).item()
+    assert loss < math.log(49152) / 3
+
+
+def test_an_embedding_converted_some_rows_at_a_time_is_the_whole_one(model: Any) -> None:
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(starter_gguf()).tensors}
+    stored = tensors["token_embd.weight"]
+    bits = to_bfloat16(gguf.dequantize(stored.data, stored.tensor_type)).astype(np.uint32) << 16
+    found = model.get_input_embeddings().weight.numpy()
+    np.testing.assert_array_equal(found, bits.view(np.float32))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "In 1984, 3.14159 and 1,000,000 met at 23:59.",
+        "Žluťoučký kůň — naïve café, Ærøskøbing, ŁÓDŹ",
+        "e\u0301 stays decomposed, and so does \u1112\u1161\u11ab",
+        "漢字とかな、한국어, ภาษาไทย, العربية",
+        "👩\u200d👩\u200d👧\u200d👦 🇫🇷 🙂🏽",
+        "def f(x):\n    if x:\n\t\treturn  x\r\n\n\n# end   ",
+        "  leading, trailing  ",
+        "<|im_start|>user\nHi <b>there</b><|im_end|>\n<|endoftext|>",
+        "",
+    ],
+)
+def test_text_survives_encoding_and_decoding(text: str, tokenizer: Any) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_every_id_decodes_and_every_special_token_is_one_id(imported: Path, tokenizer: Any) -> None:
+    assert len(tokenizer) == 49152
+    for token in SPECIAL_TOKENS:
+        (token_id,) = tokenizer.encode(token)
+        assert tokenizer.decode([token_id]) == token
+        assert tokenizer.decode([token_id], skip_special_tokens=True) == ""
+    ids = json.loads((imported / "generation_config.json").read_text())
+    assert ids == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+
+
+def test_digits_are_single_tokens_and_words_whole_ones(tokenizer: Any) -> None:
+    assert tokenizer.tokenize("Hello world 2024") == ["Hello", "Ġworld", "Ġ", "2", "0", "2", "4"]
+
+
+def test_the_chat_template_is_the_models_own(tokenizer: Any) -> None:
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    assert rendered == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )

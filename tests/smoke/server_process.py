@@ -1,0 +1,74 @@
+"""A real server process: what a user starts, asks and stops."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+
+@dataclass
+class ServerProcess:
+    """A started `semantic serve`."""
+
+    process: subprocess.Popen[str]
+    log: Path
+    url: str = ""
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def await_listening(self) -> None:
+        """Read the address off the banner."""
+        for _ in range(600):
+            for line in self.output.splitlines():
+                if "listening" in line:
+                    self.url = line.split()[1]
+                    return
+            assert self.process.poll() is None, self.output
+            time.sleep(0.05)
+        raise AssertionError(f"it never listened: {self.output}")
+
+    def await_ready(self) -> None:
+        with httpx.Client(trust_env=False) as http:
+            for _ in range(1200):
+                if http.get(f"{self.url}/health/ready").status_code == 200:
+                    return
+                assert self.process.poll() is None, self.output
+                time.sleep(0.1)
+        raise AssertionError(f"it never got ready: {self.output}")
+
+    def stop(self) -> int:
+        """Send Ctrl-C and return the exit status."""
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(20)
+
+
+@contextlib.contextmanager
+def serve(home: Path, log: Path, *arguments: str) -> Iterator[ServerProcess]:
+    """Start a server on a free port and wait until it listens; kills it at the end."""
+    fixed = ["--port", "0", "--home", str(home)]
+    command = [sys.executable, "-m", "semantic", "serve", *fixed, *arguments]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SEMANTIC_")}
+    with log.open("w") as sink:
+        process = subprocess.Popen(  # noqa: S603 - our own command
+            [*command, *arguments],
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+    server = ServerProcess(process, log)
+    try:
+        server.await_listening()
+        yield server
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,79 @@
+"""A real server with the real starter model, as a new user meets it."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.smoke.server_process import serve
+
+pytestmark = pytest.mark.smoke
+
+QUESTION: Any = [
+    {"role": "user", "content": "What is the capital of France? Answer in one sentence."}
+]
+
+
+def client_for(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def test_it_answers_the_paris_question(starter_home: Path, tmp_path: Path) -> None:
+    with serve(starter_home, tmp_path / "log") as server:
+        server.await_ready()
+        with client_for(server.url) as client:
+            model = client.models.list().data[0].id
+            reply = client.chat.completions.create(model=model, messages=QUESTION, temperature=0)
+            stream = client.chat.completions.create(
+                model=model, messages=QUESTION, temperature=0, stream=True
+            )
+            streamed = "".join(c.choices[0].delta.content or "" for c in stream)
+        assert reply.choices[0].message.content == "The capital of France is Paris."
+        assert streamed == reply.choices[0].message.content
+        assert reply.choices[0].finish_reason == "stop"
+        assert server.stop() == 0
+    for words in ("listening", "smollm2-135m-instruct on torch", "curl ", "ready: "):
+        assert words in server.output
+    assert "Traceback" not in server.output
+    assert (starter_home / "logs/server.log").is_file()
+
+
+def test_ctrl_c_in_mid_generation_stops_cleanly(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    def read(url: str) -> None:
+        body = {
+            "model": "fake",
+            "messages": QUESTION,
+            "stream": True,
+            "ignore_eos": True,
+            "max_tokens": 100_000,
+        }
+        with (
+            httpx.Client(trust_env=False, timeout=30) as http,
+            http.stream("POST", f"{url}/v1/chat/completions", json=body) as answer,
+        ):
+            lines.extend(answer.iter_lines())
+
+    with serve(tmp_path / "home", tmp_path / "log", "--backend", "fake") as server:
+        server.await_ready()
+        reader = threading.Thread(target=read, args=(server.url,))
+        reader.start()
+        time.sleep(0.5)
+        assert server.stop() == 0
+        reader.join(20)
+    assert "Traceback" not in server.output
+    assert len(lines) > 2
+    assert "shutting down" in lines[-2]
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_a_sentence(tmp_path: Path) -> None:
+    with serve(tmp_path, tmp_path / "log", "--model", "nowhere/at-all") as server:
+        assert server.process.wait(20) == 2
+    last = server.output.splitlines()[-1]
+    assert last.startswith("semantic: the model could not be loaded: there is no model 'nowhere")
+    assert "Traceback" not in server.output

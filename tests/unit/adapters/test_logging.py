@@ -1,0 +1,60 @@
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+
+from semantic.adapters.config.logging import configure_logging
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(autouse=True)
+def restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    for handler in handlers:
+        root.removeHandler(handler)
+    yield
+    for handler in root.handlers[:]:
+        root.removeHandler(handler)
+        handler.close()
+    for handler in handlers:
+        root.addHandler(handler)
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def test_json_lines_from_both_libraries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", "json", tmp_path / "logs")
+    structlog.get_logger("ours").info("sealed", blocks=3)
+    logging.getLogger("theirs").warning("%d left", 2)
+    logging.getLogger("theirs").debug("too quiet")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["event"], line["level"]) for line in lines] == [
+        ("sealed", "info"),
+        ("2 left", "warning"),
+    ]
+    assert lines[0]["blocks"] == 3
+    written = (tmp_path / "logs/server.log").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in written] == ["sealed", "2 left"]
+
+
+def test_an_exception_is_one_json_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", "json", tmp_path)
+    try:
+        raise RuntimeError("boom")
+    except RuntimeError:
+        logging.getLogger("x").exception("failed")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "RuntimeError: boom" in json.loads(line)["exception"]
+
+
+def test_pretty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("debug", "pretty", tmp_path)
+    structlog.get_logger().debug("hello", answer=42)
+    text = capsys.readouterr().err
+    assert "hello" in text
+    assert not text.startswith("{")

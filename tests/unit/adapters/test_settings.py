@@ -1,0 +1,135 @@
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from semantic.adapters.config.settings import Settings, load_settings
+from semantic.domain.errors import InvalidRequestError
+
+pytestmark = pytest.mark.unit
+
+PROJECT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def clean_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"SEMANTIC_{name.upper()}", raising=False)
+    monkeypatch.delenv("SEMANTIC_ENVIRONMENT", raising=False)
+
+
+def test_every_source_beats_the_ones_below_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the weakest to the strongest; each adds itself and wins over all before."""
+    assert load_settings().port == 8000
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/default.toml").write_text("port = 1")
+    assert load_settings().port == 1
+    (tmp_path / "config/special.toml").write_text("port = 2")
+    monkeypatch.setenv("SEMANTIC_ENVIRONMENT", "special")
+    assert load_settings().port == 2
+    given = tmp_path / "mine.toml"
+    given.write_text("port = 3")
+    assert load_settings(config=given).port == 3
+    (tmp_path / ".env").write_text("SEMANTIC_PORT=4")
+    assert load_settings(config=given).port == 4
+    monkeypatch.setenv("SEMANTIC_PORT", "5")
+    assert load_settings(config=given).port == 5
+    assert load_settings({"port": 6}, config=given).port == 6
+
+
+def test_weaker_sources_still_give_what_stronger_ones_leave_out(tmp_path: Path) -> None:
+    given = tmp_path / "mine.toml"
+    given.write_text('port = 3\nlog_level = "error"')
+    (tmp_path / ".env").write_text("SEMANTIC_PORT=4")
+    settings = load_settings(config=given)
+    assert (settings.port, settings.log_level) == (4, "error")
+
+
+def test_default_toml_lists_every_setting_with_its_default() -> None:
+    text = (PROJECT / "config/default.toml").read_text()
+    written = tomllib.loads(text)
+    defaults = {name: field.default for name, field in Settings.model_fields.items()}
+    assert "# cache_dir" in text
+    assert written.keys() == defaults.keys() - {"cache_dir"}
+    loaded = load_settings(config=PROJECT / "config/default.toml")
+    for name, default in defaults.items():
+        assert getattr(loaded, name) == default
+
+
+def test_the_shipped_test_settings_load() -> None:
+    assert load_settings(config=PROJECT / "config/test.toml").backend == "fake"
+
+
+@pytest.mark.parametrize(
+    "text,words",
+    [
+        ("port = 99999", "port"),
+        ('port = "many"', "port"),
+        ("prot = 8000", "prot"),
+        ('backend = "cuda"', "backend"),
+        ("port = = 1", "configuration file"),
+        ('host = "0.0.0.0"', "--allow-remote"),
+    ],
+)
+def test_a_wrong_setting_is_named(tmp_path: Path, text: str, words: str) -> None:
+    given = tmp_path / "mine.toml"
+    given.write_text(text)
+    with pytest.raises(InvalidRequestError, match=words):
+        load_settings(config=given)
+
+
+def test_missing_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidRequestError, match=r"gone\.toml"):
+        load_settings(config=tmp_path / "gone.toml")
+    monkeypatch.setenv("SEMANTIC_ENVIRONMENT", "nowhere")
+    with pytest.raises(InvalidRequestError, match=r"nowhere\.toml"):
+        load_settings()
+
+
+def test_binding_elsewhere_needs_consent() -> None:
+    remote = load_settings({"host": "0.0.0.0", "allow_remote": True})  # noqa: S104
+    assert remote.host == "0.0.0.0"  # noqa: S104
+
+
+def test_directories(tmp_path: Path) -> None:
+    settings = load_settings({"home": tmp_path})
+    assert settings.effective_cache_dir == tmp_path / "cache"
+    elsewhere = load_settings({"home": tmp_path, "cache_dir": tmp_path / "fast"})
+    assert elsewhere.effective_cache_dir == tmp_path / "fast"
+    assert "~" not in str(load_settings().home_dir)
+
+
+# -- a setting that nothing reads is a defect -----------------------------------------------------
+
+
+def names_read(sources: Iterator[str]) -> set[str]:
+    """Attributes read off anything called `settings`, and off `self` in the settings' own file."""
+    read: set[str] = set()
+    for source in sources:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = node.value
+                name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
+                if name in ("settings", "self"):
+                    read.add(node.attr)
+    return read
+
+
+def unread(sources: Iterator[str]) -> set[str]:
+    return set(Settings.model_fields) - names_read(sources)
+
+
+def test_every_setting_is_read() -> None:
+    files = [*PROJECT.glob("src/semantic/entrypoints/*.py")]
+    files.append(PROJECT / "src/semantic/adapters/config/settings.py")
+    assert unread(path.read_text() for path in files) == set()
+
+
+def test_an_unread_setting_would_be_found() -> None:
+    assert "port" in unread(iter(["settings.host; port = 1; other.port"]))
+    assert "port" not in unread(iter(["server.settings.port"]))

@@ -1,0 +1,178 @@
+"""The service between protocols and the engine, on a real device thread with the fake backend."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer
+from semantic.application.agent_store import AgentCacheStore
+from semantic.application.batch_engine import BlockPoolBatchEngine
+from semantic.application.device_thread import DeviceThread, LoadedModel
+from semantic.application.inference import InferenceService
+from semantic.application.model_registry import ModelRegistry
+from semantic.application.replies import ReplyHub
+from semantic.application.scheduler import EngineLimits
+from semantic.domain.agents import Principal
+from semantic.domain.block_pool import BlockPool
+from semantic.domain.chat import (
+    ChatRequest,
+    Event,
+    Failed,
+    Finished,
+    ImagePart,
+    JsonFormat,
+    Message,
+    Role,
+    Started,
+    TextDelta,
+    ThinkingPart,
+    ToolResultPart,
+    ToolSpec,
+)
+from semantic.domain.errors import (
+    ContextLengthError,
+    DrainingError,
+    InvalidRequestError,
+    ModelNotFoundError,
+)
+from semantic.domain.sampling import SamplingParams, StopRules
+from semantic.ports.inbound import ModelState, Reply
+
+pytestmark = pytest.mark.unit
+
+REQUEST = ChatRequest("fake", (Message.of(Role.USER, "hello"),))
+
+
+@pytest.fixture
+def device() -> Iterator[tuple[DeviceThread, ReplyHub]]:
+    hub = ReplyHub()
+    backend = FakeBackend()
+    thread = DeviceThread(
+        lambda _: LoadedModel("fake", backend, FakeTokenizer()),
+        lambda model, limits, emit: BlockPoolBatchEngine(
+            model.backend,
+            model.tokenizer,
+            AgentCacheStore(BlockPool(backend.spec, 10**7)),
+            limits,
+            emit,
+        ),
+        EngineLimits(default_max_tokens=9, batch_window_ms=0),
+        hub.emit,
+        hang_timeout_s=30,
+    )
+    thread.start()
+    while thread.state is ModelState.LOADING:
+        thread.join(0.01)
+    yield thread, hub
+    thread.request_stop()
+    thread.join(10)
+
+
+@pytest.fixture
+def service(device: tuple[DeviceThread, ReplyHub]) -> InferenceService:
+    return InferenceService(*device, request_timeout_s=60)
+
+
+async def read(reply: Reply) -> list[Event]:
+    return [event async for event in reply]
+
+
+def text_of(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+
+async def test_a_reply_starts_goes_on_and_finishes(service: InferenceService) -> None:
+    request = replace(REQUEST, stop=StopRules(ignore_eos=True))
+    events = await read(await service.start(request, Principal()))
+    assert isinstance(events[0], Started)
+    assert isinstance(events[-1], Finished)
+    assert events[0].usage.prompt_tokens == events[-1].usage.prompt_tokens > 0
+    assert events[-1].usage.completion_tokens == 9
+
+
+async def test_a_seed_decides_and_its_absence_does_not(service: InferenceService) -> None:
+    async def ask(seed: int | None) -> str:
+        sampling = SamplingParams(temperature=2, seed=seed)
+        request = replace(REQUEST, sampling=sampling, stop=StopRules(ignore_eos=True))
+        return text_of(await read(await service.start(request, Principal())))
+
+    assert await ask(1) == await ask(1)
+    assert len({await ask(None) for _ in range(5)}) > 1
+
+
+async def test_tenants_do_not_share_state(service: InferenceService) -> None:
+    async def cached(principal: Principal) -> int:
+        final = (await read(await service.start(REQUEST, principal)))[-1]
+        assert isinstance(final, Finished)
+        return final.usage.cache_read_tokens
+
+    mine, theirs = Principal(salt=b"mine"), Principal(salt=b"theirs")
+    assert [await cached(p) for p in (mine, theirs)] == [0, 0]
+    assert await cached(mine) > 0
+
+
+@pytest.mark.parametrize(
+    "change,error,param",
+    [
+        ({"model": "other"}, ModelNotFoundError, None),
+        ({"stop": StopRules(max_tokens=200_000)}, ContextLengthError, "max_tokens"),
+        (
+            {"messages": (Message.of(Role.USER, "x" * 140_000),)},
+            ContextLengthError,
+            "messages",
+        ),
+        ({"tools": (ToolSpec("f", "", {}),)}, InvalidRequestError, "tools"),
+        ({"output_format": JsonFormat()}, InvalidRequestError, "response_format"),
+        (
+            {"messages": (Message(Role.USER, (ImagePart("image/png", "x"),)),)},
+            InvalidRequestError,
+            "messages[0].content[0]",
+        ),
+        (
+            {"messages": (Message(Role.TOOL, (ToolResultPart("id", ()),)),)},
+            InvalidRequestError,
+            "messages[0].content[0]",
+        ),
+    ],
+)
+async def test_refusals_come_before_the_reply(
+    service: InferenceService,
+    change: dict[str, object],
+    error: type[InvalidRequestError],
+    param: str | None,
+) -> None:
+    with pytest.raises(error) as caught:
+        await service.start(replace(REQUEST, **change), Principal())  # type: ignore[arg-type]
+    assert getattr(caught.value, "param", None) == param
+
+
+async def test_old_thinking_is_not_shown_to_the_model(service: InferenceService) -> None:
+    spoken = (*REQUEST.messages, Message.of(Role.ASSISTANT, "yes"), *REQUEST.messages)
+    thought = Message(Role.ASSISTANT, (ThinkingPart("hmm"), *spoken[1].parts))
+    plain = replace(REQUEST, messages=spoken)
+    thinking = replace(REQUEST, messages=(spoken[0], thought, spoken[2]))
+    starts = [(await read(await service.start(r, Principal())))[0] for r in (plain, thinking)]
+    first, second = starts
+    assert isinstance(first, Started)
+    assert isinstance(second, Started)
+    assert first.usage == second.usage
+
+
+async def test_a_refused_submission_leaves_no_reply_behind(
+    service: InferenceService, device: tuple[DeviceThread, ReplyHub]
+) -> None:
+    thread, hub = device
+    running = await service.start(
+        replace(REQUEST, stop=StopRules(max_tokens=100_000, ignore_eos=True)), Principal()
+    )
+    thread.request_stop()
+    with pytest.raises(DrainingError):
+        await service.start(REQUEST, Principal())
+    assert isinstance((await read(running))[-1], Failed)
+    assert hub.num_open == 0
+
+
+def test_the_registry_reports_the_model(device: tuple[DeviceThread, ReplyHub]) -> None:
+    (status,) = ModelRegistry(device[0], "fake", "fake").models()
+    assert (status.id, status.state, status.max_context) == ("fake", ModelState.READY, 131_072)

@@ -1,0 +1,311 @@
+from dataclasses import FrozenInstanceError
+from itertools import pairwise
+from typing import TypeAlias
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from semantic.domain.blocks import (
+    AgentBlocks,
+    BlockName,
+    BlockNamespace,
+    KVBlock,
+    block_name,
+    split_tokens,
+)
+from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
+
+pytestmark = pytest.mark.unit
+
+quick = settings(deadline=None)
+
+NAMESPACE = BlockNamespace("model@1", "bf16", b"salt")
+ROOT = NAMESPACE.root()
+
+Chain: TypeAlias = tuple[tuple[int, ...], ...]
+NameInputs: TypeAlias = tuple[str, str, bytes, Chain]
+
+token_ids = st.integers(0, 2**32 - 1)
+token_runs = st.lists(token_ids, min_size=1, max_size=8)
+runs_and_sizes = st.lists(st.tuples(token_runs, st.integers(0, 10**9)), max_size=8)
+# Few values, so that equal and nearly equal inputs are drawn often.
+few_runs = st.lists(st.sampled_from([0, 1, 256]), min_size=1, max_size=3).map(tuple)
+name_inputs = st.tuples(
+    st.text("ab", max_size=2),
+    st.text("ab", max_size=2),
+    st.sampled_from([b"", b"a", b"b", b"ab"]),
+    st.lists(few_runs, max_size=3).map(tuple),
+)
+
+
+def spec_of(block_tokens: int) -> ModelCacheSpec:
+    layer = LayerSpec(LayerKind.FULL, num_kv_heads=1, key_dim=8, value_dim=8)
+    return ModelCacheSpec("tiny", (layer,), 100, 10_000, block_tokens=block_tokens)
+
+
+def name_of(inputs: NameInputs) -> BlockName:
+    fingerprint, kv_format, salt, chain = inputs
+    name = BlockNamespace(fingerprint, kv_format, salt).root()
+    for tokens in chain:
+        name = block_name(name, tokens)
+    return name
+
+
+def chain_of(runs: list[tuple[list[int], int]]) -> AgentBlocks:
+    chain = AgentBlocks(ROOT)
+    for tokens, nbytes in runs:
+        chain = chain.append(tokens, nbytes)
+    return chain
+
+
+# -- names ------------------------------------------------------------------------------------
+
+
+@quick
+@given(name_inputs, name_inputs)
+@example(("ab", "c", b"", ()), ("a", "bc", b"", ()))
+@example(("a", "b", b"c", ()), ("a", "bc", b"", ()))
+@example(("a", "", b"", ()), ("", "a", b"", ()))
+@example(("a", "b", b"", ((1, 2), (3,))), ("a", "b", b"", ((1,), (2, 3))))
+@example(("a", "b", b"", ((1, 2),)), ("a", "b", b"", ((1,), (2,))))
+@example(("a", "b", b"", ((1,),)), ("a", "b", b"", ((1, 0),)))
+@example(("a", "b", b"", ((0x0201,),)), ("a", "b", b"", ((1, 2),)))
+@example(("a", "b", b"", ()), ("a", "b", b"", ()))
+def test_names_are_equal_if_and_only_if_inputs_are(one: NameInputs, other: NameInputs) -> None:
+    assert (name_of(one) == name_of(other)) == (one == other)
+
+
+@quick
+@given(st.text(min_size=1, max_size=12), st.data())
+def test_where_one_field_ends_matters(text: str, data: st.DataObject) -> None:
+    cuts = st.tuples(st.integers(0, len(text)), st.integers(0, len(text))).map(sorted)
+
+    def cut(at: list[int]) -> NameInputs:
+        return text[: at[0]], text[at[0] : at[1]], text[at[1] :].encode(), ()
+
+    one, other = cut(data.draw(cuts)), cut(data.draw(cuts))
+
+    assert (name_of(one) == name_of(other)) == (one == other)
+
+
+@quick
+@given(st.lists(token_ids, min_size=2, max_size=12), st.data())
+def test_where_one_block_ends_matters(tokens: list[int], data: st.DataObject) -> None:
+    places = st.sets(st.integers(1, len(tokens) - 1))
+
+    def cut(at: set[int]) -> NameInputs:
+        bounds = [0, *sorted(at), len(tokens)]
+        runs = tuple(tuple(tokens[start:end]) for start, end in pairwise(bounds))
+        return "m", "bf16", b"", runs
+
+    one, other = cut(data.draw(places)), cut(data.draw(places))
+
+    assert (name_of(one) == name_of(other)) == (one == other)
+
+
+def test_a_length_written_into_a_field_deceives_nobody() -> None:
+    # To whoever skips the first length, this reads like the fields `a` and `b`.
+    forged = "a" + (1).to_bytes(8, "little").decode() + "b"
+
+    assert BlockNamespace(forged, "").root() != BlockNamespace("a", "b").root()
+
+
+def test_a_root_is_no_block() -> None:
+    tokens = (1, 2, 3)
+    packed = b"".join(token.to_bytes(4, "little") for token in tokens)
+    block = block_name(ROOT, tokens)
+
+    assert BlockNamespace("", "", ROOT + packed).root() != block
+    assert BlockNamespace("", "", packed).root() != block
+
+
+def test_the_format_of_names_is_fixed() -> None:
+    first = block_name(ROOT, (1, 2, 3))
+    second = block_name(first, (2**32 - 1,))
+
+    assert ROOT.hex() == "08341f878aa012293591f67ff2e8d3bff9e079034526a23b20d098e7a231f66e"
+    assert first.hex() == "dc95f4c48094d4c5912cd84f747daba5ac37780f299675d592340af3025da6e6"
+    assert second.hex() == "df7a58ed335c673780351a5d74b4ab782963e9de0e7c414463297ecf41d08f40"
+    assert (
+        BlockNamespace("model@1", "bf16").root().hex()
+        == "c58190059bc386875de08c9336d1286622bade8b645d97a53930cb31142d8256"
+    )
+
+
+def test_a_name_is_a_digest_with_a_short_form() -> None:
+    assert isinstance(ROOT, BlockName)
+    assert isinstance(block_name(ROOT, (1,)), BlockName)
+    assert len(block_name(ROOT, (1,))) == 32
+    assert ROOT.short == "08341f878aa0"
+
+
+@pytest.mark.parametrize(
+    "tokens, said",
+    [
+        ((), "at least one token"),
+        ((-1,), "token ids"),
+        ((1, 2**32), "token ids"),
+        ((2**200,), "token ids"),
+    ],
+)
+def test_tokens_that_cannot_be_named(tokens: tuple[int, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        block_name(ROOT, tokens)
+
+
+@pytest.mark.parametrize("parent", [b"", ROOT[:31], ROOT + b"\1\0\0\0"])
+def test_a_parent_that_could_pass_for_tokens_is_refused(parent: bytes) -> None:
+    with pytest.raises(ValueError, match=f"32 bytes, got {len(parent)}"):
+        block_name(BlockName(parent), (1,))
+
+
+# -- blocks -----------------------------------------------------------------------------------
+
+
+@quick
+@given(token_runs, st.integers(0, 10**12))
+def test_a_block_knows_its_tokens_and_derives_its_name(tokens: list[int], nbytes: int) -> None:
+    block = KVBlock.of(ROOT, tokens, nbytes)
+
+    assert block == KVBlock(block_name(ROOT, tokens), ROOT, tuple(tokens), nbytes)
+    assert block.num_tokens == len(tokens)
+
+
+def test_blocks_are_values() -> None:
+    block = KVBlock.of(ROOT, [1, 2], 10)
+
+    assert {block, KVBlock.of(ROOT, (1, 2), 10)} == {block}
+    with pytest.raises(FrozenInstanceError):
+        block.nbytes = 11  # type: ignore[misc]
+
+
+def test_a_block_of_negative_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="nbytes must not be negative, got -1"):
+        KVBlock.of(ROOT, (1,), -1)
+
+
+# -- chains -----------------------------------------------------------------------------------
+
+
+def test_the_empty_chain_ends_at_its_root() -> None:
+    chain = AgentBlocks(ROOT)
+
+    assert chain.head == ROOT
+    assert (chain.num_tokens, chain.nbytes, list(chain.tokens())) == (0, 0, [])
+
+
+@quick
+@given(runs_and_sizes)
+def test_a_chain_is_the_sum_of_its_blocks(runs: list[tuple[list[int], int]]) -> None:
+    chain = chain_of(runs)
+
+    assert list(chain.tokens()) == [token for tokens, _ in runs for token in tokens]
+    assert chain.num_tokens == len(list(chain.tokens()))
+    assert chain.nbytes == sum(nbytes for _, nbytes in runs)
+    assert len(chain.blocks) == len(runs)
+
+
+@quick
+@given(runs_and_sizes, token_runs, st.integers(0, 10**9))
+def test_append_adds_one_block_and_leaves_the_chain_alone(
+    runs: list[tuple[list[int], int]], tokens: list[int], nbytes: int
+) -> None:
+    chain = chain_of(runs)
+    before = chain.blocks
+
+    longer = chain.append(tokens, nbytes)
+
+    assert longer.blocks == (*before, KVBlock.of(chain.head, tokens, nbytes))
+    assert longer.head == block_name(chain.head, tokens)
+    assert chain.blocks is before
+
+
+@quick
+@given(runs_and_sizes, st.integers(-3, 70))
+def test_truncate_keeps_the_most_whole_blocks_that_fit(
+    runs: list[tuple[list[int], int]], num_tokens: int
+) -> None:
+    chain = chain_of(runs)
+
+    kept = chain.truncate(num_tokens)
+
+    num_kept = len(kept.blocks)
+    assert kept.blocks == chain.blocks[:num_kept]
+    assert kept.num_tokens <= max(num_tokens, 0)
+    if num_kept < len(chain.blocks):
+        assert kept.num_tokens + chain.blocks[num_kept].num_tokens > num_tokens
+
+
+@quick
+@given(runs_and_sizes)
+def test_truncate_to_a_blocks_end_undoes_append(runs: list[tuple[list[int], int]]) -> None:
+    chain = chain_of(runs)
+
+    assert chain.append((1,), 1).truncate(chain.num_tokens) == chain
+    assert chain.truncate(chain.num_tokens) == chain
+
+
+def test_broken_chains_are_refused() -> None:
+    first, second, third = chain_of([([1], 1), ([2], 1), ([3], 1)]).blocks
+    other_root = BlockNamespace("model@2", "bf16", b"salt").root()
+
+    for root, blocks in [
+        (ROOT, (second,)),
+        (ROOT, (second, first)),
+        (ROOT, (first, third)),
+        (ROOT, (first, first)),
+        (other_root, (first, second)),
+    ]:
+        with pytest.raises(ValueError, match="does not follow"):
+            AgentBlocks(root, blocks)
+
+
+def test_the_first_gap_is_named() -> None:
+    first, second, third = chain_of([([1], 1), ([2], 1), ([3], 1)]).blocks
+
+    with pytest.raises(ValueError, match=f"{third.name.short} does not follow {first.name.short}"):
+        AgentBlocks(ROOT, (first, third, second))
+
+
+# -- cutting tokens into blocks ---------------------------------------------------------------
+
+
+@quick
+@given(
+    st.integers(0, 60).map(range),
+    st.integers(1, 12).map(spec_of),
+    st.lists(st.integers(-5, 70), max_size=8),
+)
+def test_ranges_cover_all_tokens_and_cut_at_every_boundary(
+    tokens: range, spec: ModelCacheSpec, boundaries: list[int]
+) -> None:
+    ranges = split_tokens(tokens, spec, boundaries)
+
+    assert [index for start, end in ranges for index in range(start, end)] == list(tokens)
+    assert all(0 < end - start <= spec.block_tokens for start, end in ranges)
+    wanted = {b for b in boundaries if 0 < b < len(tokens)}
+    ends = {end for _, end in ranges}
+    assert wanted <= ends
+    # A cut has a reason: a boundary, a full block or the end.
+    for start, end in ranges:
+        assert end in wanted or end == len(tokens) or end - start == spec.block_tokens
+
+
+@quick
+@given(st.integers(0, 60), st.integers(1, 12).map(spec_of))
+def test_without_boundaries_there_are_as_many_blocks_as_the_spec_says(
+    num_tokens: int, spec: ModelCacheSpec
+) -> None:
+    assert len(split_tokens(range(num_tokens), spec)) == spec.num_blocks(num_tokens)
+
+
+def test_order_and_repetition_of_boundaries_do_not_matter() -> None:
+    spec = spec_of(4)
+
+    assert split_tokens(range(10), spec, [7, 5, 5, 0, 10, 99, -1]) == [
+        (0, 4),
+        (4, 5),
+        (5, 7),
+        (7, 10),
+    ]

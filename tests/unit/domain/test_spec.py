@@ -1,0 +1,572 @@
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semantic.domain.errors import InvalidRequestError
+from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, LayerKind, LayerSpec, ModelCacheSpec
+
+pytestmark = pytest.mark.unit
+
+MIB = 2**20
+
+# The attributes that matter of the models' published config.json files.
+LLAMA_31_8B: Mapping[str, object] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {"factor": 8.0, "rope_type": "llama3"},
+}
+SMOLLM2_135M: Mapping[str, object] = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+}
+MISTRAL_7B_V01: Mapping[str, object] = {
+    "model_type": "mistral",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+}
+QWEN25_7B: Mapping[str, object] = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "use_sliding_window": False,
+    "sliding_window": 131072,
+    "max_window_layers": 28,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+}
+QWEN3_30B_A3B: Mapping[str, object] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": 48,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+GEMMA2_2B: Mapping[str, object] = {
+    "model_type": "gemma2",
+    "hidden_size": 2304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+    "max_position_embeddings": 8192,
+}
+GEMMA3_4B: Mapping[str, object] = {
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    },
+    "vision_config": {"model_type": "siglip_vision_model", "num_hidden_layers": 27},
+}
+GEMMA3_12B: Mapping[str, object] = {
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 3840,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "sliding_window": 1024,
+    },
+    "vision_config": {"model_type": "siglip_vision_model", "num_hidden_layers": 27},
+}
+GPT_OSS_20B: Mapping[str, object] = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+}
+DEEPSEEK_V2_LITE: Mapping[str, object] = {
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+    "max_position_embeddings": 163840,
+}
+DEEPSEEK_V2: Mapping[str, object] = {
+    **DEEPSEEK_V2_LITE,
+    "hidden_size": 5120,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+}
+DEEPSEEK_V3: Mapping[str, object] = {
+    **DEEPSEEK_V2,
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "vocab_size": 129280,
+}
+QWEN3_NEXT_80B: Mapping[str, object] = {
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 262144,
+}
+UNKNOWN: Mapping[str, object] = {**LLAMA_31_8B, "model_type": "brand_new"}
+
+
+def read(config: Mapping[str, object], **changes: object) -> ModelCacheSpec:
+    return ModelCacheSpec.from_config({**config, **changes})
+
+
+def without(config: Mapping[str, object], *names: str) -> dict[str, object]:
+    return {name: value for name, value in config.items() if name not in names}
+
+
+def kinds(spec: ModelCacheSpec) -> str:
+    return "".join(layer.kind.name[0] for layer in spec.layers)
+
+
+@pytest.mark.parametrize(
+    "config, pattern, bytes_per_token",
+    [
+        pytest.param(LLAMA_31_8B, "F" * 32, 131072, id="Llama-3.1-8B"),
+        pytest.param(SMOLLM2_135M, "F" * 30, 23040, id="SmolLM2-135M"),
+        pytest.param(MISTRAL_7B_V01, "W" * 32, 131072, id="Mistral-7B-v0.1"),
+        pytest.param(QWEN25_7B, "F" * 28, 57344, id="Qwen2.5-7B"),
+        pytest.param(QWEN3_30B_A3B, "F" * 48, 98304, id="Qwen3-30B-A3B"),
+        pytest.param(GEMMA2_2B, "WF" * 13, 106496, id="Gemma-2-2B"),
+        pytest.param(GEMMA3_4B, "WWWWWF" * 5 + "WWWW", 139264, id="Gemma-3-4B"),
+        pytest.param(GEMMA3_12B, "WWWWWF" * 8, 393216, id="Gemma-3-12B"),
+        pytest.param(GPT_OSS_20B, "WF" * 12, 49152, id="GPT-OSS-20B"),
+        pytest.param(DEEPSEEK_V2_LITE, "F" * 27, 276480, id="DeepSeek-V2-Lite"),
+        pytest.param(DEEPSEEK_V2, "F" * 60, 4915200, id="DeepSeek-V2"),
+        pytest.param(DEEPSEEK_V3, "F" * 61, 70272, id="DeepSeek-V3"),
+        pytest.param(QWEN3_NEXT_80B, "SSSF" * 12, 24576, id="Qwen3-Next-80B-A3B"),
+    ],
+)
+def test_real_models(config: Mapping[str, object], pattern: str, bytes_per_token: int) -> None:
+    spec = read(config)
+
+    assert kinds(spec) == pattern
+    assert spec.num_layers == len(pattern)
+    assert (spec.num_full, spec.num_window, spec.num_state) == tuple(map(pattern.count, "FWS"))
+    assert spec.bytes_per_token() == bytes_per_token
+    assert spec.bytes_per_token(bits=8) == bytes_per_token // 2
+    assert spec.bytes_per_block() == bytes_per_token * DEFAULT_BLOCK_TOKENS
+
+
+def test_llama_spec_in_full() -> None:
+    spec = read(LLAMA_31_8B)
+
+    assert spec == ModelCacheSpec(
+        model_type="llama",
+        layers=(LayerSpec(LayerKind.FULL, 8, 128, 128),) * 32,
+        vocab_size=128256,
+        max_context=131072,
+        block_tokens=DEFAULT_BLOCK_TOKENS,
+    )
+    assert spec.bytes_per_block() == 32 * MIB
+
+
+def test_gemma3_12b_at_8k_is_512_and_320_megabytes() -> None:
+    spec = read(GEMMA3_12B)
+
+    assert spec.model_type == "gemma3_text"
+    assert spec.layers[0] == LayerSpec(LayerKind.WINDOW, 8, 256, 256, 1024)
+    assert spec.full_bytes(8192) == 512 * MIB
+    assert spec.window_bytes(8192) == 320 * MIB
+    assert spec.bytes_per_context(8192) == 832 * MIB
+    assert spec.bytes_per_context(8192, bits=8) == 416 * MIB
+    assert spec.bytes_per_block() == spec.num_layers * 2 * MIB
+
+
+def test_gemma3_4b_relies_on_the_familys_defaults() -> None:
+    spec = read(GEMMA3_4B)
+
+    assert spec.layers[5] == LayerSpec(LayerKind.FULL, 4, 256, 256)
+    assert (spec.vocab_size, spec.max_context) == (262208, 131072)
+
+
+def test_gpt_oss_alternates_without_a_list_too() -> None:
+    bare = without(GPT_OSS_20B, "layer_types", "sliding_window", "head_dim", "num_key_value_heads")
+
+    assert read(bare) == read(GPT_OSS_20B)
+    assert read(bare).layers[0] == LayerSpec(LayerKind.WINDOW, 8, 64, 64, 128)
+    assert read(bare).window_bytes(100_000) == 3 * MIB
+
+
+def test_deepseek_v2_keeps_expanded_heads_and_v3_the_latent() -> None:
+    assert read(DEEPSEEK_V2_LITE).layers[0] == LayerSpec(LayerKind.FULL, 16, 192, 128)
+    assert read(DEEPSEEK_V2).layers[0] == LayerSpec(LayerKind.FULL, 128, 192, 128)
+    assert read(DEEPSEEK_V3).layers[0] == LayerSpec(LayerKind.FULL, 1, 512, 64)
+    assert read(DEEPSEEK_V3).layers[0].elements_per_token == 576
+
+
+def test_qwen3_next_state_does_not_grow() -> None:
+    spec = read(QWEN3_NEXT_80B)
+    convolution, recurrent = 3 * (2 * 16 * 128 + 32 * 128), 32 * 128 * 128
+
+    assert spec.layers[0] == LayerSpec(LayerKind.STATE, state_elements=convolution + recurrent)
+    assert spec.layers[3] == LayerSpec(LayerKind.FULL, 2, 256, 256)
+    assert spec.state_bytes() == 36 * 548864 * 2
+    assert spec.bytes_per_context(0) == spec.state_bytes()
+
+
+@pytest.mark.parametrize(
+    "config, pattern",
+    [
+        (without(QWEN3_NEXT_80B, "full_attention_interval"), "SSSF" * 12),
+        ({**QWEN3_NEXT_80B, "full_attention_interval": 2}, "SF" * 24),
+        ({**GEMMA3_12B, "text_config": {"sliding_window_pattern": 2}}, "WF" * 13),
+        ({"model_type": "gemma3_text"}, "WWWWWF" * 4 + "WW"),
+        ({**MISTRAL_7B_V01, "sliding_window": None}, "F" * 32),
+        (without(MISTRAL_7B_V01, "sliding_window"), "F" * 32),
+        ({**QWEN25_7B, "use_sliding_window": True, "max_window_layers": 21}, "F" * 21 + "W" * 7),
+        ({**QWEN25_7B, "use_sliding_window": True, "max_window_layers": 0}, "W" * 28),
+        ({**QWEN25_7B, "use_sliding_window": True, "sliding_window": None}, "F" * 28),
+        (without(QWEN25_7B, "use_sliding_window"), "F" * 28),
+        ({**LLAMA_31_8B, "sliding_window": 4096}, "F" * 32),
+    ],
+)
+def test_rules_for_configs_that_list_no_layers(config: Mapping[str, object], pattern: str) -> None:
+    assert kinds(read(config)) == pattern
+
+
+@pytest.mark.parametrize(
+    "config, second",
+    [
+        (LLAMA_31_8B, "sliding_attention"),
+        (QWEN25_7B, "sliding_attention"),
+        (GEMMA2_2B, "full_attention"),
+        (QWEN3_NEXT_80B, "linear_attention"),
+        (UNKNOWN, "sliding_attention"),
+    ],
+)
+def test_listed_layer_types_win(config: Mapping[str, object], second: str) -> None:
+    types = ["full_attention", second]
+
+    spec = read(config, num_hidden_layers=2, sliding_window=64, layer_types=types)
+
+    initial = {"full_attention": "F", "sliding_attention": "W", "linear_attention": "S"}
+    assert kinds(spec) == "F" + initial[second]
+
+
+def test_qwen3_default_head_dim_is_not_derived() -> None:
+    assert read(QWEN25_7B, model_type="qwen3", hidden_size=1792).layers[0].key_dim == 128
+
+
+def test_text_config_without_a_model_type_takes_the_outer_one() -> None:
+    assert read({"model_type": "gemma3", "text_config": {}}).model_type == "gemma3"
+    assert read({"model_type": "shell", "text_config": LLAMA_31_8B}) == read(LLAMA_31_8B)
+    assert read({"text_config": {"text_config": LLAMA_31_8B}}) == read(LLAMA_31_8B)
+    assert read(LLAMA_31_8B, text_config=None) == read(LLAMA_31_8B)
+
+
+@pytest.mark.parametrize(
+    "changes, pattern, dim",
+    [
+        ({}, "F" * 32, 128),
+        ({"head_dim": 64}, "F" * 32, 64),
+        ({"head_dim": None}, "F" * 32, 128),
+        ({"sliding_window": 2047}, "W" * 32, 128),
+        ({"sliding_window": 4096, "sliding_window_pattern": 4}, "WWWF" * 8, 128),
+        ({"sliding_window": 4096, "use_sliding_window": False}, "F" * 32, 128),
+        (
+            {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 30},
+            "F" * 30 + "WW",
+            128,
+        ),
+        ({"mamba_d_state": None, "num_kv_shared_layers": 0}, "F" * 32, 128),
+    ],
+)
+def test_unknown_types_fall_back_on_standard_attributes(
+    changes: dict[str, object], pattern: str, dim: int
+) -> None:
+    spec = read(UNKNOWN, **changes)
+
+    assert spec.model_type == "brand_new"
+    assert kinds(spec) == pattern
+    assert {layer.key_dim for layer in spec.layers} == {dim}
+
+
+def test_without_grouped_heads_every_head_has_its_own_keys() -> None:
+    assert read(without(UNKNOWN, "num_key_value_heads")).layers[0].num_kv_heads == 32
+
+
+def refusal(config: Mapping[str, object]) -> str:
+    with pytest.raises(InvalidRequestError) as refused:
+        ModelCacheSpec.from_config(config)
+    assert refused.value.param == "model"
+    return refused.value.message
+
+
+@pytest.mark.parametrize(
+    "config, name",
+    [
+        *(
+            (UNKNOWN, name)
+            for name in (
+                "num_hidden_layers",
+                "num_attention_heads",
+                "hidden_size",
+                "vocab_size",
+                "max_position_embeddings",
+            )
+        ),
+        (LLAMA_31_8B, "num_hidden_layers"),
+        (DEEPSEEK_V2, "v_head_dim"),
+        (DEEPSEEK_V3, "kv_lora_rank"),
+        (QWEN3_NEXT_80B, "linear_num_value_heads"),
+    ],
+)
+def test_a_missing_attribute_is_named(config: Mapping[str, object], name: str) -> None:
+    message = refusal(without(config, name))
+
+    assert f"lacks {name}" in message
+    assert repr(config["model_type"]) in message
+
+
+@pytest.mark.parametrize("value", ["32", True, 0, -1, 32.0, [32]])
+@pytest.mark.parametrize(
+    "config, name",
+    [
+        (LLAMA_31_8B, "num_hidden_layers"),
+        (LLAMA_31_8B, "num_key_value_heads"),
+        (LLAMA_31_8B, "vocab_size"),
+        (MISTRAL_7B_V01, "sliding_window"),
+        (QWEN3_NEXT_80B, "linear_conv_kernel_dim"),
+        (UNKNOWN, "head_dim"),
+        (UNKNOWN, "max_position_embeddings"),
+    ],
+)
+def test_a_wrong_value_is_named(config: Mapping[str, object], name: str, value: object) -> None:
+    message = refusal({**config, name: value})
+
+    assert f"{name} must be an integer of at least 1, not {value!r}" in message
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        ({}, "lacks model_type"),
+        (without(LLAMA_31_8B, "model_type"), "lacks model_type"),
+        ({**LLAMA_31_8B, "model_type": 7}, "lacks model_type"),
+        ({**LLAMA_31_8B, "text_config": "inner"}, "text_config must be an object"),
+        ({**QWEN25_7B, "use_sliding_window": "no"}, "use_sliding_window must be true or false"),
+        ({**QWEN25_7B, "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers"),
+        ({**UNKNOWN, "hidden_size": 4097}, "lacks head_dim"),
+        ({**UNKNOWN, "layer_types": "full_attention"}, "layer_types must be a list"),
+        ({**UNKNOWN, "layer_types": ["full_attention"]}, "layer_types has 1 entries for 32"),
+        ({**UNKNOWN, "layer_types": ["chunked_attention"] * 32}, "'chunked_attention'"),
+        ({**LLAMA_31_8B, "layer_types": ["linear_attention"] * 32}, "'linear_attention'"),
+        ({**UNKNOWN, "layer_types": ["sliding_attention"] * 32}, "lacks sliding_window"),
+        ({**UNKNOWN, "sliding_window": 64, "sliding_window_pattern": "LLLG"}, "'LLLG'"),
+    ],
+)
+def test_other_refusals(config: Mapping[str, object], said: str) -> None:
+    assert said in refusal(config)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mamba_d_state": 128},
+        {"ssm_cfg": {"layer": "Mamba2"}},
+        {"rwkv_version": 6},
+        {"linear_num_value_heads": 32},
+        {"conv_L_cache": 3},
+        {"layers_block_type": ["mamba", "attention"]},
+        {"kv_lora_rank": 512},
+        {"num_kv_shared_layers": 15},
+        {"multi_query": True},
+    ],
+)
+def test_an_unknown_type_that_is_unlike_others_is_refused(changes: dict[str, object]) -> None:
+    (key,) = changes
+
+    assert f"with {key} keeps" in refusal({**UNKNOWN, **changes})
+
+
+@pytest.mark.parametrize("layer_type", ["linear_attention", "mamba"])
+def test_an_unknown_type_with_recurrent_layers_is_refused(layer_type: str) -> None:
+    types = ["full_attention"] * 31 + [layer_type]
+
+    assert repr(layer_type) in refusal({**UNKNOWN, "layer_types": types})
+
+
+@pytest.mark.parametrize("model_type", ["mamba2", "rwkv7", "granitemoehybrid", "kimi_linear"])
+def test_a_recurrent_model_type_is_refused_by_its_name(model_type: str) -> None:
+    assert model_type in refusal({**UNKNOWN, "model_type": model_type})
+
+
+@pytest.mark.parametrize(
+    "kind, dims, said",
+    [
+        (LayerKind.FULL, (0, 64, 64, 0, 0), "full layer needs a positive num_kv_heads, not 0"),
+        (LayerKind.FULL, (8, -1, 64, 0, 0), "positive key_dim, not -1"),
+        (LayerKind.FULL, (8, 64, 0, 0, 0), "positive value_dim"),
+        (LayerKind.FULL, (8, 64, 64, 128, 0), "full layer has no window, but it is 128"),
+        (LayerKind.WINDOW, (8, 64, 64, 0, 0), "positive window"),
+        (LayerKind.WINDOW, (8, 64, 64, 128, 1), "no state_elements"),
+        (LayerKind.STATE, (0, 0, 0, 0, 0), "positive state_elements"),
+        (LayerKind.STATE, (8, 0, 0, 0, 9), "no num_kv_heads"),
+    ],
+)
+def test_a_layer_that_makes_no_sense(
+    kind: LayerKind, dims: tuple[int, int, int, int, int], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        LayerSpec(kind, *dims)
+
+
+FULL_LAYER = LayerSpec(LayerKind.FULL, 1, 3, 2)
+
+
+def test_a_spec_that_makes_no_sense() -> None:
+    with pytest.raises(ValueError, match="at least one layer"):
+        ModelCacheSpec("tiny", (), 10, 10)
+    with pytest.raises(ValueError, match="vocab_size must be positive"):
+        ModelCacheSpec("tiny", (FULL_LAYER,), 0, 10)
+    with pytest.raises(ValueError, match="max_context must be positive"):
+        ModelCacheSpec("tiny", (FULL_LAYER,), 10, -1)
+    with pytest.raises(ValueError, match="block_tokens must be positive"):
+        ModelCacheSpec.from_config(LLAMA_31_8B, block_tokens=0)
+
+
+def test_negative_tokens_and_odd_bits_are_refused() -> None:
+    spec = ModelCacheSpec("tiny", (FULL_LAYER,), 10, 10)
+
+    for method in (spec.bytes_per_context, spec.full_bytes, spec.window_bytes, spec.num_blocks):
+        with pytest.raises(ValueError, match="num_tokens must not be negative"):
+            method(-1)
+    for bits in (0, 3, -8, 64):
+        with pytest.raises(ValueError, match="bits must be one of"):
+            spec.bytes_per_token(bits)
+
+
+def test_half_bytes_are_rounded_up_once_per_part() -> None:
+    window = LayerSpec(LayerKind.WINDOW, 1, 3, 2, window=1)
+    state = LayerSpec(LayerKind.STATE, state_elements=7)
+    spec = ModelCacheSpec("tiny", (FULL_LAYER, FULL_LAYER, window, state), 10, 10, block_tokens=3)
+
+    assert spec.bytes_per_token(bits=4) == 8  # 15 numbers
+    assert spec.bytes_per_block(bits=4) == 23  # 45 numbers
+    assert spec.full_bytes(3, bits=4) == 15  # 30 numbers
+    assert spec.window_bytes(3, bits=4) == 3  # 5 numbers
+    assert spec.state_bytes(bits=4) == 4  # 7 numbers
+    assert spec.bytes_per_context(3, bits=4) == 22
+
+
+dims = st.integers(1, 64)
+full_layers = st.builds(LayerSpec, st.just(LayerKind.FULL), dims, dims, dims)
+window_layers = st.builds(
+    LayerSpec, st.just(LayerKind.WINDOW), dims, dims, dims, st.integers(1, 2000)
+)
+state_layers = st.builds(LayerSpec, st.just(LayerKind.STATE), state_elements=st.integers(1, 10**6))
+
+
+def specs(layers: st.SearchStrategy[LayerSpec]) -> st.SearchStrategy[ModelCacheSpec]:
+    return st.builds(
+        ModelCacheSpec,
+        st.just("any"),
+        st.lists(layers, min_size=1, max_size=6).map(tuple),
+        st.just(1000),
+        st.just(4096),
+        st.integers(1, 600),
+    )
+
+
+any_specs = specs(full_layers | window_layers | state_layers)
+lengths = st.integers(0, 5000)
+widths = st.sampled_from([4, 8, 16, 32])
+
+
+@given(any_specs, lengths, lengths, widths)
+def test_a_longer_context_is_never_smaller(
+    spec: ModelCacheSpec, one: int, other: int, bits: int
+) -> None:
+    shorter, longer = sorted((one, other))
+
+    assert spec.bytes_per_context(shorter, bits) <= spec.bytes_per_context(longer, bits)
+
+
+@given(any_specs, lengths, widths)
+def test_a_context_is_the_sum_of_its_parts(spec: ModelCacheSpec, length: int, bits: int) -> None:
+    parts = spec.full_bytes(length, bits), spec.window_bytes(length, bits), spec.state_bytes(bits)
+
+    assert spec.bytes_per_context(length, bits) == sum(parts)
+    assert spec.num_full + spec.num_window + spec.num_state == spec.num_layers
+
+
+@given(specs(full_layers), lengths, st.sampled_from([8, 16, 32]))
+def test_full_layers_grow_by_the_token(spec: ModelCacheSpec, length: int, bits: int) -> None:
+    assert spec.bytes_per_context(length, bits) == length * spec.bytes_per_token(bits)
+
+
+@given(specs(full_layers | window_layers), st.sampled_from([8, 16, 32]))
+def test_a_block_is_its_tokens(spec: ModelCacheSpec, bits: int) -> None:
+    assert spec.bytes_per_block(bits) == spec.block_tokens * spec.bytes_per_token(bits)
+
+
+@given(specs(window_layers), st.integers(0, 10**6), widths)
+def test_windows_are_capped(spec: ModelCacheSpec, extra: int, bits: int) -> None:
+    narrowest = min(layer.window for layer in spec.layers)
+    widest = max(layer.window for layer in spec.layers)
+
+    assert spec.window_bytes(widest + extra, bits) == spec.window_bytes(widest, bits)
+    assert spec.window_bytes(narrowest, 8) == narrowest * spec.bytes_per_token(8)
+
+
+@given(any_specs, lengths)
+def test_blocks_hold_all_tokens_and_none_is_spare(spec: ModelCacheSpec, length: int) -> None:
+    num_blocks = spec.num_blocks(length)
+
+    assert num_blocks * spec.block_tokens >= length
+    assert num_blocks == 0 or (num_blocks - 1) * spec.block_tokens < length

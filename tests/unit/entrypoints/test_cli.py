@@ -1,0 +1,73 @@
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from semantic import __version__
+from semantic.entrypoints.cli import main
+
+pytestmark = pytest.mark.unit
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"semantic {__version__}\n"
+
+
+def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    for flag in (
+        "--host", "--port", "--model", "--backend", "--home", "--cache-dir", "--log-level",
+        "--config", "--allow-remote",
+    ):  # fmt: skip
+        assert flag in text
+    assert "default: 8000" in text
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (["--port", "99999"], "port"),
+        (["--port", "many"], "port"),
+        (["--host", "0.0.0.0"], "--allow-remote"),  # noqa: S104
+        (["--config", "gone.toml"], "gone.toml"),
+    ],
+)
+def test_a_wrong_value_is_one_sentence(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *arguments]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("semantic: ")
+    assert words in message
+    assert message.count("\n") == 1
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "semantic", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+
+
+def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        result = run("serve", "--port", port, "--home", str(tmp_path), "--backend", "fake")
+    assert result.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_home_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    result = run("serve", "--home", str(blocked), "--backend", "fake", "--port", "0")
+    assert result.returncode == 2
+    assert "--home" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,257 @@
+"""The rules of the source tree, read off its syntax: who may import whom, and how big things get.
+
+    domain <- ports <- application <- adapters <- entrypoints
+
+A layer may import itself and the layers inside it. The parts of `adapters` do not know each other.
+"""
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+pytestmark = pytest.mark.unit
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+FILES = sorted(path.relative_to(SRC).as_posix() for path in SRC.rglob("*.py"))
+
+PACKAGE = "semantic"
+LAYERS = ("domain", "ports", "application", "adapters", "entrypoints")
+STANDARD_LIBRARY_ONLY = ("domain", "ports", "application")
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 60
+MAX_PARAMETERS = 7
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+# -- the rules --------------------------------------------------------------------------------
+
+
+def module_name(path: str) -> tuple[str, ...]:
+    """``semantic/domain/blocks.py`` as its parts; a package is named by its folder."""
+    parts = PurePosixPath(path).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def imported_names(tree: ast.Module, path: str) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield line and absolute dotted name of every import, wherever it stands.
+
+    ``from a import b`` yields ``a.b``, since `b` may be a module.
+    """
+    # The package that one dot stands for.
+    here = PurePosixPath(path).parent.parts
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=aliases):
+                for alias in aliases:
+                    yield node.lineno, tuple(alias.name.split("."))
+            case ast.ImportFrom(module=module, names=aliases, level=level):
+                base = here[: len(here) - level + 1] if level else ()
+                base += tuple(module.split(".")) if module else ()
+                for alias in aliases:
+                    yield node.lineno, (*base, alias.name)
+            case ast.Call(
+                func=ast.Name(id="__import__" | "import_module")
+                | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                yield node.lineno, tuple(name.split("."))
+
+
+def place(name: tuple[str, ...]) -> tuple[str, str]:
+    """The layer a module of ours belongs to, and its part of the adapters."""
+    if name == (PACKAGE, "__main__"):
+        return "entrypoints", ""
+    layer = name[1] if len(name) > 1 and name[1] in LAYERS else ""
+    part = name[2] if layer == "adapters" and len(name) > 2 else ""
+    return layer, part
+
+
+def is_allowed(importer: tuple[str, ...], imported: tuple[str, ...]) -> bool:
+    layer, part = place(importer)
+    if imported[0] != PACKAGE:
+        return layer not in STANDARD_LIBRARY_ONLY or imported[0] in sys.stdlib_module_names
+    other_layer, other_part = place(imported)
+    if not other_layer:
+        return True  # the package itself: its version
+    if not layer:
+        return False  # the package itself is imported first by everyone
+    if layer == other_layer == "adapters":
+        return part == other_part
+    return LAYERS.index(other_layer) <= LAYERS.index(layer)
+
+
+def import_faults(source: str, path: str) -> list[str]:
+    """Imports that point outward, sideways between adapters, or out of the standard library."""
+    importer = module_name(path)
+    return [
+        f"{path}:{line} imports {'.'.join(imported)}"
+        for line, imported in imported_names(ast.parse(source), path)
+        if not is_allowed(importer, imported)
+    ]
+
+
+def num_parameters(function: Function) -> int:
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    if positional and positional[0].arg in {"self", "cls"}:
+        positional = positional[1:]
+    variadic = [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
+    return len(positional) + len(arguments.kwonlyargs) + len(variadic)
+
+
+def size_faults(source: str, path: str) -> list[str]:
+    """Files and functions that are too long, and functions that take too much."""
+    faults = []
+    num_lines = len(source.splitlines())
+    if num_lines > MAX_FILE_LINES:
+        faults.append(f"{path} has {num_lines} lines")
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, Function):
+            continue
+        where = f"{path}:{node.lineno} {node.name}"
+        num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if num_lines > MAX_FUNCTION_LINES:
+            faults.append(f"{where} has {num_lines} lines")
+        if num_parameters(node) > MAX_PARAMETERS:
+            faults.append(f"{where} takes {num_parameters(node)} parameters")
+    return faults
+
+
+# -- the source -------------------------------------------------------------------------------
+
+
+def test_there_is_source_in_every_layer() -> None:
+    assert {place(module_name(path))[0] for path in FILES} >= set(LAYERS)
+
+
+@pytest.mark.parametrize("path", FILES)
+@pytest.mark.parametrize("faults", [import_faults, size_faults])
+def test_the_source_keeps_the_rules(faults: Callable[[str, str], list[str]], path: str) -> None:
+    assert faults((SRC / path).read_text(encoding="utf-8"), path) == []
+
+
+# -- the rules can fail -----------------------------------------------------------------------
+
+DOMAIN = "semantic/domain/blocks.py"
+PORTS = "semantic/ports/outbound.py"
+APPLICATION = "semantic/application/inference.py"
+INBOUND = "semantic/adapters/inbound/sse.py"
+OUTBOUND = "semantic/adapters/outbound/torch_backend.py"
+CONFIG = "semantic/adapters/config/settings.py"
+ENTRYPOINT = "semantic/entrypoints/bootstrap.py"
+
+
+@pytest.mark.parametrize(
+    "path, source",
+    [
+        (DOMAIN, "import numpy"),
+        (DOMAIN, "import numpy.typing as npt"),
+        (DOMAIN, "from torch.nn import functional"),
+        (PORTS, "import pydantic"),
+        (APPLICATION, "import os, structlog"),
+        (DOMAIN, "from semantic.ports.outbound import Draw"),
+        (PORTS, "from semantic.application import inference"),
+        (APPLICATION, "import semantic.adapters.outbound.fake_backend"),
+        (APPLICATION, "from semantic.adapters.outbound.fake_backend import FakeBackend"),
+        (APPLICATION, "from semantic import adapters"),
+        (INBOUND, "from semantic.entrypoints.cli import main"),
+        (INBOUND, "from semantic.adapters.outbound.fake_backend import FakeBackend"),
+        (INBOUND, "from semantic.adapters import outbound"),
+        (OUTBOUND, "from semantic.adapters.inbound import sse"),
+        (INBOUND, "from semantic.adapters.config.settings import Settings"),
+        (OUTBOUND, "from semantic.adapters.config.settings import Settings"),
+        (CONFIG, "from semantic.adapters.outbound import fake_backend"),
+        ("semantic/__init__.py", "from semantic.domain import errors"),
+        ("semantic/domain/__init__.py", "from semantic.ports import outbound"),
+        # Wherever the import stands:
+        (DOMAIN, "def f():\n    import numpy"),
+        (DOMAIN, "class A:\n    async def f(self):\n        from semantic.ports import inbound"),
+        (DOMAIN, "if TYPE_CHECKING:\n    import numpy"),
+        (DOMAIN, "try:\n    import numpy\nexcept ImportError:\n    pass"),
+        # However it is written:
+        (DOMAIN, "from ..ports import outbound"),
+        (DOMAIN, "from ..ports.outbound import Draw"),
+        (DOMAIN, "from .. import ports"),
+        ("semantic/domain/__init__.py", "from ..ports import outbound"),
+        (APPLICATION, "from ..adapters.outbound import fake_backend"),
+        (INBOUND, "from ..outbound import fake_backend"),
+        (INBOUND, "from .. import config"),
+        (DOMAIN, "importlib.import_module('numpy')"),
+        (APPLICATION, "import_module('semantic.adapters.outbound.fake_backend')"),
+        (DOMAIN, "__import__('numpy')"),
+    ],
+)
+def test_a_forbidden_import_is_found(path: str, source: str) -> None:
+    assert len(import_faults(source, path)) == 1
+
+
+@pytest.mark.parametrize(
+    "path, source",
+    [
+        (
+            DOMAIN,
+            "from __future__ import annotations\nimport os.path\nfrom semantic import __version__",
+        ),
+        (DOMAIN, "from semantic.domain.spec import LayerSpec\nfrom .errors import SemanticError"),
+        ("semantic/domain/__init__.py", "from .errors import SemanticError\nfrom . import errors"),
+        (PORTS, "from semantic.domain import chat\nfrom ..domain import spec"),
+        (APPLICATION, "from semantic.ports import outbound\nfrom semantic.domain import chat"),
+        (INBOUND, "import fastapi\nfrom semantic.application import inference"),
+        (INBOUND, "from semantic.adapters.inbound import security\nfrom . import sse"),
+        (OUTBOUND, "import torch\nfrom semantic.adapters.outbound.host_sampler import sample"),
+        (CONFIG, "import pydantic\nfrom semantic.domain import errors"),
+        (ENTRYPOINT, "from semantic.adapters.config import settings\nimport uvicorn"),
+        (ENTRYPOINT, "from semantic.adapters.outbound import fake_backend"),
+        ("semantic/__main__.py", "from semantic.entrypoints.cli import main"),
+        (DOMAIN, "text = 'import numpy'  # import torch"),
+    ],
+)
+def test_an_allowed_import_is_not_found(path: str, source: str) -> None:
+    assert import_faults(source, path) == []
+
+
+def test_a_fault_says_where_it_is() -> None:
+    assert import_faults("import os\n\nfrom ..ports import inbound", DOMAIN) == [
+        "semantic/domain/blocks.py:3 imports semantic.ports.inbound"
+    ]
+
+
+def test_a_file_may_have_600_lines() -> None:
+    assert size_faults("x = 1\n" * 600, DOMAIN) == []
+    assert size_faults("x = 1\n" * 601, DOMAIN) == [f"{DOMAIN} has 601 lines"]
+
+
+@pytest.mark.parametrize("head", ["def f():\n", "async def f():\n", "@cached\ndef f():\n"])
+def test_a_function_may_have_60_lines(head: str) -> None:
+    assert size_faults(head + "    x = 1\n" * 59, DOMAIN) == []
+    (fault,) = size_faults(head + "    x = 1\n" * 60, DOMAIN)
+    assert fault.endswith("f has 61 lines")
+
+
+@pytest.mark.parametrize(
+    "parameters, num_counted",
+    [
+        ("a, b, c, d, e, f, g", 7),
+        ("self, a, b, c, d, e, f, g", 7),
+        ("cls, a, b, c, d, e, f, g", 7),
+        ("a, b, c, d, e, f, g, h", 8),
+        ("self, a, b, c, d, *, e, f, g, h", 8),
+        ("a, b, /, c, d, *e, f, g, **h", 8),
+        ("a, b, c, d, e, f, g, self", 8),
+    ],
+)
+def test_a_function_may_take_7_parameters(parameters: str, num_counted: int) -> None:
+    source = f"class A:\n    def f({parameters}): ..."
+    expected = [f"{DOMAIN}:2 f takes {num_counted} parameters"] if num_counted > 7 else []
+
+    assert size_faults(source, DOMAIN) == expected
+
+
+def test_nested_functions_are_measured_too() -> None:
+    source = "def outer():\n    def inner(a, b, c, d, e, f, g, h): ..."
+
+    assert size_faults(source, DOMAIN) == [f"{DOMAIN}:2 inner takes 8 parameters"]
