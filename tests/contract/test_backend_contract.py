@@ -1,6 +1,7 @@
 """Whatever happens to a sequence, its reply is the one it gives fresh and alone."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -44,6 +45,18 @@ def test_every_token_of_the_context_counts(alone: Alone) -> None:
         changed = [*tokens[:place], (tokens[place] + 1) % 96, *tokens[place + 1 :]]
         replies.add(tuple(alone(changed, num_reply=12)))
     assert len(replies) == 4
+
+
+def test_every_buffer_of_a_payload_counts(backend: ModelBackendPort, alone: Alone) -> None:
+    """A part of another sequence shows."""
+    (own,) = begin(backend, 0, prompt(20)).seal(16)
+    (foreign,) = begin(backend, 1, prompt(20, seed=1)).seal(16)
+    for i in range(len(own.payload.buffers)):
+        buffers = list(own.payload.buffers)
+        buffers[i] = foreign.payload.buffers[i]
+        run = begin(backend, 2 + i, prompt(20))
+        run.load([whole(replace(own.payload, buffers=tuple(buffers)))])
+        assert run.finish(12) != alone(prompt(20), num_reply=12), buffers[i].name
 
 
 # -- batches and chunks -------------------------------------------------------------------------

@@ -84,6 +84,7 @@ class BlockPoolBatchEngine:
         self._events: EventBatch = []
         self._orders = itertools.count()
         self._sequence_ids = itertools.count()
+        self._num_preemptions = 0
 
     # -- what the thread asks for ---------------------------------------------------------------
 
@@ -91,6 +92,11 @@ class BlockPoolBatchEngine:
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._generations or self._flights or self._events)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a sequence had to give way since the start."""
+        return self._num_preemptions
 
     def submit(self, job: Job) -> None:
         """Queue a job; a job that cannot fit alone is answered with an error."""
@@ -169,8 +175,14 @@ class BlockPoolBatchEngine:
         for candidate in self._scheduler.candidates(now):
             if not self._should_wait(candidate) and not self._admit(candidate):
                 break
-        portions = self._scheduler.plan(now)
-        return [(p.generation, p.generation.next_chunk(p.num_tokens)) for p in portions]
+        rows: list[tuple[Generation, Chunk]] = []
+        for portion in self._scheduler.plan(now):
+            generation = portion.generation
+            try:
+                rows.append((generation, generation.next_chunk(portion.num_tokens)))
+            except Exception as error:  # noqa: BLE001 - a broken constraint ends one request
+                self._fail(generation, _as_backend_error(error))
+        return rows
 
     def _make_room(self) -> bool:
         """Let running sequences grow by what a step may add, preempting others if need be.
@@ -195,6 +207,7 @@ class BlockPoolBatchEngine:
                 ),
             )
             return
+        self._num_preemptions += 1
         self._seal(generation, with_tail=True)
         self._close(generation)
         self._scheduler.requeue(generation)
@@ -360,6 +373,8 @@ class BlockPoolBatchEngine:
     def _accept(self, generation: Generation, row: Sampled) -> None:
         """Take a sampled token: show its text, and see whether it ends the reply."""
         generation.tokens.append(row.token)
+        if generation.job.constraint is not None:
+            generation.job.constraint.accept(row.token)
         stop = generation.job.stop
         is_end = row.token in stop.token_ids or (
             row.token in self._tokenizer.eos_ids and not stop.ignore_eos

@@ -9,7 +9,7 @@ from semantic.application.text_assembler import TextAssembler
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import ServiceClass, Usage
 from semantic.domain.sampling import SamplingParams, StopRules
-from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, SequenceId
+from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, SequenceId, TokenConstraint
 
 Clock = Callable[[], float]
 monotonic: Clock = time.monotonic
@@ -31,6 +31,7 @@ class Job:
         max_tokens: The most tokens to generate; prompt and reply fit the context.
         is_stateful: Stateful jobs of one agent run one after another.
         deadline: On the engine's clock; None waits for ever.
+        constraint: Restricts the tokens of the reply; the engine advances it.
     """
 
     id: str
@@ -45,6 +46,7 @@ class Job:
     service_class: ServiceClass = ServiceClass.INTERACTIVE
     weight: float = 1.0
     deadline: float | None = None
+    constraint: TokenConstraint | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +132,9 @@ class Generation:
         end = start + num_tokens
         draw = None
         if end == len(self.tokens) + self.num_draws:
-            draw = Draw(self.job.sampling, self.num_prompt)
+            constraint = self.job.constraint
+            allowed = constraint.allowed() if constraint else None
+            draw = Draw(self.job.sampling, self.num_prompt, allowed)
         if start >= len(self.tokens):
             return Chunk(self.seq, start, LAST_SAMPLED, draw)
         return Chunk(self.seq, start, tuple(self.tokens[start:end]), draw)

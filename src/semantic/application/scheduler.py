@@ -245,6 +245,9 @@ class ConcurrentScheduler:
     def _can_run(self, generation: Generation) -> bool:
         if generation.num_behind < 1 or generation.is_last_draw_launched:
             return False
+        # The next mask depends on a token that only the host can tell it.
+        if generation.job.constraint is not None and generation.num_draws:
+            return False
         # State that can be kept only where a chunk ended must be kept before the next begins.
         start = generation.num_launched
         is_at_cut = self._cuts_at_blocks and start and generation.block_end(start - 1) == start

@@ -316,6 +316,18 @@ class TokenizerPort(Protocol):
         ...
 
 
+class TokenConstraint(Protocol):
+    """Which tokens one reply may go on with: a grammar's state. Used on the engine's thread."""
+
+    def allowed(self) -> bytes | None:
+        """One bit a token id, as in `Draw.allowed`; None allows every token."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Advance by the token that was chosen; mutates."""
+        ...
+
+
 class ModelSourcePort(Protocol):
     """Where models come from. May take long; called off the event loop."""
 

@@ -90,7 +90,7 @@ def test_only_greedy_rows_go_without_a_seed() -> None:
 def test_top_k_keeps_the_best_and_of_equals_the_first() -> None:
     assert _chosen(_row(0, 1, 2, 1), replace(SEEDED, top_k=2)) == {1, 2}
     assert _chosen(_row(0, 1, 2, 1), replace(SEEDED, top_k=100)) == {0, 1, 2, 3}
-    assert _chosen(np.zeros(1000, np.float32), replace(SEEDED, top_k=3)) == {0, 1, 2}
+    assert _chosen(np.tile(_row(0, 1), 500), replace(SEEDED, top_k=3)) == {1, 3, 5}
 
 
 def test_top_p_keeps_the_smallest_set_with_that_much() -> None:
@@ -100,7 +100,7 @@ def test_top_p_keeps_the_smallest_set_with_that_much() -> None:
     assert _chosen(row, replace(SEEDED, top_p=0.61)) == {1, 2}
     assert _chosen(row, replace(SEEDED, top_p=0.9)) == {0, 1, 2}
     assert _chosen(row, SEEDED) == {0, 1, 2, 3}
-    assert _chosen(np.zeros(1000, np.float32), replace(SEEDED, top_p=0.0025)) == {0, 1, 2}
+    assert _chosen(np.tile(_row(0, 99), 500), replace(SEEDED, top_p=0.005)) == {1, 3, 5}
 
 
 def test_min_p_is_a_fraction_of_the_best() -> None:

@@ -266,6 +266,59 @@ def test_a_request_that_breaks_every_step_ends_alone(depth: int) -> None:
     assert rig.backend.num_open == 0
 
 
+class Alternating:
+    """Allows a vowel, then a digit, then a vowel again; counts in its own state."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    def allowed(self) -> bytes:
+        wanted = b"0123456789" if len(self.accepted) % 2 else b"aeiou"
+        bits = sum(1 << token for token in wanted)
+        return bits.to_bytes(32, "little")
+
+    def accept(self, token: int) -> None:
+        self.accepted.append(token)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_constraint_is_obeyed_beside_free_neighbours(depth: int) -> None:
+    rig = make_rig(pipeline_depth=1 if depth else 0, budget_tokens=150)
+    neighbour = make_job("n", "neighbour", max_tokens=40)
+    rig.submit(neighbour)
+    rig.submit(replace(make_job("a", "constrained", max_tokens=30), constraint=Alternating()))
+    failures = iter([False] * 20 + [True])
+    rig.backend.fail_launch = lambda _: next(failures, False)
+    rig.run()
+    text = rig.text("a")
+    assert len(text) == 30
+    assert set(text[::2]) <= set("aeiou")
+    assert set(text[1::2]) <= set("0123456789")
+    assert rig.text("n") == alone(neighbour)
+
+
+class BrokenAccept(Alternating):
+    def accept(self, token: int) -> None:
+        raise LookupError(f"no rule for {token}")
+
+
+class BrokenMask(Alternating):
+    def allowed(self) -> bytes:
+        raise LookupError("no rule for this state")
+
+
+@pytest.mark.parametrize("constraint", [BrokenAccept(), BrokenMask()])
+def test_a_constraint_that_fails_ends_its_own_request(constraint: Alternating) -> None:
+    rig = make_rig()
+    rig.submit(replace(make_job("a"), constraint=constraint))
+    rig.submit(make_job("n"))
+    rig.run()
+    final = rig.final("a")
+    assert isinstance(final, Failed)
+    assert "no rule for" in final.error.message
+    assert rig.text("n") == alone(make_job("n"))
+
+
 def test_progress_is_reported_while_a_prompt_is_computed() -> None:
     rig = make_rig(limits=EngineLimits(prefill_step_size=10))
     rig.submit(make_job("a", "x" * 35))

@@ -107,6 +107,7 @@ class ChatCompletionRequest(_Schema):
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -159,6 +160,7 @@ class ChatCompletionRequest(_Schema):
         return StopRules(
             max_tokens=self.max_tokens if wanted is None else wanted,
             strings=strings,
+            token_ids=frozenset(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
         )
 
