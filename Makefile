@@ -99,7 +99,7 @@ check: lint typecheck ## everything CI runs: format, lint, types, architecture, 
 
 .PHONY: bench
 bench: $(VENV)/.dev ## run the benchmarks and print their figures
-	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file; done
+	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py); done
 
 .PHONY: clean
 clean: ## remove .venv and everything that was built

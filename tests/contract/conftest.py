@@ -10,6 +10,7 @@ import torch
 
 from semantic.adapters.outbound.fake_backend import FakeBackend, fake_spec
 from semantic.adapters.outbound.torch_backend import TorchBackend
+from semantic.adapters.outbound.torch_loading import TorchOptions
 from semantic.domain.sampling import SamplingParams
 from semantic.ports.outbound import ModelBackendPort
 from tests.contract.driver import GREEDY, NUM_REPLY, begin
@@ -89,7 +90,7 @@ def subject(request: pytest.FixtureRequest, tiny_model: Callable[[str], TinyMode
     if name in _FAKES:
         return _FAKES[name]
     model = tiny_model(name.removeprefix("torch-"))
-    return Subject(lambda: TorchBackend(model.directory, model.spec, dtype="float32"))
+    return Subject(lambda: TorchBackend(model.directory, model.spec, TorchOptions(dtype="float32")))
 
 
 @pytest.fixture

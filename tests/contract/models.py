@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -24,7 +26,7 @@ from semantic.domain.spec import ModelCacheSpec
 
 BLOCK_TOKENS = 8
 WINDOW = 12
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss")
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 96,
@@ -61,6 +63,18 @@ def family_config(name: str) -> Any:
             return Qwen3Config(**SIZES)
         case "mistral":
             return MistralConfig(**SIZES, sliding_window=WINDOW)
+        case "gemma2":
+            return Gemma2Config(
+                **SIZES,
+                sliding_window=WINDOW,
+                query_pre_attn_scalar=8,
+                attn_logit_softcapping=5.0,
+                tie_word_embeddings=False,
+            )
+        case "gpt-oss":
+            return GptOssConfig(
+                **SIZES, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2
+            )
         case "gemma3":
             return Gemma3TextConfig(
                 **SIZES,

@@ -143,15 +143,13 @@ def test_a_step_ahead_and_a_stop_seen_late(backend: ModelBackendPort, alone: Alo
 # -- saved and restored -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("end", [1, 7, 8, 9, 15, 16, 17, 24])
-def test_restored_around_block_boundaries(
-    backend: ModelBackendPort, alone: Alone, end: int
-) -> None:
+def test_restored_around_block_boundaries(backend: ModelBackendPort, alone: Alone) -> None:
     tokens = prompt(25)
-    parts = begin(backend, 0, tokens).seal(*(full for full in FULL_BLOCKS if full < end), end)
-    run = begin(backend, 1, tokens)
-    run.load(parts)
-    assert run.finish() == alone(tokens)
+    for end in (1, 7, 8, 9, 15, 16, 17, 24):
+        source = begin(backend, end, tokens)
+        run = begin(backend, 100 + end, tokens)
+        run.load(source.seal(*(full for full in FULL_BLOCKS if full < end), end))
+        assert run.finish() == alone(tokens), end
 
 
 def test_restored_over_several_calls(backend: ModelBackendPort, alone: Alone) -> None:
@@ -183,22 +181,22 @@ def test_only_the_last_part_needs_window_and_state(backend: ModelBackendPort, al
     assert run.finish() == alone(tokens)
 
 
-@pytest.mark.parametrize("end", range(17, 24))
 def test_a_tail_cut_at_every_token(
-    subject: Subject, backend: ModelBackendPort, alone: Alone, end: int
+    subject: Subject, backend: ModelBackendPort, alone: Alone
 ) -> None:
     """The conversations part there."""
     parts = begin(backend, 0, prompt(24)).seal(*FULL_BLOCKS, 23)
-    tokens = [*prompt(24)[:end], *prompt(6, seed=9)]
-    run = begin(backend, 1, tokens)
-    cut = [*parts[:-1], PayloadSlice(parts[-1].payload, end)]
-    if subject.cuts_anywhere or end == 23:
-        run.load(cut)
-    else:
-        with pytest.raises(CacheCorruptionError):
-            backend.load(run.seq, cut)
-        run.load(parts[:-1])
-    assert run.finish() == alone(tokens)
+    for end in range(17, 24):
+        tokens = [*prompt(24)[:end], *prompt(6, seed=9)]
+        run = begin(backend, end, tokens)
+        cut = [*parts[:-1], PayloadSlice(parts[-1].payload, end)]
+        if subject.cuts_anywhere or end == 23:
+            run.load(cut)
+        else:
+            with pytest.raises(CacheCorruptionError):
+                backend.load(run.seq, cut)
+            run.load(parts[:-1])
+        assert run.finish() == alone(tokens), end
 
 
 def test_preempted_in_mid_reply(backend: ModelBackendPort, alone: Alone) -> None:
@@ -231,24 +229,23 @@ def test_a_payload_is_not_touched_by_what_follows(
 # -- forked and cut -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 8, 13, 16, 17])
-def test_fork_then_diverge(
-    subject: Subject, backend: ModelBackendPort, alone: Alone, num_tokens: int
-) -> None:
+def test_fork_then_diverge(subject: Subject, backend: ModelBackendPort, alone: Alone) -> None:
     source = begin(backend, 0, prompt(18))
     source.compute(17)
-    used = backend.memory().used
-    is_forked = backend.fork(source.seq, SequenceId(1), num_tokens)
-    assert is_forked == (subject.cuts_anywhere or num_tokens in (0, 17))
-    tokens = [*prompt(18)[:num_tokens], *prompt(5, seed=3)]
-    if is_forked:
-        fork = Run(backend, SequenceId(1), tokens, len(tokens), num_held=num_tokens)
-    else:
-        assert backend.memory().used == used
-        fork = begin(backend, 1, tokens)
-    finish([fork, source])
-    assert fork.reply == alone(tokens)
-    assert source.reply == alone(prompt(18))
+    forks: list[Run] = []
+    for num_tokens in (0, 1, 8, 13, 16, 17):
+        used, seq = backend.memory().used, SequenceId(1 + num_tokens)
+        is_forked = backend.fork(source.seq, seq, num_tokens)
+        assert is_forked == (subject.cuts_anywhere or num_tokens in (0, 17))
+        tokens = [*prompt(18)[:num_tokens], *prompt(5, seed=3)]
+        if is_forked:
+            forks.append(Run(backend, seq, tokens, len(tokens), num_held=num_tokens))
+        else:
+            assert backend.memory().used == used
+            begin(backend, seq, tokens)
+    finish([*forks, source])
+    for run in (source, *forks):
+        assert run.reply == alone(run.tokens[: run.num_prompt]), run.num_prompt
 
 
 def test_a_fork_outlives_its_source(backend: ModelBackendPort, alone: Alone) -> None:
@@ -261,16 +258,15 @@ def test_a_fork_outlives_its_source(backend: ModelBackendPort, alone: Alone) -> 
     assert fork.finish() == alone(prompt(18))
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 7, 8, 9, 16, 19])
-def test_truncate_then_go_on(
-    subject: Subject, backend: ModelBackendPort, alone: Alone, num_tokens: int
-) -> None:
-    run = begin(backend, 0, prompt(20))
-    run.finish(3)
-    reached = backend.truncate(run.seq, num_tokens)
-    assert reached == num_tokens or (reached < num_tokens and not subject.cuts_anywhere)
-    tokens = [*prompt(20)[:num_tokens], *prompt(4, seed=5)]
-    assert Run(backend, run.seq, tokens, len(tokens), num_held=reached).finish() == alone(tokens)
+def test_truncate_then_go_on(subject: Subject, backend: ModelBackendPort, alone: Alone) -> None:
+    for num_tokens in (0, 1, 7, 8, 9, 16, 19):
+        run = begin(backend, num_tokens, prompt(20))
+        run.finish(3)
+        reached = backend.truncate(run.seq, num_tokens)
+        assert reached == num_tokens or (reached < num_tokens and not subject.cuts_anywhere)
+        tokens = [*prompt(20)[:num_tokens], *prompt(4, seed=5)]
+        run = Run(backend, run.seq, tokens, len(tokens), num_held=reached)
+        assert run.finish() == alone(tokens), num_tokens
 
 
 def test_truncate_to_no_less_changes_nothing(backend: ModelBackendPort, alone: Alone) -> None:

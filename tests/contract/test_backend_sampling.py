@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from semantic.domain.sampling import SamplingParams, TokenLogprob
-from semantic.ports.outbound import ModelBackendPort
+from semantic.ports.outbound import ModelBackendPort, SequenceId
 from tests.contract.conftest import Alone
 from tests.contract.driver import (
     GREEDY,
@@ -64,7 +64,7 @@ def test_another_seed_gives_another_reply(alone: Alone) -> None:
 
 
 def test_penalties_matter(alone: Alone) -> None:
-    """Of twelve letters a fake model repeats some; and so do the others."""
+    """Otherwise the tests below could not fail."""
     plain = alone(prompt(12), GREEDY, 30)
     penalised = alone(prompt(12), PENALISED, 30)
     assert penalised != plain
@@ -86,12 +86,11 @@ def test_penalties_remember_what_was_restored(
 def test_a_fork_has_its_own_history(backend: ModelBackendPort, alone: Alone) -> None:
     source = begin(backend, 0, prompt(12), PENALISED)
     source.compute(11)
-    fork = Run(backend, begin(backend, 9, []).seq, [*prompt(11), 5], 12, PENALISED, num_held=11)
-    backend.close(fork.seq)
-    assert backend.fork(source.seq, fork.seq, 11)
+    assert backend.fork(source.seq, SequenceId(1), 11)
+    fork = Run(backend, SequenceId(1), [*prompt(12)[:11], 5], 12, PENALISED, num_held=11)
     finish([source, fork], 20)
     assert source.reply == alone(prompt(12), PENALISED, 20)
-    assert fork.reply == alone([*prompt(11), 5], PENALISED, 20)
+    assert fork.reply == alone([*prompt(12)[:11], 5], PENALISED, 20)
 
 
 # -- log-probabilities and masks ----------------------------------------------------------------

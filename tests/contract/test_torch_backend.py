@@ -1,6 +1,7 @@
 """What holds for the torch backend alone: it computes what the library computes, or refuses."""
 
 import itertools
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, LlamaConfig, OPTConfig
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, OPTConfig
 
 from semantic.adapters.outbound.fake_backend import FakeBackend, fake_spec
+from semantic.adapters.outbound.torch_attention import packed_attention
 from semantic.adapters.outbound.torch_backend import TorchBackend
+from semantic.adapters.outbound.torch_loading import TorchOptions
 from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.ports.outbound import Chunk, Draw, ModelBackendPort
@@ -24,7 +27,7 @@ GetModel = Callable[[str], TinyModel]
 
 
 def _float32(model: TinyModel) -> TorchBackend:
-    return TorchBackend(model.directory, model.spec, dtype="float32")
+    return TorchBackend(model.directory, model.spec, TorchOptions(dtype="float32"))
 
 
 # -- the same numbers ---------------------------------------------------------------------------
@@ -40,8 +43,11 @@ def _library_logprobs(model: TinyModel, tokens: list[int], implementation: str) 
     return logits.log_softmax(-1)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("family", FAMILIES)
+REFERENCES = [(family, "eager") for family in FAMILIES]
+REFERENCES += [(family, "sdpa") for family in FAMILIES if family not in ("gemma2", "gpt-oss")]
+
+
+@pytest.mark.parametrize("family,implementation", REFERENCES)
 def test_logits_are_the_librarys(tiny_model: GetModel, family: str, implementation: str) -> None:
     """After chunks of all sizes, beside another sequence, within and beyond a window."""
     tokens = prompt(60)
@@ -100,7 +106,9 @@ def test_payloads_of_another_geometry_are_refused(tiny_model: GetModel, tmp_path
 def test_payloads_of_another_dtype_or_backend_are_refused(tiny_model: GetModel) -> None:
     model = tiny_model("llama")
     backend = _float32(model)
-    assert not _is_loaded(TorchBackend(model.directory, model.spec, dtype="bfloat16"), backend)
+    assert not _is_loaded(
+        TorchBackend(model.directory, model.spec, TorchOptions(dtype="bfloat16")), backend
+    )
     assert not _is_loaded(FakeBackend(fake_spec()), backend)
     assert not _is_loaded(backend, FakeBackend(fake_spec()))
 
@@ -130,10 +138,24 @@ def test_a_geometry_that_is_not_the_models_is_refused(tiny_model: GetModel) -> N
         TorchBackend(model.directory, replace(model.spec, layers=(layer, layer)))
 
 
-def test_attention_it_does_not_compute_is_refused(tmp_path: Path) -> None:
-    model = write_model(tmp_path, Gemma2Config(**SIZES))
-    with pytest.raises(InvalidRequestError, match="softcap"):
+@pytest.mark.parametrize("option", ["indices", "position_bias"])
+def test_attention_it_does_not_compute_is_refused(option: str) -> None:
+    tensor = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(BackendError, match=option):
+        packed_attention(None, tensor, tensor, tensor, None, spans=[], **{option: tensor})
+    with pytest.raises(BackendError, match="a mask"):
+        packed_attention(None, tensor, tensor, tensor, tensor, spans=[])
+
+
+def test_layers_of_another_type_are_refused(tiny_model: GetModel, tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES)
+    model = write_model(tmp_path, config)
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["layer_types"] = ["full_attention", "chunked_attention"]
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(InvalidRequestError, match="chunked_attention"):
         _float32(model)
+    assert tiny_model("llama").spec == model.spec
 
 
 def test_models_with_their_own_attention_are_refused(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ def _load_torch(settings: Settings, on_progress: Callable[[str], None]) -> Loade
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from semantic.adapters.outbound.torch_backend import TorchBackend
+        from semantic.adapters.outbound.torch_loading import TorchOptions
     except ModuleNotFoundError as error:
         raise InvalidRequestError(
             f"the torch backend needs {error.name}: pip install 'semantic-server[torch]'",
@@ -130,5 +131,6 @@ def _load_torch(settings: Settings, on_progress: Callable[[str], None]) -> Loade
     on_progress(f"loading {directory.name}")
     config = json.loads((directory / "config.json").read_text("utf-8"))
     spec = ModelCacheSpec.from_config(config)
-    backend = TorchBackend(directory, spec, dtype=settings.dtype)
+    options = TorchOptions(settings.dtype, settings.device, settings.weights, settings.threads)
+    backend = TorchBackend(directory, spec, options)
     return LoadedModel(_served_id(settings, "torch"), backend, HFTokenizer(directory))

@@ -10,7 +10,10 @@ from semantic import __version__
 from semantic.adapters.config.settings import Settings, load_settings
 from semantic.domain.errors import SemanticError
 
-_FLAGS = ("host", "port", "model", "backend", "dtype", "home", "cache_dir", "log_level")
+_FLAGS = (
+    *("host", "port", "model", "backend", "dtype", "device", "weights", "threads"),
+    *("home", "cache_dir", "log_level"),
+)
 _USAGE_ERROR = 2
 
 

@@ -44,6 +44,12 @@ class Settings(BaseSettings):
         "auto", description="number format of weights and attention state"
     )
 
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where torch runs the model")
+    weights: Literal["full", "int8", "int4"] = Field(
+        "full", description="fewer bits decode faster on a CPU and answer less exactly"
+    )
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads for torch; 0 takes all cores")
+
     home: Path = Field(Path("~/.semantic"), description="everything the server writes is in here")
     cache_dir: Path | None = Field(None, description="attention state; default: HOME/cache")
 

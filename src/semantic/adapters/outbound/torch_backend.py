@@ -7,18 +7,19 @@ sequence's keys and values to that sequence's buffers and attends within it alon
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
-from transformers import AttentionInterface, AutoModelForCausalLM
 
+from semantic.adapters.outbound import torch_loading
 from semantic.adapters.outbound.host_sampler import Logits, sample
+from semantic.adapters.outbound.torch_attention import Span, TorchSequence
+from semantic.adapters.outbound.torch_loading import TorchOptions
 from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
-from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.outbound import (
     LAST_SAMPLED,
     Chunk,
@@ -38,45 +39,7 @@ from semantic.ports.outbound import (
     Traits,
 )
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
-_ATTENTION = "semantic_packed"
 _GROWTH = 256  # tokens by which a sequence's buffers grow
-_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-_UNSUPPORTED_OPTIONS = ("softcap", "s_aux", "indices", "position_bias")
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """Keys and values of one sequence: ``[layers, heads, capacity, dim]`` each."""
-
-    known: list[int]
-    length: int = 0
-    last_sampled: int | None = None
-    keys: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    values: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[2] if self.keys.dim() == 4 else 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """A chunk's tokens and their place in the packed row."""
-
-    chunk: Chunk
-    sequence: _Sequence
-    tokens: tuple[int, ...]
-    offset: int
-
-    @property
-    def place(self) -> slice:
-        return slice(self.offset, self.offset + len(self.tokens))
-
-    @property
-    def end(self) -> int:
-        """The sequence's length after the step."""
-        return self.sequence.length + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,29 +56,29 @@ class TorchBackend:
     """`ModelBackendPort` over a Hugging Face model directory."""
 
     def __init__(
-        self, directory: Path, spec: ModelCacheSpec, *, dtype: DType = "auto", device: str = "cpu"
+        self, directory: Path, spec: ModelCacheSpec, options: TorchOptions | None = None
     ) -> None:
-        if any(layer.kind is LayerKind.STATE for layer in spec.layers):
-            raise InvalidRequestError(
-                f"{spec.model_type} has recurrent layers, which the torch backend cannot run; "
-                "use --backend mlx.",
-                param="model",
-            )
-        AttentionInterface.register(_ATTENTION, _packed_attention)
-        torch_dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-        self._device = torch.device(device)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch_dtype, attn_implementation=_ATTENTION, local_files_only=True
+        """Load a model.
+
+        Raises:
+            InvalidRequestError: this backend cannot run it.
+        """
+        options = options or TorchOptions()
+        torch.set_num_threads(torch_loading.choose_threads(options.num_threads))
+        self._device = torch_loading.choose_device(options.device)
+        self._dtype = torch_loading.choose_dtype(options.dtype, self._device)
+        self._model: Any = torch_loading.load_model(
+            directory, spec, self._dtype, self._device, options.weights
         )
-        self._model.to(self._device).eval()
-        self._dtype = torch_dtype
         self._spec = spec
         layer = spec.layers[0]
         self._shape = (spec.num_layers, layer.num_kv_heads)
         self._dims = (layer.key_dim, layer.value_dim)
-        name = str(torch_dtype).removeprefix("torch.")
+        name = str(self._dtype).removeprefix("torch.")
+        if options.weights != "full":
+            name = f"{name}.{options.weights}"
         self._traits = Traits(0, self._device.type == "cpu", f"torch.v1.{name}")
-        self._sequences: dict[SequenceId, _Sequence] = {}
+        self._sequences: dict[SequenceId, TorchSequence] = {}
         self._check_model()
 
     @property
@@ -131,7 +94,7 @@ class TorchBackend:
     def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
         """Begin a sequence."""
         self._check_ids(tokens)
-        self._add(seq, _Sequence(list(tokens)))
+        self._add(seq, TorchSequence(list(tokens)))
 
     def load(self, seq: SequenceId, parts: Sequence[PayloadSlice]) -> None:
         """Append state from payloads."""
@@ -156,12 +119,9 @@ class TorchBackend:
         source = self._sequences[src]
         if not 0 <= num_tokens <= source.length:
             return False
-        target = _Sequence(source.known[:num_tokens])
+        target = TorchSequence(source.known[:num_tokens], num_tokens)
         self._grow(target, num_tokens)
-        if num_tokens:
-            target.keys[:, :, :num_tokens] = source.keys[:, :, :num_tokens]
-            target.values[:, :, :num_tokens] = source.values[:, :, :num_tokens]
-        target.length = num_tokens
+        target.copy_state(source, num_tokens)
         self._add(dst, target)
         return True
 
@@ -169,11 +129,11 @@ class TorchBackend:
         """Compute a step at once."""
         try:
             plan = self._plan(step)
-            logits = iter(self._forward([span for span in plan if isinstance(span, _Span)]))
+            logits = iter(self._forward([span for span in plan if isinstance(span, Span)]))
         except (RuntimeError, IndexError) as error:
             raise BackendError(f"the device failed: {error}") from error
         rows: list[Row] = [
-            _finish(entry, next(logits)) if isinstance(entry, _Span) else entry for entry in plan
+            _finish(entry, next(logits)) if isinstance(entry, Span) else entry for entry in plan
         ]
         return _StepTicket(StepOutput(tuple(rows)))
 
@@ -234,9 +194,9 @@ class TorchBackend:
 
     # -- one step -------------------------------------------------------------------------------
 
-    def _plan(self, step: Step) -> list[_Span | RowFailed]:
+    def _plan(self, step: Step) -> list[Span | RowFailed]:
         """Give each chunk its place in the packed row, and room in its sequence's buffers."""
-        plan: list[_Span | RowFailed] = []
+        plan: list[Span | RowFailed] = []
         seen: set[SequenceId] = set()
         offset = 0
         for chunk in step.chunks:
@@ -250,7 +210,7 @@ class TorchBackend:
                 continue
             sequence = self._sequences[chunk.seq]
             self._grow(sequence, sequence.length + len(tokens))
-            plan.append(_Span(chunk, sequence, tokens, offset))
+            plan.append(Span(chunk, sequence, tokens, offset))
             offset += len(tokens)
         return plan
 
@@ -269,7 +229,7 @@ class TorchBackend:
         self._check_ids(chunk.tokens)
         return chunk.tokens
 
-    def _forward(self, spans: Sequence[_Span]) -> Logits:
+    def _forward(self, spans: Sequence[Span]) -> Logits:
         """Run the model over the packed row; returns the logits after each span."""
         if not spans:
             return np.empty((0, 0), np.float32)
@@ -287,21 +247,22 @@ class TorchBackend:
             logits: Logits = output.logits[0].float().cpu().numpy()
         return logits
 
-    def _grow(self, sequence: _Sequence, length: int) -> None:
+    def _grow(self, sequence: TorchSequence, length: int) -> None:
+        """Make room for `length` tokens, and for those that are known to follow."""
         if length <= sequence.capacity:
             return
         layers, heads = self._shape
-        capacity = _capacity(length)
-        old = (sequence.keys, sequence.values)
-        sequence.keys, sequence.values = (
+        capacity = _capacity(max(length, len(sequence.known)))
+        roomier = TorchSequence(sequence.known)
+        roomier.keys, roomier.values = (
             torch.empty(layers, heads, capacity, dim, dtype=self._dtype, device=self._device)
             for dim in self._dims
         )
-        if sequence.length:
-            sequence.keys[:, :, : sequence.length] = old[0][:, :, : sequence.length]
-            sequence.values[:, :, : sequence.length] = old[1][:, :, : sequence.length]
+        if sequence.capacity:
+            roomier.copy_state(sequence, sequence.length)
+        sequence.keys, sequence.values = roomier.keys, roomier.values
 
-    def _add(self, seq: SequenceId, sequence: _Sequence) -> None:
+    def _add(self, seq: SequenceId, sequence: TorchSequence) -> None:
         if seq in self._sequences:
             raise ValueError(f"sequence {seq} is open")
         self._sequences[seq] = sequence
@@ -310,23 +271,17 @@ class TorchBackend:
 
     def _check_model(self) -> None:
         """Run one token, so that a model that would fail or go wrong is refused while it loads."""
-        if _rope_types(self._model.config) & _LENGTH_DEPENDENT_ROPE:
-            raise self._refusal("its rotary embedding depends on the longest sequence of a step")
-        scratch = _Sequence([0])
+        scratch = TorchSequence([0])
         self._grow(scratch, 1)
         scratch.keys.fill_(torch.nan)
         chunk = Chunk(SequenceId(0), 0, (0,))
         try:
-            self._forward([_Span(chunk, scratch, (0,), 0)])
+            self._forward([Span(chunk, scratch, (0,), 0)])
         except (RuntimeError, BackendError) as error:
-            raise self._refusal(str(error)) from error
+            raise torch_loading.refusal(self._spec, str(error)) from error
         if scratch.keys[:, :, 0].isnan().any():
-            raise self._refusal("not all of its layers use the library's attention interface")
-
-    def _refusal(self, reason: str) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"the torch backend cannot run {self._spec.model_type}: {reason}", param="model"
-        )
+            reason = "not all of its layers use the library's attention interface"
+            raise torch_loading.refusal(self._spec, reason)
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
         size = self._spec.vocab_size
@@ -364,7 +319,7 @@ def _host_buffer(name: str, tensor: torch.Tensor) -> HostBuffer:
     return HostBuffer(name, tuple(host.shape), str(host.dtype).removeprefix("torch."), data)
 
 
-def _finish(span: _Span, logits: Logits) -> Row:
+def _finish(span: Span, logits: Logits) -> Row:
     """Sample if asked to, then count the chunk as held: a row that fails changes nothing."""
     chunk, sequence = span.chunk, span.sequence
     row: Row = Computed(chunk.seq)
@@ -379,67 +334,3 @@ def _finish(span: _Span, logits: Logits) -> Row:
     sequence.known[sequence.length : span.end] = span.tokens
     sequence.length, sequence.last_sampled = span.end, token
     return row
-
-
-def _rope_types(config: Any) -> set[str]:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    per_layer_type = [entry for entry in parameters.values() if isinstance(entry, dict)]
-    return {str(entry.get("rope_type")) for entry in (parameters, *per_layer_type)}
-
-
-def _packed_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    spans: Sequence[_Span],
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attend within each span's own sequence; called by the library, once a layer."""
-    refused = [name for name in _UNSUPPORTED_OPTIONS if options.get(name) is not None]
-    if refused or attention_mask is not None:
-        raise BackendError(f"attention with {', '.join(refused) or 'a mask'} is not supported")
-    layer, window = module.layer_idx, options.get("sliding_window")
-    output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
-    for span in spans:
-        start, end, place = span.sequence.length, span.end, span.place
-        keys, values = span.sequence.keys[layer], span.sequence.values[layer]
-        keys[:, start:end] = key[0, :, place]
-        values[:, start:end] = value[0, :, place]
-        seen = slice(max(0, start + 1 - window) if window else 0, end)
-        attended = _attend(
-            query[:, :, place],
-            keys[None, :, seen],
-            values[None, :, seen],
-            options["scaling"],
-            window,
-        )
-        output[0, place] = attended[0].transpose(0, 1)
-    return output, None
-
-
-def _attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    num_queries, num_keys = query.shape[2], keys.shape[2]
-    if num_queries == 1:
-        # Grouped heads become query rows, so that keys need not be repeated.
-        folded = query.view(1, keys.shape[1], -1, query.shape[3])
-        attended = functional.scaled_dot_product_attention(folded, keys, values, scale=scaling)
-        return attended.view(1, query.shape[1], 1, values.shape[3])
-    mask = None
-    if num_keys > num_queries or (window and num_queries > window):
-        ends = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None]
-        places = torch.arange(num_keys, device=query.device)[None, :]
-        mask = places <= ends
-        if window:
-            mask &= places > ends - window
-    return functional.scaled_dot_product_attention(
-        query, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-    )

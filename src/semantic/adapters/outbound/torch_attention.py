@@ -1,0 +1,171 @@
+"""Attention over packed chunks: the one function of ours that the library's models call.
+
+All chunks of a step lie in one row without padding. For each of them the function appends the new
+keys and values to its sequence's buffers and attends within that sequence alone. Full attention,
+sliding windows, attention sinks (GPT-OSS) and capped scores (Gemma 2) are understood.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from semantic.domain.errors import BackendError
+from semantic.ports.outbound import Chunk
+
+ATTENTION_NAME = "semantic_packed"
+_UNSUPPORTED_OPTIONS = ("indices", "position_bias")
+
+
+@dataclass(slots=True)
+class TorchSequence:
+    """A sequence's tokens, and their keys and values: ``[layers, heads, capacity, dim]`` each."""
+
+    known: list[int]
+    length: int = 0
+    last_sampled: int | None = None
+    keys: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    values: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the buffers have room for."""
+        return self.keys.shape[2] if self.keys.dim() == 4 else 0
+
+    def copy_state(self, source: "TorchSequence", num_tokens: int) -> None:
+        """Take over another's first tokens; the buffers must have room."""
+        if num_tokens:
+            self.keys[:, :, :num_tokens] = source.keys[:, :, :num_tokens]
+            self.values[:, :, :num_tokens] = source.values[:, :, :num_tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A chunk's tokens and their place in the packed row."""
+
+    chunk: Chunk
+    sequence: TorchSequence
+    tokens: tuple[int, ...]
+    offset: int
+
+    @property
+    def place(self) -> slice:
+        """Where the chunk lies in the row."""
+        return slice(self.offset, self.offset + len(self.tokens))
+
+    @property
+    def end(self) -> int:
+        """The sequence's length after the step."""
+        return self.sequence.length + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """How one layer scores: what the library passes beside queries, keys and values."""
+
+    scaling: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+def packed_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    spans: Sequence[Span],
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend within each span's own sequence; called by the library, once a layer."""
+    refused = [name for name in _UNSUPPORTED_OPTIONS if options.get(name) is not None]
+    if refused or attention_mask is not None:
+        raise BackendError(f"attention with {', '.join(refused) or 'a mask'} is not supported")
+    scaling = options.get("scaling")
+    rules = _Rules(
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        options.get("sliding_window"),
+        options.get("softcap"),
+        options.get("s_aux"),
+    )
+    output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    for span in spans:
+        start, end, place = span.sequence.length, span.end, span.place
+        keys = span.sequence.keys[module.layer_idx]
+        values = span.sequence.values[module.layer_idx]
+        keys[:, start:end] = key[0, :, place]
+        values[:, start:end] = value[0, :, place]
+        first = max(0, start + 1 - rules.window) if rules.window else 0
+        attended = _attend(
+            query[:, :, place], keys[None, :, first:end], values[None, :, first:end], rules
+        )
+        output[0, place] = attended[0].transpose(0, 1)
+    return output, None
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: _Rules
+) -> torch.Tensor:
+    num_queries, num_keys = query.shape[2], keys.shape[2]
+    if rules.sinks is not None or rules.softcap is not None:
+        return _attend_by_hand(query, keys, values, rules)
+    if num_queries == 1:
+        # Grouped heads become query rows, so that keys need not be repeated.
+        folded = query.reshape(1, keys.shape[1], -1, query.shape[3])
+        attended = functional.scaled_dot_product_attention(
+            folded, keys, values, scale=rules.scaling
+        )
+        return attended.view(1, query.shape[1], 1, values.shape[3])
+    mask = None
+    if num_keys > num_queries or (rules.window and num_queries > rules.window):
+        mask = _mask(num_queries, num_keys, rules.window, query.dtype, query.device)
+    return functional.scaled_dot_product_attention(
+        query,
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=rules.scaling,
+        enable_gqa=True,
+    )
+
+
+def _attend_by_hand(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: _Rules
+) -> torch.Tensor:
+    """Scores, softmax and sum written out, for what the fused kernels do not offer."""
+    num_heads, num_queries = query.shape[1], query.shape[2]
+    grouped = query[0].reshape(keys.shape[1], -1, num_queries, query.shape[3])
+    scores = (grouped @ keys[0][:, None].transpose(-1, -2)).float() * rules.scaling
+    if rules.softcap is not None:
+        scores = rules.softcap * torch.tanh(scores / rules.softcap)
+    scores += _mask(num_queries, keys.shape[2], rules.window, torch.float32, query.device)
+    if rules.sinks is not None:
+        # A sink takes part in the softmax and contributes nothing.
+        sinks = rules.sinks.float().view(keys.shape[1], -1, 1, 1)
+        scores = torch.cat([scores, sinks.expand(-1, -1, num_queries, 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : keys.shape[2]].to(values.dtype)
+    attended = weights @ values[0][:, None]
+    return attended.view(1, num_heads, num_queries, values.shape[3])
+
+
+@lru_cache(maxsize=8)
+def _mask(
+    num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """0 where a query sees a key, -inf elsewhere; the queries are the last positions.
+
+    The layers of a step ask for the same few masks, so the last ones are kept.
+    """
+    ends = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    places = torch.arange(num_keys, device=device)[None, :]
+    is_seen = places <= ends
+    if window:
+        is_seen &= places > ends - window
+    mask = torch.zeros(num_queries, num_keys, dtype=dtype, device=device)
+    return mask.masked_fill_(~is_seen, -torch.inf)

@@ -1,0 +1,151 @@
+"""Loads a Hugging Face model for the torch backend, or says why it cannot be run.
+
+Device, number format and thread count are chosen here: by measurement where that is possible.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from semantic.adapters.outbound import torch_linear
+from semantic.adapters.outbound.torch_attention import ATTENTION_NAME, packed_attention
+from semantic.adapters.outbound.torch_linear import Weights
+from semantic.domain.errors import InvalidRequestError
+from semantic.domain.spec import LayerKind, ModelCacheSpec
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class TorchOptions:
+    """How a model is run.
+
+    Attributes:
+        dtype: Of weights and attention state; auto takes the faster one on this device.
+        device: auto takes CUDA where there is one.
+        weights: Fewer bits make few rows faster and less exact; a CPU in bfloat16 only.
+        num_threads: 0 takes as many as the process may use.
+    """
+
+    dtype: DType = "auto"
+    device: Device = "auto"
+    weights: Weights = "full"
+    num_threads: int = 0
+
+
+def choose_device(device: Device) -> torch.device:
+    """Resolve the device.
+
+    Raises:
+        InvalidRequestError: CUDA is asked for and there is none.
+    """
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise InvalidRequestError("device cuda: PyTorch finds no CUDA device here", param="device")
+    return torch.device("cuda" if has_cuda and device != "cpu" else "cpu")
+
+
+def choose_dtype(dtype: DType, device: torch.device) -> torch.dtype:
+    """Resolve the number format."""
+    if dtype != "auto":
+        resolved: torch.dtype = getattr(torch, dtype)
+        return resolved
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return min((torch.bfloat16, torch.float32), key=_multiplication_seconds)
+
+
+def choose_threads(num_threads: int) -> int:
+    """Resolve the thread count.
+
+    All of the process's cores: two threads decode 1.5 times as fast as one, and since idle ones
+    sleep they cost the HTTP side nothing.
+    """
+    if num_threads:
+        return num_threads
+    if hasattr(os, "sched_getaffinity"):  # macOS has not
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def load_model(
+    directory: Path,
+    spec: ModelCacheSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: Weights,
+) -> Any:
+    """Load a model with our attention in it.
+
+    Raises:
+        InvalidRequestError: this backend cannot run the model, or not with these weights.
+    """
+    if any(layer.kind is LayerKind.STATE for layer in spec.layers):
+        raise InvalidRequestError(
+            f"{spec.model_type} has recurrent layers, which the torch backend cannot run; "
+            "use --backend mlx.",
+            param="model",
+        )
+    is_packable = device.type == "cpu" and dtype == torch.bfloat16 and torch_linear.is_supported()
+    if weights != "full" and not is_packable:
+        raise InvalidRequestError(
+            f"weights {weights} need a CPU that computes in bfloat16 (--dtype bfloat16)",
+            param="weights",
+        )
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
+    )
+    if reason := _why_not(model):
+        raise refusal(spec, reason)
+    model.to(device).eval()
+    if is_packable:
+        torch_linear.speed_up(model, weights)
+    return model
+
+
+def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:
+    """The error that says why a model cannot be run here."""
+    return InvalidRequestError(
+        f"the torch backend cannot run {spec.model_type}: {reason}", param="model"
+    )
+
+
+def _why_not(model: Any) -> str | None:
+    """What of a model would make its results wrong, if anything."""
+    if getattr(model, "_is_stateful", False):
+        return "it keeps state outside attention; use --backend mlx"
+    others = set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES
+    if others:
+        return f"it has layers of type {', '.join(sorted(others))}"
+    if _rope_types(model.config) & _LENGTH_DEPENDENT_ROPE:
+        return "its rotary embedding depends on the longest sequence of a step"
+    return None
+
+
+def _rope_types(config: Any) -> set[str]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    per_layer_type = [entry for entry in parameters.values() if isinstance(entry, dict)]
+    return {str(entry.get("rope_type")) for entry in (parameters, *per_layer_type)}
+
+
+def _multiplication_seconds(dtype: torch.dtype) -> float:
+    """How long a decode step's and a prefill step's multiplication take together."""
+    weight = torch.ones(2048, 1024, dtype=dtype)
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        for num_rows in (1, 64):
+            functional.linear(torch.ones(num_rows, 1024, dtype=dtype), weight)
+        best = min(best, time.perf_counter() - started)
+    return best
