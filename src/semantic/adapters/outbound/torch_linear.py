@@ -18,7 +18,7 @@ Weights = Literal["full", "int8", "int4"]
 
 _ROWS_HINT = 256  # rows the packed layout is chosen for; it serves any number
 _MAX_FEW_ROWS = 4  # quantised weights win up to here, packed ones beyond
-_INT4_GROUP = 32
+_GROUP = 32
 _ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj")
 _MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 
@@ -161,7 +161,7 @@ class _Int4Weight:
 
     def __init__(self, weight: torch.Tensor) -> None:
         num_rows, num_columns = weight.shape
-        groups = weight.float().view(num_rows, num_columns // _INT4_GROUP, _INT4_GROUP)
+        groups = weight.float().view(num_rows, num_columns // _GROUP, _GROUP)
         low, high = groups.amin(dim=2), groups.amax(dim=2)
         scale = ((high - low) / 15).clamp_min(1e-8)
         values = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15)
@@ -174,17 +174,17 @@ class _Int4Weight:
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x, self._values, _INT4_GROUP, self._scales_and_zeros
+            x, self._values, _GROUP, self._scales_and_zeros
         )
         return result
 
 
 def _quantise(weight: torch.Tensor, weights: Weights) -> _Int8Weight | _Int4Weight | None:
-    if weights == "full":
-        return None
     num_rows, num_columns = weight.shape
-    # The 4-bit kernel crashes on other shapes.
-    if weights == "int4" and num_rows % 16 == 0 and num_columns % _INT4_GROUP == 0:
+    # The kernels read past the end of rows of other lengths, and crash.
+    if weights == "full" or num_columns % _GROUP:
+        return None
+    if weights == "int4" and num_rows % 16 == 0:
         return _Int4Weight(weight)
     return _Int8Weight(weight)
 

@@ -1,0 +1,59 @@
+"""How the torch backend chooses device, number format and threads, and what it refuses."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from semantic.adapters.outbound import torch_linear
+from semantic.adapters.outbound.torch_backend import TorchBackend
+from semantic.adapters.outbound.torch_loading import (
+    TorchOptions,
+    choose_device,
+    choose_dtype,
+    choose_threads,
+)
+from semantic.domain.errors import InvalidRequestError
+from tests.contract.driver import begin, prompt
+from tests.contract.models import TinyModel
+
+pytestmark = pytest.mark.contract
+
+
+def test_the_dtype_is_measured_unless_given() -> None:
+    cpu = torch.device("cpu")
+    assert choose_dtype("float32", cpu) is torch.float32
+    assert choose_dtype("auto", cpu) in (torch.float32, torch.bfloat16)
+
+
+def test_threads_are_the_process_own_cores_unless_given() -> None:
+    assert choose_threads(3) == 3
+    assert choose_threads(0) == len(os.sched_getaffinity(0))
+
+
+def test_a_missing_cuda_device_is_named() -> None:
+    if torch.cuda.is_available():
+        assert choose_device("auto").type == "cuda"
+    else:
+        assert choose_device("auto").type == "cpu"
+        with pytest.raises(InvalidRequestError, match="no CUDA device"):
+            choose_device("cuda")
+
+
+def test_quantised_weights_need_bfloat16(tiny_model: Callable[[str], TinyModel]) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(InvalidRequestError, match="bfloat16"):
+        TorchBackend(model.directory, model.spec, TorchOptions(dtype="float32", weights="int8"))
+
+
+@pytest.mark.skipif(not torch_linear.is_supported(), reason="this CPU has no bfloat16")
+def test_quantised_weights_run_and_have_state_of_their_own(
+    tiny_model: Callable[[str], TinyModel],
+) -> None:
+    model = tiny_model("llama")
+    for weights in ("int8", "int4"):
+        options = TorchOptions(dtype="bfloat16", weights=weights)
+        backend = TorchBackend(model.directory, model.spec, options)
+        assert backend.traits.kv_abi == f"torch.v1.bfloat16.{weights}"
+        assert len(begin(backend, 0, prompt(12)).finish(4)) == 4
