@@ -57,6 +57,7 @@ def serve(home: Path, log: Path, *arguments: str) -> Iterator[ServerProcess]:
     fixed = ["--port", "0", "--home", str(home)]
     command = [sys.executable, "-m", "semantic", "serve", *fixed, *arguments]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SEMANTIC_")}
+    environment["HF_HUB_OFFLINE"] = "1"
     with log.open("w") as sink:
         process = subprocess.Popen(  # noqa: S603 - our own command
             [*command, *arguments],

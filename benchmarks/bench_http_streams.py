@@ -1,0 +1,132 @@
+"""What the HTTP side costs the device: eight streams over HTTP against the engine alone.
+
+A server in a process of its own is asked for eight streams by this process; the same jobs then run
+on an engine without HTTP. The two are measured in turns. With `--busy` another client keeps the
+server's event loop occupied with short requests meanwhile.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.starter import backend, interleaved, prompt_tokens, starter_directory
+from semantic.adapters.config.settings import STARTER_MODEL
+from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
+from semantic.adapters.outbound.torch_backend import TorchBackend
+from semantic.application.agent_store import AgentCacheStore
+from semantic.application.batch_engine import BlockPoolBatchEngine
+from semantic.application.generation import Job
+from semantic.application.scheduler import EngineLimits
+from semantic.domain.block_pool import BlockPool
+from semantic.domain.blocks import BlockNamespace
+from semantic.domain.sampling import SamplingParams, StopRules
+
+NUM_STREAMS, NUM_TOKENS, ROUNDS = 8, 64, 3
+
+
+@contextlib.contextmanager
+def server() -> Iterator[int]:
+    """A server on a free port, ready."""
+    command = [sys.executable, "-m", "semantic", "serve", "--port", "0", "--log-level", "warning"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
+        port = 0
+        for line in process.stdout or ():
+            if "listening" in line:
+                port = int(line.split()[1].rsplit(":", 1)[1])
+            if "ready:" in line:
+                break
+        yield port
+        process.send_signal(signal.SIGINT)
+
+
+async def read_stream(port: int, index: int, arrivals: list[float]) -> None:
+    """Read one stream as cheaply as possible, noting when pieces arrive."""
+    body = json.dumps(
+        {
+            "model": STARTER_MODEL,
+            "messages": [{"role": "user", "content": f"Write a long story about number {index}."}],
+            "temperature": 0,
+            "max_tokens": NUM_TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+        }
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+    while data := await reader.read(65536):
+        arrivals += [time.perf_counter()] * data.count(b'"content":')
+    writer.close()
+
+
+async def chatter(port: int, stop: asyncio.Event) -> None:
+    """Keep the event loop busy with small requests."""
+    while not stop.is_set():
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        await reader.read()
+        writer.close()
+
+
+async def http_run(port: int, *, is_busy: bool) -> float:
+    """Tokens a second of eight streams, from the first piece to the last."""
+    arrivals: list[float] = []
+    stop = asyncio.Event()
+    noise = [asyncio.create_task(chatter(port, stop))] if is_busy else []
+    await asyncio.gather(*(read_stream(port, i, arrivals) for i in range(NUM_STREAMS)))
+    stop.set()
+    await asyncio.gather(*noise)
+    arrivals.sort()
+    return (len(arrivals) - NUM_STREAMS) / (arrivals[-1] - arrivals[NUM_STREAMS - 1])
+
+
+def engine_run(made: TorchBackend, directory: Path) -> float:
+    """Tokens a second of eight jobs without HTTP."""
+    store = AgentCacheStore(BlockPool(made.spec, 2**30))
+    engine = BlockPoolBatchEngine(
+        made, HFTokenizer(directory), store, EngineLimits(), lambda _: None
+    )
+    root = BlockNamespace("bench", str(os.getpid())).root()
+    for i in range(NUM_STREAMS):
+        tokens = (*prompt_tokens(directory, 40), 1000 + i)
+        sampling, stop = SamplingParams(temperature=0, seed=0), StopRules(ignore_eos=True)
+        engine.submit(Job(str(i), str(i), root, tokens, sampling, stop, NUM_TOKENS))
+    for _ in range(2):
+        engine.step()
+    started, num_steps = time.perf_counter(), 0
+    while engine.has_work:
+        engine.step()
+        num_steps += 1
+    return NUM_STREAMS * num_steps / (time.perf_counter() - started)
+
+
+def main() -> int:
+    """Print both speeds and their ratio."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--busy", action="store_true", help="with other requests meanwhile")
+    is_busy = parser.parse_args().busy
+    directory = starter_directory()
+    with server() as port, backend(directory) as made:
+        calls = {
+            "engine alone": lambda: engine_run(made, directory),
+            "over HTTP": lambda: asyncio.run(http_run(port, is_busy=is_busy)),
+        }
+        for call in calls.values():
+            call()
+        speeds = interleaved(calls, ROUNDS)
+    for name, speed in speeds.items():
+        print(f"  {name:<14} {speed:7.1f} tokens a second, {NUM_STREAMS} streams")
+    print(f"  HTTP leaves {speeds['over HTTP'] / speeds['engine alone']:.0%} of the engine's speed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
