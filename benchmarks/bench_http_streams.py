@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.starter import backend, interleaved, prompt_tokens, starter_directory
@@ -115,7 +115,7 @@ def main() -> int:
     is_busy = parser.parse_args().busy
     directory = starter_directory()
     with server() as port, backend(directory) as made:
-        calls = {
+        calls: dict[str, Callable[[], float]] = {
             "engine alone": lambda: engine_run(made, directory),
             "over HTTP": lambda: asyncio.run(http_run(port, is_busy=is_busy)),
         }
