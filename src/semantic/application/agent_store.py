@@ -31,6 +31,11 @@ class Recall:
     chain: BlockName
     num_whole: int
 
+    @classmethod
+    def nothing(cls, root: BlockName) -> "Recall":
+        """Everything is to be computed."""
+        return cls((), 0, root, 0)
+
 
 class AgentCacheStore:
     """Sealed blocks by content, within the pool's budget.
@@ -54,22 +59,29 @@ class AgentCacheStore:
         """
         with self._lock:
             found: list[tuple[KVBlock, int]] = []
-            chain, position = root, 0
-            while (block := self._next_block(chain, tokens, position)) is not None:
-                position += block.num_tokens
-                found.append((block, position))
+            chain, num_whole = root, 0
+            while (block := self._next_block(chain, tokens, num_whole)) is not None:
+                num_whole += block.num_tokens
+                found.append((block, num_whole))
                 chain = block.name
-            num_whole = position
-            if can_slice and (child := self._longest_child(chain, tokens, position)):
+            num_tokens = num_whole
+            if can_slice and (child := self._longest_child(chain, tokens, num_whole)):
                 block, num_shared = child
-                position += num_shared
-                found.append((block, position))
+                num_tokens += num_shared
+                found.append((block, num_tokens))
             self._pool.touch([block.name for block, _ in found])
             parts = tuple(PayloadSlice(self._payloads[b.name], end) for b, end in found)
-            return Recall(parts, position, chain, num_whole)
+            return Recall(parts, num_tokens, chain, num_whole)
+
+    def discard(self, recall: Recall) -> None:
+        """Drop the blocks of a recall that could not be loaded, so that they are made anew."""
+        unusable = {id(part.payload) for part in recall.parts}
+        with self._lock:
+            names = [n for n, payload in self._payloads.items() if id(payload) in unusable]
+            self._forget(self._pool.discard(names))
 
     def seal(
-        self, parent: BlockName, tokens: Sequence[int], payload: KVPayload
+        self, root: BlockName, parent: BlockName, tokens: Sequence[int], payload: KVPayload
     ) -> BlockName | None:
         """Keep the block that follows `parent`; a known one is not written again.
 
@@ -78,12 +90,15 @@ class AgentCacheStore:
         """
         block = KVBlock.of(parent, tokens, payload.nbytes)
         with self._lock:
+            chain = [*self._ancestors(root, parent), block]
+            if chain[0].parent != root:
+                return None  # its beginning is gone; without it the block is of no use
             try:
-                self._forget(self._pool.allocate([block]))
+                self._forget(self._pool.allocate(chain))
             except PoolExhaustedError:
                 return None
-            # Nobody holds a sealed block as such: it stays until room is needed.
-            self._pool.free([block.name])
+            # Nobody holds a sealed block as such. Freed together, tails go before what they follow.
+            self._pool.free([b.name for b in chain])
             self._payloads.setdefault(block.name, payload)
             self._children.setdefault(parent, {}).setdefault(block.name, block)
             return block.name
@@ -139,6 +154,14 @@ class AgentCacheStore:
         ]
         num_shared, block = max(shared, key=lambda pair: pair[0], default=(0, None))
         return (block, num_shared) if block is not None and num_shared else None
+
+    def _ancestors(self, root: BlockName, name: BlockName) -> list[KVBlock]:
+        """The blocks from the root up to `name`, as far back as they are there."""
+        chain: list[KVBlock] = []
+        while name != root and (block := self._pool.get(name)) is not None:
+            chain.append(block)
+            name = block.parent
+        return chain[::-1]
 
     def _forget(self, evicted: Sequence[KVBlock]) -> None:
         for block in evicted:

@@ -85,6 +85,7 @@ class BlockPoolBatchEngine:
         self._orders = itertools.count()
         self._sequence_ids = itertools.count()
         self._num_preemptions = 0
+        self._short_of_memory: Generation | None = None
 
     # -- what the thread asks for ---------------------------------------------------------------
 
@@ -99,21 +100,25 @@ class BlockPoolBatchEngine:
         return self._num_preemptions
 
     def submit(self, job: Job) -> None:
-        """Queue a job; a job that cannot fit alone is answered with an error."""
+        """Queue a job; one that could not run even alone is answered with an error."""
         assembler = TextAssembler(self._tokenizer.token_bytes, job.stop.strings)
         block_tokens = self._backend.spec.block_tokens
         generation = Generation(job, next(self._orders), assembler, self._clock(), block_tokens)
         self._generations[job.id] = generation
         self._scheduler.add(generation)
-        longest = self._memory.longest_that_fits()
-        if len(job.tokens) + 1 > longest:
+        if len(job.tokens) >= self.longest_sequence:
             self._fail(
                 generation,
                 PoolExhaustedError(
                     f"a prompt of {len(job.tokens)} tokens does not fit this server's memory; "
-                    f"at most {max(longest - 1, 0)} do."
+                    f"at most {max(self.longest_sequence - 1, 0)} do."
                 ),
             )
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of prompt and reply that fit this server's memory if nothing else runs."""
+        return self._memory.longest_that_fits()
 
     def cancel(self, job_id: str) -> None:
         """End a request; its sequence is closed as soon as no row of it is on the device."""
@@ -172,8 +177,10 @@ class BlockPoolBatchEngine:
         now = self._clock()
         if not self._make_room():
             return []
+        self._short_of_memory = None
         for candidate in self._scheduler.candidates(now):
             if not self._should_wait(candidate) and not self._admit(candidate):
+                self._short_of_memory = candidate
                 break
         rows: list[tuple[Generation, Chunk]] = []
         for portion in self._scheduler.plan(now):
@@ -218,6 +225,8 @@ class BlockPoolBatchEngine:
         for other in self._scheduler.running:
             if other.order > generation.order or not other.is_prefilling:
                 continue
+            if other.is_background and not generation.is_background:
+                continue  # it may be overtaken for long
             shared = self._num_shared(other, generation)
             if shared <= other.num_computed:
                 continue
@@ -250,13 +259,14 @@ class BlockPoolBatchEngine:
 
     def _open(self, generation: Generation) -> None:
         recall = self._recall(generation)
-        if not self._fork(generation, recall.num_tokens):
+        if not self._fork(generation, recall):
             self._backend.open(generation.seq, generation.tokens)
             try:
                 self._backend.load(generation.seq, recall.parts)
             except CacheCorruptionError as error:
                 _log.warning("sealed blocks could not be loaded: %s", error.message)
-                recall = replace(recall, num_tokens=0, num_whole=0, chain=generation.job.root)
+                self._store.discard(recall)
+                recall = Recall.nothing(generation.job.root)
             generation.resume(recall.num_tokens, recall.chain, recall.num_whole)
         generation.count_reuse()
 
@@ -265,7 +275,7 @@ class BlockPoolBatchEngine:
             generation.job.root, generation.tokens[:-1], can_slice=self._is_sliceable
         )
 
-    def _fork(self, generation: Generation, num_known: int) -> bool:
+    def _fork(self, generation: Generation, recall: Recall) -> bool:
         """Copy a running sequence's prefix if it has more of this one than the store."""
         shared = [
             (min(self._num_shared(other, generation), other.num_computed), other)
@@ -273,11 +283,11 @@ class BlockPoolBatchEngine:
             if other is not generation
         ]
         num_shared, source = max(shared, key=lambda pair: pair[0], default=(0, None))
-        if source is None or num_shared <= num_known:
+        if source is None or num_shared <= recall.num_tokens:
             return False
         if not self._backend.fork(source.seq, generation.seq, num_shared):
             return False
-        generation.resume(num_shared, generation.job.root, 0)
+        generation.resume(num_shared, recall.chain, recall.num_whole)
         return True
 
     def _close(self, generation: Generation) -> None:
@@ -428,7 +438,12 @@ class BlockPoolBatchEngine:
             if g.job.deadline is not None and now >= g.job.deadline and not g.is_done
         ]
         for generation in late:
-            self._fail(generation, GenerationTimeoutError("the request's deadline passed."))
+            self._fail(generation, self._lateness(generation))
+
+    def _lateness(self, generation: Generation) -> SemanticError:
+        if generation is self._short_of_memory:
+            return PoolExhaustedError("no memory became free in time.", retry_after_s=5)
+        return GenerationTimeoutError("the request's deadline passed.")
 
     def _hand_out(self) -> None:
         if self._events:
@@ -455,7 +470,12 @@ class BlockPoolBatchEngine:
             payload = self._backend.payload(ticket)
         except ValueError:
             return False  # the device is past the point where this could be kept
-        name = self._store.seal(generation.chain, generation.tokens[start:end], payload)
+        except Exception:  # noqa: BLE001 - caching never fails a request
+            _log.exception("a block could not be kept")
+            return False
+        name = self._store.seal(
+            generation.job.root, generation.chain, generation.tokens[start:end], payload
+        )
         if name is None:
             return False
         generation.chain, generation.num_sealed = name, end

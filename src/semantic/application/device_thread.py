@@ -95,11 +95,12 @@ class DeviceThread:
         self._hang_timeout_s = hang_timeout_s
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._taken: deque[Command] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may run inside it
         self._live: set[str] = set()
         self._state = ModelState.LOADING
         self._detail = "starting"
         self._model: LoadedModel | None = None
+        self._longest_sequence = 0
         self._busy_since: float | None = None
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="semantic-device", daemon=True)
@@ -131,6 +132,12 @@ class DeviceThread:
             return self._model
 
     @property
+    def longest_sequence(self) -> int:
+        """Tokens of prompt and reply that fit in memory; 0 until the model is ready."""
+        with self._lock:
+            return self._longest_sequence
+
+    @property
     def num_live(self) -> int:
         """Requests that have not got their final event."""
         with self._lock:
@@ -154,7 +161,7 @@ class DeviceThread:
             if self._state is ModelState.STOPPED:
                 raise DrainingError("the server is shutting down.", retry_after_s=5)
             if self._state is ModelState.FAILED:
-                raise ModelSwapError(f"the model could not be loaded: {self._detail}")
+                raise ModelSwapError(f"no model is served: {self._detail}")
             if self._state is ModelState.HUNG:
                 raise ModelSwapError("the device does not answer.", retry_after_s=30)
             raise ModelSwapError(f"the model is loading: {self._detail}.", retry_after_s=2)
@@ -167,9 +174,9 @@ class DeviceThread:
             DrainingError: the server is shutting down.
             OverloadedError: the queue is full.
         """
-        self.ready_model()
         limit = self._limits.max_batch_size + self._limits.max_queue
         with self._lock:
+            self.ready_model()
             if len(self._live) >= limit:
                 raise OverloadedError(
                     f"{len(self._live)} requests are waiting or running; try again.",
@@ -217,7 +224,7 @@ class DeviceThread:
             self._set_state(ModelState.FAILED, repr(error))
             return
         with self._lock:
-            self._model = model
+            self._model, self._longest_sequence = model, engine.longest_sequence
         self._set_state(ModelState.READY, "ready")
         try:
             while self._turn(engine):
@@ -235,15 +242,16 @@ class DeviceThread:
         try:
             if not self._take_commands(engine):
                 return False
-            self._busy_since = time.monotonic()
             is_busy = engine.step()
         except Exception as error:  # noqa: BLE001 - nobody may wait for ever for our defect
             _log.exception("the engine failed")
             failure = BackendError(f"the engine failed: {type(error).__name__}: {error}")
             engine.abandon(failure)
-            self._fail_live(failure)
+            for name in self._fail_live(failure):
+                self._commands.put(_Cancel(name))  # whoever is answered must not run later
         finally:
-            self._busy_since = None
+            with self._lock:
+                self._busy_since = None
         self._recover()
         if not is_busy and engine.has_work:
             self._await_command(_IDLE_POLL_S)
@@ -252,11 +260,13 @@ class DeviceThread:
     def _take_commands(self, engine: BlockPoolBatchEngine) -> bool:
         """Take what has come in, waiting for it if there is nothing to do; False means stop."""
         if not engine.has_work:
-            self._await_command(None)
+            if not self._taken:
+                self._await_command(None)
             self._await_company()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._taken.append(self._commands.get_nowait())
+        self._busy_since = time.monotonic()  # from here on the device may be called
         while self._taken:
             command = self._taken.popleft()
             match command:
@@ -314,11 +324,14 @@ class DeviceThread:
         while not self._is_stopping.wait(interval_s):
             since = self._busy_since
             if since is not None and time.monotonic() - since > self._hang_timeout_s:
-                self._report_hang()
+                self._report_hang(since)
 
-    def _report_hang(self) -> None:
+    def _report_hang(self, since: float) -> None:
         problem = f"the device did not answer for {self._hang_timeout_s:g} s"
-        self._set_state(ModelState.HUNG, problem)
+        with self._lock:
+            if self._busy_since != since:
+                return  # it answered just now
+            self._set_state(ModelState.HUNG, problem)
         waiting = self._fail_live(BackendError(f"{problem}."))
         if waiting:
             _log.error("%s; %d requests are failed", problem, len(waiting))

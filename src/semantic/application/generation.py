@@ -116,6 +116,11 @@ class Generation:
         return self.num_computed < self.num_prompt
 
     @property
+    def is_background(self) -> bool:
+        """Whether interactive requests go first."""
+        return self.job.service_class is ServiceClass.BACKGROUND
+
+    @property
     def is_last_draw_launched(self) -> bool:
         """Whether the reply's last permitted token is already on its way."""
         return self.num_generated + self.num_draws >= self.job.max_tokens

@@ -66,14 +66,23 @@ class InferenceService:
             deadline=monotonic() + self._request_timeout_s,
         )
 
-    def _max_tokens(self, request: ChatRequest, num_prompt: int, limit: int) -> int:
-        if num_prompt >= limit:
-            raise ContextLengthError(num_prompt=num_prompt, limit=limit, param="messages")
+    def _max_tokens(self, request: ChatRequest, num_prompt: int, max_context: int) -> int:
+        limit, limited_by = max_context, "the model's context"
+        if self._device.longest_sequence < limit:
+            limit, limited_by = self._device.longest_sequence, "this server's memory"
         wanted = request.stop.max_tokens
+        if num_prompt >= limit:
+            raise ContextLengthError(
+                num_prompt=num_prompt, limit=limit, limited_by=limited_by, param="messages"
+            )
         if wanted is None:
             return min(self._device.limits.default_max_tokens, limit - num_prompt)
         if num_prompt + wanted > limit:
             raise ContextLengthError(
-                num_prompt=num_prompt, max_tokens=wanted, limit=limit, param="max_tokens"
+                num_prompt=num_prompt,
+                max_tokens=wanted,
+                limit=limit,
+                limited_by=limited_by,
+                param="max_tokens",
             )
         return wanted

@@ -17,11 +17,11 @@ The scheduler keeps lists and counts. It knows neither the backend nor memory: t
 admits a candidate when it has room for it.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from semantic.application.generation import Generation
-from semantic.domain.chat import ServiceClass
 
 _SMOOTHING = 0.3
 _SECONDS_TO_MS = 1000.0
@@ -65,7 +65,9 @@ class ChunkBudget:
         if num_prompt_tokens == 0:
             self._decode_ms += _SMOOTHING * (elapsed_ms - self._decode_ms)
             return
-        cost = max(elapsed_ms - self._decode_ms, 0.0) / num_prompt_tokens
+        # A whole step is no shorter than its decoding part.
+        self._decode_ms = min(self._decode_ms, elapsed_ms / 2)
+        cost = (elapsed_ms - self._decode_ms) / num_prompt_tokens
         previous = cost if self._ms_per_token is None else self._ms_per_token
         self._ms_per_token = previous + _SMOOTHING * (cost - previous)
 
@@ -74,33 +76,49 @@ class ChunkBudget:
         if not self._ms_per_token:
             return max(self._MIN_TOKENS, limits.prefill_step_size // 4)
         room_ms = limits.target_step_ms - self._decode_ms
-        fitting = int(room_ms / self._ms_per_token)
-        return max(self._MIN_TOKENS, min(fitting, limits.prefill_step_size))
+        fitting = min(room_ms / self._ms_per_token, limits.prefill_step_size)
+        return int(max(self._MIN_TOKENS, fitting))
 
 
 class VirtualClock:
     """Tokens served over weight, per agent. Newcomers start level with the least served."""
 
+    _MAX_ABSENT = 1024
+
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
         self._members: dict[str, int] = {}
+        self._absent: OrderedDict[str, None] = OrderedDict()
         self._floor = 0.0
+
+    def __len__(self) -> int:
+        """Agents that are remembered."""
+        return len(self._served)
 
     def join(self, agent: str) -> None:
         """Count one more request of an agent; absence earns no credit."""
         self._served[agent] = max(self._served.get(agent, 0.0), self._floor)
         self._members[agent] = self._members.get(agent, 0) + 1
+        self._absent.pop(agent, None)
 
     def leave(self, agent: str) -> None:
-        """Undo one `join`; an agent that is not ahead of the others is forgotten."""
+        """Undo one `join`; an agent that is not ahead of those present is forgotten."""
         self._members[agent] -= 1
-        if not self._members[agent]:
-            del self._members[agent]
-        present = [self._served[name] for name in self._members]
-        self._floor = max(self._floor, min(present, default=self._floor))
-        absent = self._served.keys() - self._members.keys()
-        for name in [name for name in absent if self._served[name] <= self._floor or not present]:
-            self._floor = max(self._floor, self._served.pop(name))
+        if self._members[agent]:
+            return
+        del self._members[agent]
+        self._absent[agent] = None
+        if not self._members:
+            self._floor = max(self._floor, *self._served.values())
+        self._floor = max(self._floor, min(map(self._served.__getitem__, self._members), default=0))
+        if self._served[agent] <= self._floor:
+            self._forget(agent)
+        while len(self._absent) > self._MAX_ABSENT or (self._absent and not self._members):
+            self._forget(next(iter(self._absent)))
+
+    def _forget(self, agent: str) -> None:
+        del self._absent[agent]
+        del self._served[agent]
 
     def charge(self, agent: str, num_tokens: int, weight: float) -> None:
         """Count tokens served to an agent."""
@@ -207,7 +225,7 @@ class ConcurrentScheduler:
         """Whom to preempt: the youngest of the lowest class, never the only one."""
         if len(self._running) < 2:
             return None
-        return max(self._running, key=lambda g: (_class_rank(g), g.order))
+        return max(self._running, key=lambda g: (g.is_background, g.order))
 
     def check_integrity(self) -> None:
         """Check the lists and the clock.
@@ -233,7 +251,7 @@ class ConcurrentScheduler:
         if is_suspect or now - generation.waiting_since >= self.limits.ageing_s:
             return (0, generation.waiting_since, 0, generation.order)
         served = self._clock.time_of(generation.job.agent)
-        return (1, _class_rank(generation), served, generation.order)
+        return (1, generation.is_background, served, generation.order)
 
     def _serve(self, portion: Portion, now: float) -> None:
         generation = portion.generation
@@ -273,7 +291,3 @@ class ConcurrentScheduler:
     def _has_stateful_clash(self) -> bool:
         agents = [g.job.agent for g in self._running if g.job.is_stateful]
         return len(set(agents)) != len(agents)
-
-
-def _class_rank(generation: Generation) -> int:
-    return 1 if generation.job.service_class is ServiceClass.BACKGROUND else 0

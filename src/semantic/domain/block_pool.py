@@ -218,6 +218,11 @@ class BlockPool:
         with self._lock:
             return self._drop(nbytes)
 
+    def discard(self, names: Iterable[BlockName]) -> tuple[KVBlock, ...]:
+        """Drop those of the blocks that are idle; held ones stay."""
+        with self._lock:
+            return tuple(self._remove(name) for name in names if name in self._idle)
+
     def resize(self, budget_bytes: int) -> tuple[KVBlock, ...]:
         """Change the budget, evicting what no longer fits.
 

@@ -48,22 +48,30 @@ class InvalidRequestError(SemanticError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt, or prompt and reply together, exceed the model's context.
+    """The prompt, or prompt and reply together, are longer than can be computed.
 
     Attributes:
         num_prompt: Tokens in the rendered prompt.
         max_tokens: Reply tokens asked for; 0 if the prompt alone is too long.
-        limit: The model's context length.
+        limit: How many tokens fit: the model's context, or less if memory is short.
     """
 
-    def __init__(self, *, num_prompt: int, limit: int, max_tokens: int = 0, param: str) -> None:
+    def __init__(
+        self,
+        *,
+        num_prompt: int,
+        limit: int,
+        max_tokens: int = 0,
+        param: str,
+        limited_by: str = "the model's context",
+    ) -> None:
         if max_tokens and num_prompt < limit:
             what = f"prompt ({num_prompt}) and reply ({max_tokens}) tokens together"
             fix = f"Ask for at most {limit - num_prompt} reply tokens, or shorten the prompt."
         else:
             what = f"the prompt's {num_prompt} tokens, with room for a reply,"
             fix = "Shorten the conversation."
-        super().__init__(f"{what} exceed the model's context of {limit}. {fix}", param=param)
+        super().__init__(f"{what} exceed {limited_by} of {limit}. {fix}", param=param)
         self.num_prompt = num_prompt
         self.max_tokens = max_tokens
         self.limit = limit

@@ -80,12 +80,19 @@ class _Sequence:
     def append(self, tokens: Sequence[int], window_size: int) -> None:
         start = self.length
         self.known[start : start + len(tokens)] = tokens
-        self.full.extend(tokens)
         for token in tokens:
-            self.full_hash = _mix(self.full_hash, token)
+            # As in a model, what is kept of a token depends on everything before it.
+            self.keep([_mix(self.full[-1] if self.full else 1, token) % 2**32])
             self.state = _mix(self.state, token)
         if window_size:
             self.window = [*self.window, *tokens][-window_size:]
+        self.last_sampled = None
+
+    def keep(self, entries: Sequence[int]) -> None:
+        """Add full attention state as it is, computed or restored."""
+        self.full.extend(entries)
+        for entry in entries:
+            self.full_hash = _mix(self.full_hash, entry)
         self.last_sampled = None
 
     def copy(self) -> "_Sequence":
@@ -148,7 +155,7 @@ class FakeBackend:
             raise CacheCorruptionError(f"only {len(sequence.known)} of {position} tokens are known")
         for part in parts:
             ids = next(array("I", bytes(b.data)) for b in part.payload.buffers if b.name == "full")
-            sequence.append(ids[: part.end - part.payload.start], self._window)
+            sequence.keep(ids[: part.end - part.payload.start])
         if parts:
             self._load_end(sequence, parts[-1].payload)
 
@@ -158,7 +165,7 @@ class FakeBackend:
         if not 0 <= num_tokens <= source.length or not self._can_cut(source, num_tokens):
             return False
         self.open(dst, source.known[:num_tokens])
-        self._sequences[dst].append(source.full[:num_tokens], self._window)
+        self._cut(self._sequences[dst], source, num_tokens)
         return True
 
     def launch(self, step: Step) -> Ticket:
@@ -193,7 +200,7 @@ class FakeBackend:
             if end != sequence.length > self._window:
                 raise ValueError(f"the window before {end} is gone")
             first = max(0, end - self._window)
-            buffers.append(_ids_buffer("window", sequence.full[first:end]))
+            buffers.append(_ids_buffer("window", sequence.known[first:end]))
         if Kinds.STATE in kinds and self._has_state:
             if end != sequence.length:
                 raise ValueError(f"the state at {end} is gone")
@@ -216,7 +223,7 @@ class FakeBackend:
         reached = num_tokens if self._can_cut(sequence, num_tokens) else 0
         # The tokens up to the cut stay known: state may be loaded for them again.
         self._sequences[seq] = _Sequence(sequence.known[:num_tokens])
-        self._sequences[seq].append(sequence.full[:reached], self._window)
+        self._cut(self._sequences[seq], sequence, reached)
         return reached
 
     def close(self, seq: SequenceId) -> None:
@@ -292,6 +299,13 @@ class FakeBackend:
         if num_tokens in (0, sequence.length):
             return True
         return not self._has_state and (not self._window or sequence.length <= self._window)
+
+    def _cut(self, cut: _Sequence, source: _Sequence, num_tokens: int) -> None:
+        """Give `cut` the first tokens' state of `source`; it can be cut there."""
+        cut.keep(source.full[:num_tokens])
+        if self._window:
+            cut.window = source.known[:num_tokens][-self._window :]
+        cut.state = source.state if num_tokens else 1
 
     def _check_part(self, part: PayloadSlice, position: int, *, is_last: bool) -> None:
         payload = part.payload
