@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from semantic.adapters.inbound.openai_schema import ChatCompletionRequest
 from tests.http_server import RunningServer, make_settings, run_server
 
 pytestmark = pytest.mark.integration
@@ -42,7 +43,8 @@ def body(**changes: Any) -> dict[str, Any]:
 
 def post(running: RunningServer, payload: Any, **headers: str) -> httpx.Response:
     with running.client() as http:
-        return http.post("/v1/chat/completions", json=payload, headers=headers)
+        headers = {"content-type": "application/json", **headers}
+        return http.post("/v1/chat/completions", content=json.dumps(payload), headers=headers)
 
 
 def test_whole_and_streamed_replies_agree(client: openai.OpenAI) -> None:
@@ -131,8 +133,12 @@ def test_health(running: RunningServer) -> None:
             answer = http.get(path)
             assert answer.status_code == 200
             assert answer.json()["state"] == "ready"
+            probe = http.head(path)
+            assert (probe.status_code, probe.content) == (200, b"")
+            assert probe.headers["content-length"] == answer.headers["content-length"]
 
 
+MANY_WORDS = {f"word {index}": 1 for index in range(1025)}
 BAD_REQUESTS: list[tuple[str, Any, int, str | None, str]] = [
     ("unknown model", body(model="gpt-9"), 404, "model", "fake"),
     ("empty messages", body(messages=[]), 400, "messages", "at least 1"),
@@ -150,11 +156,75 @@ BAD_REQUESTS: list[tuple[str, Any, int, str | None, str]] = [
     ("temperature of a wrong type", body(temperature="hot"), 400, "temperature", "number"),
     ("temperature out of range", body(temperature=-1), 400, "temperature", "between"),
     ("top_p out of range", body(top_p=2), 400, "top_p", "between"),
-    ("max_tokens of zero", body(max_tokens=0), 400, "max_tokens", "at least 1"),
+    ("max_tokens of zero", body(max_tokens=0), 400, "max_tokens", "greater than or equal to 1"),
+    (
+        "max_completion_tokens of zero",
+        body(max_completion_tokens=0),
+        400,
+        "max_completion_tokens",
+        "greater than or equal to 1",
+    ),
     ("too many logprobs", body(logprobs=True, top_logprobs=99), 400, "top_logprobs", "20"),
     ("an empty stop string", body(stop=""), 400, "stop", "empty"),
     ("several replies", body(n=3), 400, "n", "one reply"),
     ("a reply over the context", body(max_tokens=10**6), 400, "max_tokens", "131072"),
+    (
+        "a reply over the context, by its newer name",
+        body(max_completion_tokens=10**6),
+        400,
+        "max_completion_tokens",
+        "131072",
+    ),
+    (
+        "too many biases",
+        body(logit_bias=dict.fromkeys(range(1025), 1)),
+        400,
+        "logit_bias",
+        "at most 1024",
+    ),
+    ("a bias for a word", body(logit_bias={"word": 1}), 400, "logit_bias", "integer"),
+    ("too many biases for words", body(logit_bias=MANY_WORDS), 400, "logit_bias", "at most 1024"),
+    ("too many stop tokens", body(stop_token_ids=[7] * 1025), 400, "stop_token_ids", "1024"),
+    ("too many stop strings", body(stop=["x"] * 17), 400, "stop", "at most 16"),
+    ("far too many stop strings", body(stop=[5] * 1025), 400, "stop", "at most 1024"),
+    ("too many tools", body(tools=[5] * 1025), 400, "tools", "at most 1024"),
+    (
+        "too many parts",
+        body(messages=[{"role": "user", "content": [5] * 5000}, {"content": [5] * 5001}]),
+        400,
+        "messages",
+        "at most 10000 parts",
+    ),
+    ("an overlong session", body(session_id="x" * 513), 400, "session_id", "512"),
+    (
+        "half a surrogate pair",
+        body(messages=[{"role": "user", "content": "\ud800"}]),
+        400,
+        "messages",
+        "surrogate",
+    ),
+    (
+        "an unknown part",
+        body(messages=[{"role": "user", "content": [{"type": "input_text", "text": "x"}]}]),
+        400,
+        "messages[0].content[0].type",
+        "'text' or 'image_url'",
+    ),
+    (
+        "a part without its text",
+        body(messages=[{"role": "user", "content": [{"type": "text"}]}]),
+        400,
+        "messages[0].content[0].text",
+        "needs it",
+    ),
+    (
+        "a part that is none, after a good one",
+        body(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}, 5]}]),
+        400,
+        "messages[0].content[1]",
+        "object",
+    ),
+    ("a stop of a wrong type", body(stop=["x", 1]), 400, "stop[1]", "string"),
     (
         "an image",
         body(
@@ -200,6 +270,77 @@ def test_bad_requests_name_the_field(
     assert words in error["message"]
 
 
+@pytest.mark.parametrize(
+    "field,value",
+    [
+        ("max_tokens", True),
+        ("max_tokens", "3"),
+        ("max_tokens", 3.0),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("stream", "yes"),
+        ("stream", 1),
+        ("ignore_eos", "true"),
+        ("n", "1"),
+        ("seed", "7"),
+        ("logit_bias", {"5": "1"}),
+    ],
+)
+def test_types_are_not_coerced(running: RunningServer, field: str, value: Any) -> None:
+    answer = post(running, body(**{field: value}))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+
+
+def test_json_types_are_accepted(running: RunningServer) -> None:
+    given = body(temperature=1, top_p=1.0, seed=7, n=1, stop_token_ids=[5], logit_bias={"123": -1})
+    assert post(running, given).status_code == 200
+
+
+def test_null_is_accepted_wherever_a_field_may_be_left_out(running: RunningServer) -> None:
+    fields = ChatCompletionRequest.model_fields.items()
+    nulls = {name: None for name, field in fields if not field.is_required()}
+    assert {"ignore_eos", "stream", "logit_bias", "stop", "tools"} < nulls.keys()
+    assert post(running, body(**nulls)).status_code == 200
+    usage = post(running, body(stream=True, stream_options={"include_usage": None}))
+    assert usage.status_code == 200
+
+
+def test_too_many_messages_are_refused(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "x"}] * 10_001
+    with run_server(make_settings(tmp_path)) as running:
+        answer = post(running, body(messages=messages))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages"
+    assert "at most 10000" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "payload,status",
+    [
+        (body(stop=["\ud800"]), 200),
+        (body(session_id="\ud800"), 400),
+        (body(model="\ud800"), 404),
+        (body(messages=[{"role": "\ud800", "content": "x"}]), 400),
+        (body(messages=[{"role": "user", "content": [{"type": "\ud800"}]}]), 400),
+        (body(logit_bias={"\ud800": 1}), 400),
+        (body(**{"\ud800": 1}), 200),
+    ],
+)
+def test_half_a_surrogate_pair_is_nowhere_a_defect(
+    running: RunningServer, payload: Any, status: int
+) -> None:
+    assert post(running, payload).status_code == status
+
+
+@pytest.mark.parametrize("agent_id", ["", "x" * 129, "a b", "a/b", b"\xed\xa0\x80"])
+def test_an_agent_id_is_checked(running: RunningServer, agent_id: Any) -> None:
+    assert post(running, body(), **{"X-Agent-ID": "coder.1_a-b"}).status_code == 200
+    answer = post(running, body(), **{"X-Agent-ID": agent_id})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "X-Agent-ID"
+
+
 def test_an_overlong_prompt_is_refused_with_the_limit(tmp_path: Path) -> None:
     with run_server(make_settings(tmp_path)) as running:
         answer = post(running, body(messages=[{"role": "user", "content": "x" * 200_000}]))
@@ -221,10 +362,32 @@ def test_invalid_json(running: RunningServer) -> None:
     assert "not valid JSON" in answer.json()["error"]["message"]
 
 
-def test_a_deeply_nested_body_is_refused(running: RunningServer) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [b'{"model": "\xff"}', b"[" * 50_000, b'{"seed": ' + b"9" * 5000 + b"}"],
+    ids=["bad UTF-8", "too deep", "a huge number"],
+)
+def test_a_body_that_cannot_be_parsed_is_refused(running: RunningServer, content: bytes) -> None:
     with running.client() as http:
-        answer = http.post("/v1/chat/completions", content="[" * 50_000)
+        answer = http.post(
+            "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
+        )
     assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"] == "the body is not valid JSON"
+    assert error["code"] == "invalid_request"
+
+
+@pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
+def test_another_content_type_is_refused(running: RunningServer, content_type: str) -> None:
+    with running.client() as http:
+        answer = http.post(
+            "/v1/chat/completions",
+            content=json.dumps(body()),
+            headers={"content-type": content_type} if content_type else {},
+        )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "send content-type: application/json."
 
 
 def test_an_oversized_body_is_refused_declared_or_streamed(running: RunningServer) -> None:
@@ -235,6 +398,34 @@ def test_an_oversized_body_is_refused_declared_or_streamed(running: RunningServe
     for answer in (declared, streamed):
         assert answer.status_code == 413
         assert "max_body_mb" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["code"] == "request_too_large"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8000", "LOCALHOST", "[::1]", "[::1]:80"])
+def test_local_hosts_are_answered(running: RunningServer, host: str) -> None:
+    with running.client() as http:
+        assert http.get("/health", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example", "127.0.0.1:80:80", "[::1", "::1", "[::2]"]
+)
+def test_other_hosts_are_refused(running: RunningServer, host: str) -> None:
+    with running.client() as http:
+        answer = http.get("/v1/models", headers={"host": host})
+    assert answer.status_code == 400
+    assert "--allow-remote" in answer.json()["error"]["message"]
+    assert answer.headers["x-request-id"].startswith("req_")
+
+
+def test_any_host_is_answered_where_remote_clients_are_allowed(tmp_path: Path) -> None:
+    with (
+        run_server(make_settings(tmp_path, allow_remote=True)) as running,
+        running.client() as http,
+    ):
+        for host in ("evil.example", "[::1", "a b"):
+            answer = http.get("/v1/nothing", headers={"host": host})
+            assert answer.status_code == 404
 
 
 def test_unknown_paths_and_methods_answer_in_shape(running: RunningServer) -> None:
@@ -272,7 +463,7 @@ def test_requests_while_loading_and_after_a_failed_load_say_so(tmp_path: Path) -
     settings = make_settings(tmp_path, backend="torch", model="no/such/model")
     with run_server(settings) as running:
         with running.client() as http:
-            assert http.get("/health/live").status_code == 200
+            assert http.get("/health/live").status_code == 503
             ready = http.get("/health/ready")
         answer = post(running, body(model="model"))
     assert ready.status_code == 503

@@ -32,7 +32,8 @@ def render(request: ChatRequest, tokenizer: TokenizerPort) -> Prompt:
     """Turn a request into a prompt that ends where the reply begins.
 
     Raises:
-        InvalidRequestError: a part cannot be shown to this model, or its template refuses.
+        InvalidRequestError: a part cannot be shown to this model, its template refuses, or the
+            text cannot be encoded.
     """
     if request.tools and request.tool_choice.mode is not ToolMode.NONE:
         raise InvalidRequestError("tools are not supported yet; leave them out.", param="tools")
@@ -41,7 +42,18 @@ def render(request: ChatRequest, tokenizer: TokenizerPort) -> Prompt:
             "structured output is not supported yet; ask for text.", param="response_format"
         )
     text = tokenizer.render_chat(_template_messages(request.messages))
+    _require_whole_characters(text)
     return Prompt(tuple(tokenizer.encode(text)))
+
+
+def _require_whole_characters(text: str) -> None:
+    """JSON can spell half a surrogate pair; UTF-8, and so every tokenizer, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            "the text holds half a surrogate pair.", param="messages"
+        ) from error
 
 
 def _template_messages(messages: Sequence[Message]) -> list[JsonObject]:

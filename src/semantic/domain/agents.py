@@ -16,6 +16,18 @@ LOCAL_TENANT = "local"
 _ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
+def check_agent_id(text: str, param: str) -> None:
+    """Refuse what cannot name an agent.
+
+    Raises:
+        InvalidRequestError: it cannot; names `param`.
+    """
+    if not _ID_PATTERN.fullmatch(text):
+        raise InvalidRequestError(
+            "an agent id is 1 to 128 of the characters A-Z a-z 0-9 . _ -", param=param
+        )
+
+
 def _check_weight(weight: float) -> None:
     # Written so that NaN fails too.
     if not weight > 0:
@@ -107,10 +119,7 @@ class Agent:
     labels: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        if not _ID_PATTERN.fullmatch(self.id):
-            raise InvalidRequestError(
-                "an agent id is 1 to 128 of the characters A-Z a-z 0-9 . _ -", param="agent_id"
-            )
+        check_agent_id(self.id, "agent_id")
         _check_weight(self.weight)
 
     @property

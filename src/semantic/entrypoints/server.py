@@ -17,7 +17,7 @@ from semantic import __version__
 from semantic.adapters.inbound.health import health_router
 from semantic.adapters.inbound.http_errors import install_error_handlers
 from semantic.adapters.inbound.openai_api import openai_router
-from semantic.adapters.inbound.security import AccessLog, BodyLimit
+from semantic.adapters.inbound.security import AccessLog, BodyLimit, LocalHosts
 from semantic.domain.errors import InvalidRequestError, ModelSwapError
 from semantic.entrypoints.bootstrap import Server
 from semantic.ports.inbound import ModelState
@@ -46,6 +46,8 @@ def create_app(server: Server) -> FastAPI:
     app.include_router(openai_router(server.inference, server.models))
     app.include_router(health_router(server.models))
     app.add_middleware(BodyLimit, max_bytes=int(server.settings.max_body_mb * 2**20))
+    if not server.settings.allow_remote:
+        app.add_middleware(LocalHosts)
     app.add_middleware(AccessLog)
     return app
 

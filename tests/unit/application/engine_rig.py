@@ -96,9 +96,15 @@ def make_rig(
     pipeline_depth: Literal[0, 1] = 0,
     budget_tokens: int = 100_000,
     limits: EngineLimits | None = None,
+    backend: FaultyBackend | None = None,
 ) -> Rig:
-    """Make an engine with memory for about `budget_tokens` tokens, live and sealed together."""
-    backend = FaultyBackend(spec or fake_spec(block_tokens=8), pipeline_depth=pipeline_depth)
+    """Make an engine with memory for about `budget_tokens` tokens, live and sealed together.
+
+    A test's own `backend` brings its spec and its depth; the arguments for them are not used then.
+    """
+    backend = backend or FaultyBackend(
+        spec or fake_spec(block_tokens=8), pipeline_depth=pipeline_depth
+    )
     store = AgentCacheStore(BlockPool(backend.spec, backend.bytes_for([budget_tokens])))
     now = [1000.0]
     events: dict[str, list[Event]] = {}

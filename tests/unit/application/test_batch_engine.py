@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -137,6 +138,42 @@ def test_the_models_end_token_ends_the_turn() -> None:
     assert rig.text("a") == ""
 
 
+def test_a_stop_string_found_in_the_last_bytes_is_the_reason() -> None:
+    bias = SamplingParams(temperature=0, seed=0, logit_bias=((0xC3, 100.0),))
+    rig = make_rig()
+    rig.submit(make_job("a", sampling=bias, max_tokens=1, stop=StopRules(strings=("\ufffd",))))
+    rig.run()
+    assert rig.finished("a").reason is FinishReason.STOP_SEQUENCE
+    assert rig.text("a") == ""
+
+
+def test_the_context_ends_a_reply() -> None:
+    rig = make_rig(spec=replace(fake_spec(block_tokens=8), max_context=20))
+    rig.submit(make_job("a", "x" * 10, max_tokens=100))
+    rig.run()
+    final = rig.finished("a")
+    assert final.reason is FinishReason.CONTEXT_FULL
+    assert final.usage.completion_tokens == 10
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_no_token_is_drawn_past_the_last_one_asked_for(depth: Literal[0, 1]) -> None:
+    rig = make_rig(pipeline_depth=depth)
+    rig.submit(make_job("a", max_tokens=7))
+    rig.run()
+    assert sum(c.draw is not None for step in rig.backend.steps for c in step.chunks) == 7
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_penalties_count_from_the_end_of_the_prompt(depth: Literal[0, 1]) -> None:
+    rig = make_rig(pipeline_depth=depth)
+    job = make_job("a")
+    rig.submit(job)
+    rig.run()
+    draws = [c.draw for step in rig.backend.steps for c in step.chunks if c.draw is not None]
+    assert {draw.num_prompt for draw in draws} == {len(job.tokens)}
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_same_seed_same_text_whatever_else_runs(depth: int) -> None:
     warm = SamplingParams(temperature=1.3, top_p=0.95, seed=42)
@@ -179,6 +216,17 @@ def test_deadline() -> None:
     assert isinstance(final.error, GenerationTimeoutError)
     assert 0 < len(rig.text("late")) < 10
     assert rig.finished("fine").reason is FinishReason.MAX_TOKENS
+
+
+def test_a_deadline_passes_while_waiting_too() -> None:
+    rig = make_rig(limits=EngineLimits(max_batch_size=1))
+    rig.submit(make_job("a", max_tokens=50))
+    rig.submit(make_job("late", deadline=rig.now[0] + 0.055))
+    for _ in range(8):
+        rig.step()
+    final = rig.final("late")
+    assert isinstance(final, Failed)
+    assert isinstance(final.error, GenerationTimeoutError)
 
 
 def test_preemption_and_continuation(spec: ModelCacheSpec) -> None:

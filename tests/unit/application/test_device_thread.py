@@ -55,6 +55,28 @@ class BrokenBackend(FaultyBackend):
         return super().bytes_for(lengths)
 
 
+class FaltersOnce(StallingBackend):
+    """Stalls, and fails once where the engine does not expect it."""
+
+    is_broken = False
+
+    def bytes_for(self, lengths: Sequence[int]) -> int:
+        if self.is_broken:
+            self.is_broken = False
+            raise SystemError("not an error of the device")
+        return super().bytes_for(lengths)
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether the condition comes to hold within some seconds."""
+    pause = threading.Event()
+    for _ in range(1000):
+        if condition():
+            return True
+        pause.wait(0.01)
+    return False
+
+
 class Device:
     """A started device thread and what it said."""
 
@@ -87,12 +109,9 @@ class Device:
         )
 
     def await_state(self, state: ModelState) -> None:
-        pause = threading.Event()
-        for _ in range(1000):
-            if self.thread.state is state:
-                return
-            pause.wait(0.01)
-        raise AssertionError(f"never {state}: {self.thread.state} {self.thread.detail}")
+        assert eventually(lambda: self.thread.state is state), (
+            f"never {state}: {self.thread.state} {self.thread.detail}"
+        )
 
     def final(self, job_id: str) -> Finished | Failed:
         while job_id not in self.finals:
@@ -222,6 +241,18 @@ def test_a_hung_device_is_noticed_answered_for_and_forgiven() -> None:
         assert made.thread.num_live == 0
 
 
+def test_who_was_failed_by_the_watchdog_does_not_run_on() -> None:
+    backend = StallingBackend()
+    with device(backend, hang_timeout_s=0.2) as made:
+        made.await_state(ModelState.READY)
+        backend.gate.clear()
+        made.thread.submit(make_job("long", max_tokens=100_000))
+        assert isinstance(made.final("long"), Failed)
+        backend.gate.set()
+        made.await_state(ModelState.READY)
+        assert eventually(lambda: backend.num_open == 0)
+
+
 def test_a_defect_of_the_engine_ends_requests_and_not_the_thread() -> None:
     backend = BrokenBackend(fake_spec(block_tokens=8))
     with device(backend) as made:
@@ -233,6 +264,53 @@ def test_a_defect_of_the_engine_ends_requests_and_not_the_thread() -> None:
         backend.is_broken = False
         made.thread.submit(make_job("b"))
         assert isinstance(made.final("b"), Finished)
+
+
+def test_a_defect_answers_also_those_whose_commands_were_not_taken() -> None:
+    backend = FaltersOnce()
+    with device(backend) as made:
+        made.await_state(ModelState.READY)
+        backend.gate.clear()
+        made.thread.submit(make_job("running", max_tokens=5))
+        backend.entered.wait(20)
+        waiting = [f"w{i}" for i in range(3)]
+        for name in waiting:
+            made.thread.submit(make_job(name, name, max_tokens=100_000))
+        backend.is_broken = True
+        backend.gate.set()
+        for name in waiting:
+            assert isinstance(made.final(name), Failed)
+        before = len(backend.steps)
+        made.thread.submit(make_job("next", max_tokens=2))
+        made.final("next")
+        rows = [chunk.seq for step in backend.steps[before:] for chunk in step.chunks]
+        assert len(set(rows)) == 1, "requests that were answered ran on"
+
+
+def test_requests_sent_together_start_together() -> None:
+    backend = FaultyBackend(fake_spec(block_tokens=8))
+    with device(backend, limits=EngineLimits(batch_window_ms=400)) as made:
+        made.await_state(ModelState.READY)
+        made.thread.submit(make_job("a"))
+        threading.Event().wait(0.05)
+        made.thread.submit(make_job("b", "other"))
+        for name in ("a", "b"):
+            made.final(name)
+        assert len(backend.steps[0].chunks) == 2
+
+
+def test_a_stop_while_loading_stays_a_stop() -> None:
+    go_on = threading.Event()
+
+    def load(_: Callable[[str], None]) -> LoadedModel:
+        go_on.wait(20)
+        return LoadedModel("fake", FaultyBackend(fake_spec(block_tokens=8)), FakeTokenizer())
+
+    with device(load=load) as made:
+        made.thread.request_stop()
+        go_on.set()
+        assert made.thread.join(20)
+        assert made.thread.state is ModelState.STOPPED
 
 
 def test_limits_can_be_changed() -> None:

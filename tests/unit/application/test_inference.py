@@ -1,5 +1,6 @@
 """The service between protocols and the engine, on a real device thread with the fake backend."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from semantic.application.batch_engine import BlockPoolBatchEngine
 from semantic.application.device_thread import DeviceThread, LoadedModel
 from semantic.application.inference import InferenceService
 from semantic.application.model_registry import ModelRegistry
+from semantic.application.rendering import render
 from semantic.application.replies import ReplyHub
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.agents import Principal
@@ -33,8 +35,10 @@ from semantic.domain.chat import (
 from semantic.domain.errors import (
     ContextLengthError,
     DrainingError,
+    GenerationTimeoutError,
     InvalidRequestError,
     ModelNotFoundError,
+    OverloadedError,
 )
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.inbound import ModelState, Reply
@@ -147,6 +151,26 @@ async def test_refusals_come_before_the_reply(
     assert getattr(caught.value, "param", None) == param
 
 
+async def test_a_prompt_as_long_as_the_context_leaves_no_room_for_a_reply(
+    service: InferenceService,
+) -> None:
+    def asking(text: str) -> ChatRequest:
+        return replace(REQUEST, messages=(Message.of(Role.USER, text),))
+
+    num_around = len(render(asking("x"), FakeTokenizer()).tokens) - 1
+    with pytest.raises(ContextLengthError):
+        await service.start(asking("x" * (131_072 - num_around)), Principal())
+
+
+async def test_a_request_has_a_deadline(device: tuple[DeviceThread, ReplyHub]) -> None:
+    service = InferenceService(*device, request_timeout_s=0.05)
+    request = replace(REQUEST, stop=StopRules(max_tokens=100_000, ignore_eos=True))
+    async with asyncio.timeout(20):
+        final = (await read(await service.start(request, Principal())))[-1]
+    assert isinstance(final, Failed)
+    assert isinstance(final.error, GenerationTimeoutError)
+
+
 async def test_old_thinking_is_not_shown_to_the_model(service: InferenceService) -> None:
     spoken = (*REQUEST.messages, Message.of(Role.ASSISTANT, "yes"), *REQUEST.messages)
     thought = Message(Role.ASSISTANT, (ThinkingPart("hmm"), *spoken[1].parts))
@@ -171,6 +195,21 @@ async def test_a_refused_submission_leaves_no_reply_behind(
         await service.start(REQUEST, Principal())
     assert isinstance((await read(running))[-1], Failed)
     assert hub.num_open == 0
+
+
+async def test_a_request_too_many_leaves_no_reply_behind(
+    service: InferenceService, device: tuple[DeviceThread, ReplyHub]
+) -> None:
+    thread, hub = device
+    thread.reconfigure(EngineLimits(max_batch_size=1, max_queue=0, batch_window_ms=0))
+    running = await service.start(
+        replace(REQUEST, stop=StopRules(max_tokens=100_000, ignore_eos=True)), Principal()
+    )
+    with pytest.raises(OverloadedError):
+        await service.start(REQUEST, Principal())
+    assert hub.num_open == 1
+    running.cancel()
+    await read(running)
 
 
 def test_the_registry_reports_the_model(device: tuple[DeviceThread, ReplyHub]) -> None:

@@ -1,7 +1,11 @@
+from collections import deque
+from typing import Literal, Unpack
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semantic.adapters.outbound.fake_backend import fake_spec
 from semantic.application.generation import Generation
 from semantic.application.scheduler import (
     ChunkBudget,
@@ -11,7 +15,8 @@ from semantic.application.scheduler import (
 )
 from semantic.application.text_assembler import TextAssembler
 from semantic.domain.chat import ServiceClass
-from tests.unit.application.engine_rig import make_job
+from semantic.ports.outbound import Step, StepOutput, Ticket
+from tests.unit.application.engine_rig import FaultyBackend, JobOptions, Rig, make_job, make_rig
 
 pytestmark = pytest.mark.unit
 
@@ -22,13 +27,9 @@ def generation(
     *,
     prompt: int = 10,
     arrived: float = 0.0,
-    agent: str | None = None,
-    service_class: ServiceClass = ServiceClass.INTERACTIVE,
-    weight: float = 1.0,
+    **options: Unpack[JobOptions],
 ) -> Generation:
-    job = make_job(
-        name, "x" * prompt, agent=agent or name, service_class=service_class, weight=weight
-    )
+    job = make_job(name, "x" * prompt, **options)
     return Generation(job, order, TextAssembler(lambda _: b""), arrived, block_tokens=8)
 
 
@@ -56,6 +57,33 @@ def test_background_ages_into_its_turn() -> None:
     assert names(scheduler.candidates(now=5.0)) == ["bg", "new"]
 
 
+def test_being_served_ends_the_wait() -> None:
+    scheduler = ConcurrentScheduler(EngineLimits(prefill_step_size=4, ageing_s=5))
+    for item in (generation("a", 0), generation("b", 1)):
+        scheduler.add(item)
+        scheduler.admit(item)
+    first = names(portion.generation for portion in scheduler.plan(now=10.0))
+    second = names(portion.generation for portion in scheduler.plan(now=10.1))
+    assert (first, second) == (["a"], ["b"])
+
+
+def test_an_agents_turns_keep_their_order_whatever_their_class() -> None:
+    scheduler = ConcurrentScheduler(EngineLimits())
+    background = ServiceClass.BACKGROUND
+    scheduler.add(generation("old", 0, agent="x", is_stateful=True, service_class=background))
+    scheduler.add(generation("new", 1, agent="x", is_stateful=True))
+    assert names(scheduler.candidates(now=0.0)) == ["old"]
+
+
+def test_a_suspect_goes_before_those_that_are_not() -> None:
+    scheduler = ConcurrentScheduler(EngineLimits())
+    scheduler.add(generation("free", 0))
+    suspect = generation("suspect", 1, service_class=ServiceClass.BACKGROUND)
+    suspect.retry_until = 5
+    scheduler.add(suspect)
+    assert next(scheduler.candidates(now=0.0)) is suspect
+
+
 def test_the_agent_served_least_goes_first_and_weight_counts() -> None:
     clock = VirtualClock()
     for agent in ("light", "heavy"):
@@ -76,6 +104,17 @@ def test_absence_earns_no_credit_and_leaves_no_trace() -> None:
     assert clock.time_of("guest") >= 10
     clock.join("newcomer")
     assert clock.time_of("newcomer") >= clock.time_of("guest")
+
+
+def test_sustained_traffic_leaves_no_trace_in_the_clock() -> None:
+    clock = VirtualClock()
+    clock.join("x0")
+    clock.charge("x0", 1, 1.0)
+    for i in range(1, 200):
+        clock.join(f"x{i}")
+        clock.charge(f"x{i}", 10, 1.0)
+        clock.leave(f"x{i - 1}")
+    assert len(clock) < 10
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.booleans()), max_size=60))
@@ -126,6 +165,73 @@ def test_chunk_budget_finds_the_target(per_token: float, fixed: float, target: f
     took = fixed + budget.tokens(limits) * per_token
     at_bounds = budget.tokens(limits) in (16, 4096)
     assert at_bounds or took == pytest.approx(target, rel=0.2, abs=2 * per_token)
+
+
+class TimedBackend(FaultyBackend):
+    """Its steps take time on a rig's clock: some each, and some for each token of a prompt."""
+
+    def __init__(
+        self, *, step_ms: float = 0.0, token_ms: float = 0.0, pipeline_depth: Literal[0, 1] = 0
+    ) -> None:
+        super().__init__(fake_spec(block_tokens=8), pipeline_depth=pipeline_depth)
+        self.now = [0.0]
+        self._step_ms = step_ms
+        self._token_ms = token_ms
+        self._flying: deque[Step] = deque()
+
+    def launch(self, step: Step) -> Ticket:
+        self._flying.append(step)
+        return super().launch(step)
+
+    def collect(self, ticket: Ticket) -> StepOutput:
+        chunks = self._flying.popleft().chunks
+        num_prompt_tokens = sum(c.num_tokens for c in chunks if c.num_tokens > 1)
+        self.now[0] += (self._step_ms + self._token_ms * num_prompt_tokens) / 1000
+        return super().collect(ticket)
+
+
+def timed_rig(backend: TimedBackend) -> Rig:
+    limits = EngineLimits(prefill_step_size=400, target_step_ms=100)
+    rig = make_rig(backend=backend, limits=limits)
+    backend.now = rig.now
+    return rig
+
+
+def learnt_budget(rig: Rig) -> int:
+    """Prompt tokens that a newcomer gets in its first step while someone decodes."""
+    rig.submit(make_job("newcomer", "n" * 300))
+    rig.step(seconds=0.0)
+    (num_tokens,) = (c.num_tokens for c in rig.backend.steps[-1].chunks if c.num_tokens > 1)
+    return num_tokens
+
+
+def test_prompts_get_the_learnt_budget_while_someone_decodes() -> None:
+    rig = timed_rig(TimedBackend(token_ms=2))
+    rig.submit(make_job("lesson", "x" * 100, max_tokens=1))
+    rig.step(seconds=0.0)
+    rig.submit(make_job("decoding", "d", max_tokens=200))
+    rig.step(seconds=0.0)
+    # 100 ms at 2 ms a token.
+    assert learnt_budget(rig) == pytest.approx(50, abs=1)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_decode_steps_teach_the_decode_time(depth: Literal[0, 1]) -> None:
+    rig = timed_rig(TimedBackend(step_ms=10, token_ms=1, pipeline_depth=depth))
+    rig.submit(make_job("decoding", "x" * 20, max_tokens=300))
+    for _ in range(40):
+        rig.step(seconds=0.0)
+    # The prompt took 30 ms for 20 tokens; of 100 ms decoding takes 10.
+    assert learnt_budget(rig) == pytest.approx(90 / 1.5, abs=1)
+
+
+def test_a_step_one_ahead_is_timed_from_the_collect_before_it() -> None:
+    rig = timed_rig(TimedBackend(step_ms=50, pipeline_depth=1))
+    rig.submit(make_job("decoding", "x" * 25, max_tokens=300))
+    for _ in range(40):
+        rig.step(seconds=0.0)
+    # The prompt took 50 ms for 25 tokens; of 100 ms decoding takes 50, not the 100 since launch.
+    assert learnt_budget(rig) == pytest.approx(50 / 2, abs=1)
 
 
 def test_victim_is_the_youngest_of_the_lowest_class_never_the_only_one() -> None:

@@ -1,16 +1,15 @@
 """One table from errors to what HTTP clients see, in OpenAI's shape."""
 
 import math
+from collections.abc import Mapping, Sequence
 
-import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
 from semantic.domain import errors
-
-_log = structlog.get_logger(__name__)
 
 # The first class that fits decides, so subclasses come before their base.
 _STATUS: tuple[tuple[type[errors.SemanticError], int, str, str], ...] = (
@@ -51,8 +50,21 @@ def _body(message: str, kind: str, code: str, param: str | None) -> dict[str, ob
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def error_response(
+    status: int,
+    message: str,
+    code: str,
+    *,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    """Answer what is no error of ours, such as an unknown path, in the same shape."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return JSONResponse(_body(message, kind, code, param), status, headers)
+
+
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer every error, ours or not, in one shape."""
+    """Answer every refusal, ours or not, in one shape; defects are the access log's."""
 
     @app.exception_handler(errors.SemanticError)
     async def _semantic(_: Request, error: errors.SemanticError) -> JSONResponse:
@@ -63,30 +75,37 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _validation(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        param = field_path(first["loc"][1:])
-        if first["type"] == "json_invalid":
-            detail = first.get("ctx", {}).get("error", "")
-            message, param = f"the body is not valid JSON: {detail}".rstrip(": "), None
+        problem = _most_telling(error.errors())
+        param = field_path(problem["loc"][1:])
+        if problem["type"] == "json_invalid":
+            return _not_json(problem["ctx"]["error"])
+        if isinstance(error.body, bytes):  # it was not read as JSON
+            message = "send content-type: application/json."
         else:
-            reason = first["msg"].removeprefix("Value error, ")
+            reason = problem["msg"].removeprefix("Value error, ")
             message = f"{param or 'the body'}: {reason}"
-        body = _body(message, "invalid_request_error", "invalid_request", param)
-        return JSONResponse(body, 400)
+        return error_response(400, message, "invalid_request", param=param)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 400:
+            # FastAPI raises it for what it did not expect: bad UTF-8, deep nesting, huge numbers.
+            return _not_json()
         message = str(error.detail)
         if error.status_code == 404:
             message = f"there is nothing at {request.method} {request.url.path}."
-        body = _body(message, "invalid_request_error", "http_error", None)
-        return JSONResponse(body, error.status_code, error.headers)
+        return error_response(error.status_code, message, "http_error", headers=error.headers)
 
-    @app.exception_handler(Exception)
-    async def _defect(request: Request, error: Exception) -> JSONResponse:
-        _log.error("request failed", path=request.url.path, exc_info=error)
-        body = _body("the server failed; its log says why.", "server_error", "internal_error", None)
-        return JSONResponse(body, 500)
+
+def _not_json(detail: str = "") -> JSONResponse:
+    message = f"the body is not valid JSON: {detail}".rstrip(": ")
+    return error_response(400, message, "invalid_request")
+
+
+def _most_telling(problems: Sequence[ErrorDetails]) -> ErrorDetails:
+    """Of the first wrong field's problems the deepest: its union member is the one meant."""
+    field = problems[0]["loc"][:2]
+    return max((p for p in problems if p["loc"][:2] == field), key=lambda p: len(p["loc"]))
 
 
 def field_path(location: tuple[int | str, ...]) -> str | None:
@@ -96,6 +115,8 @@ def field_path(location: tuple[int | str, ...]) -> str | None:
         >>> field_path(("messages", 0, "role"))
         'messages[0].role'
     """
+    if location[-1:] == ("[key]",):
+        location = location[:-2]  # a wrong key is its object's fault
     path = ""
     for part in location:
         if isinstance(part, int):

@@ -21,7 +21,7 @@ from semantic.domain.chat import (
     TextDelta,
     Usage,
 )
-from semantic.domain.errors import ModelNotFoundError
+from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 from semantic.domain.sampling import FinishReason
 from semantic.ports.inbound import InferencePort, ModelManagementPort, ModelStatus, Reply
 
@@ -48,9 +48,13 @@ def openai_router(inference: InferencePort, models: ModelManagementPort) -> APIR
         x_agent_id: Annotated[str | None, Header()] = None,
     ) -> Response:
         """Answer a conversation, whole or as a stream."""
-        reply = await inference.start(body.to_domain(x_agent_id), Principal())
+        try:
+            reply = await inference.start(body.to_domain(x_agent_id), Principal())
+        except InvalidRequestError as error:
+            error.param = body.spelled(error.param)
+            raise
         if body.stream:
-            has_usage = body.stream_options is not None and body.stream_options.include_usage
+            has_usage = bool(body.stream_options and body.stream_options.include_usage)
             return sse.event_stream(_stream(reply, has_usage=has_usage))
         return await _respond(reply, http)
 

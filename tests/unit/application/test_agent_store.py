@@ -1,0 +1,69 @@
+import tracemalloc
+
+import pytest
+
+from semantic.adapters.outbound.fake_backend import fake_spec
+from semantic.application.agent_store import AgentCacheStore
+from semantic.domain.block_pool import BlockPool
+from semantic.ports.outbound import HostBuffer, Kinds, KVPayload
+from tests.unit.application.engine_rig import ROOT
+
+pytestmark = pytest.mark.unit
+
+BLOCK_BYTES = 32
+
+
+def store_of(num_blocks: int) -> AgentCacheStore:
+    return AgentCacheStore(BlockPool(fake_spec(block_tokens=8), num_blocks * BLOCK_BYTES))
+
+
+def payload(start: int, end: int) -> KVPayload:
+    data = HostBuffer("full", (8,), "u32", bytes(BLOCK_BYTES))
+    return KVPayload("fake.v1", start, end, Kinds.ALL, (data,))
+
+
+def test_recall_makes_a_block_young_again() -> None:
+    store = store_of(2)
+    for first in (1, 2):
+        store.seal(ROOT, ROOT, [first] * 8, payload(0, 8))
+    store.recall(ROOT, [1] * 8, can_slice=True)
+    store.seal(ROOT, ROOT, [3] * 8, payload(0, 8))
+    assert store.recall(ROOT, [1] * 8, can_slice=True).num_tokens == 8
+    assert store.recall(ROOT, [2] * 8, can_slice=True).num_tokens == 0
+
+
+def test_of_two_known_beginnings_the_longer_is_taken() -> None:
+    store = store_of(8)
+    store.seal(ROOT, ROOT, [1, 2], payload(0, 2))
+    store.seal(ROOT, ROOT, [1, 2, 3, 4, 5], payload(0, 5))
+    assert store.recall(ROOT, [1, 2, 3, 4, 5, 6], can_slice=False).num_tokens == 5
+
+
+def test_the_child_with_the_longest_run_is_sliced() -> None:
+    store = store_of(8)
+    store.seal(ROOT, ROOT, [1, 2, 9, 9, 9, 9, 9, 9], payload(0, 8))
+    store.seal(ROOT, ROOT, [1, 2, 3, 4, 9, 9, 9, 9], payload(0, 8))
+    store.seal(ROOT, ROOT, [1, 9, 9, 9, 9, 9, 9, 9], payload(0, 8))
+    assert store.recall(ROOT, [1, 2, 3, 4, 5], can_slice=True).num_tokens == 4
+
+
+def seal_pairs(store: AgentCacheStore, firsts: range) -> None:
+    """Seal chains of two blocks; in a store of two blocks each pair evicts the one before."""
+    for first in firsts:
+        parent = store.seal(ROOT, ROOT, [first] * 8, payload(0, 8))
+        assert parent is not None
+        store.seal(ROOT, parent, [first] * 8, payload(8, 16))
+
+
+def test_eviction_leaves_no_empty_entries() -> None:
+    store = store_of(2)
+    tracemalloc.start()
+    try:
+        seal_pairs(store, range(1000))
+        before, _ = tracemalloc.get_traced_memory()
+        seal_pairs(store, range(1000, 2000))
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # An entry left behind by each pair would take some 200 bytes.
+    assert after - before < 20_000

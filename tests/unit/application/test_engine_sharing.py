@@ -1,0 +1,118 @@
+"""State that one request computed and another uses: waited for, forked, or recalled."""
+
+import pytest
+
+from semantic.adapters.outbound.fake_backend import fake_spec
+from semantic.application.scheduler import EngineLimits
+from semantic.domain.chat import ServiceClass
+from semantic.ports.outbound import SequenceId
+from tests.unit.application.engine_rig import FaultyBackend, alone, make_job, make_rig
+
+pytestmark = pytest.mark.unit
+
+
+# -- single flight ------------------------------------------------------------------------------
+
+
+def test_the_older_does_not_wait_for_the_younger() -> None:
+    rig = make_rig(limits=EngineLimits(prefill_step_size=8))
+    rig.submit(make_job("old", "c" * 64 + "o", service_class=ServiceClass.BACKGROUND))
+    rig.submit(make_job("young", "c" * 64 + "y"))
+    rig.step()
+    assert rig.backend.num_open == 2
+
+
+def test_less_than_a_block_in_common_is_not_waited_for() -> None:
+    rig = make_rig(limits=EngineLimits(prefill_step_size=4))
+    rig.submit(make_job("a", "c" * 7 + "a" * 30))
+    rig.submit(make_job("b", "c" * 7 + "b" * 30))
+    rig.step()
+    assert rig.backend.num_open == 2
+
+
+# -- fork ---------------------------------------------------------------------------------------
+
+
+def test_a_fork_computes_only_what_is_new() -> None:
+    rig = make_rig()
+    rig.submit(make_job("a", "x" * 4, max_tokens=30))
+    rig.step()
+    before = len(rig.backend.steps)
+    second = make_job("b", "x" * 4 + "yz")
+    rig.submit(second)
+    rig.run()
+    chunks = [c for step in rig.backend.steps[before:] for c in step.chunks if c.seq == 1]
+    assert chunks[0].start == 4
+    assert rig.text("b") == alone(second)
+
+
+def test_a_twin_of_a_running_prompt_still_computes_its_last_token() -> None:
+    rig = make_rig()
+    rig.submit(make_job("a", "x" * 20, max_tokens=30))
+    rig.step()
+    rig.submit(make_job("twin", "x" * 20))
+    rig.run(max_steps=500)
+    assert rig.text("twin") == alone(make_job("twin", "x" * 20))
+
+
+def test_a_forked_request_is_kept_for_its_next_turn() -> None:
+    rig = make_rig()
+    rig.submit(make_job("a", "x" * 12, max_tokens=30))
+    rig.step()
+    rig.submit(make_job("b", "x" * 12 + "y" * 40))
+    rig.run()
+    rig.submit(make_job("b, turn 2", "x" * 12 + "y" * 40 + rig.text("b") + " and more"))
+    rig.run()
+    assert rig.finished("b, turn 2").usage.cache_read_tokens >= 52
+
+
+class ForksOnce(FaultyBackend):
+    """Can fork a first time and never again."""
+
+    num_forks = 0
+
+    def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
+        self.num_forks += 1
+        return self.num_forks == 1 and super().fork(src, dst, num_tokens)
+
+
+def test_what_is_sealed_after_a_fork_has_its_own_chain() -> None:
+    rig = make_rig(backend=ForksOnce(fake_spec(block_tokens=8)))
+    first, second = "c" * 12 + "a" * 40, "c" * 12 + "b" * 60
+    rig.submit(make_job("a", first, max_tokens=40))
+    rig.step()
+    # All blocks go, so that "b" forks instead of recalling.
+    rig.store.reserve(rig.store.usage().available + rig.store.usage().idle)
+    rig.store.release(rig.store.usage().working - rig.backend.bytes_for([60]))
+    rig.engine.reconfigure(EngineLimits(prefill_step_size=8))
+    rig.submit(make_job("b", second, max_tokens=2, service_class=ServiceClass.BACKGROUND))
+    rig.step()
+    # The blocks of "a" come back before "b" is as long as what they cover.
+    rig.submit(make_job("a again", first, max_tokens=1))
+    rig.run()
+    mixed = make_job("m", first[:48] + second[48:] + "tail")
+    rig.submit(mixed)
+    rig.run()
+    assert rig.text("m") == alone(mixed)
+
+
+# -- layers that cannot be cut ------------------------------------------------------------------
+
+
+def test_a_boundary_can_be_resumed_at_where_layers_cannot_be_cut() -> None:
+    rig = make_rig(spec=fake_spec(block_tokens=8, has_state=True))
+    rig.submit(make_job("a", "s" * 20 + "first", boundaries=(20,)))
+    rig.run()
+    rig.submit(make_job("b", "s" * 20 + "other", boundaries=(20,)))
+    rig.run()
+    assert rig.finished("b").usage.cache_read_tokens == 20
+
+
+def test_one_step_ahead_still_keeps_each_block_of_layers_that_cannot_be_cut() -> None:
+    spec = fake_spec(block_tokens=8, has_state=True)
+    rig = make_rig(spec=spec, pipeline_depth=1, limits=EngineLimits(prefill_step_size=8))
+    rig.submit(make_job("a", "x" * 40))
+    rig.run()
+    rig.submit(make_job("b", "x" * 40 + "y"))
+    rig.run()
+    assert rig.finished("b").usage.cache_read_tokens == 40
