@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.starter import (
+    Rounds,
     backend,
     interleaved,
     library_model,
@@ -28,7 +29,7 @@ from semantic.adapters.outbound.torch_linear import Weights, speed_up
 from semantic.domain.sampling import SamplingParams
 from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, SequenceId, Step
 
-NUM_PROMPT, NUM_NEW, ROUNDS = 128, 48, 5
+NUM_PROMPT, NUM_NEW, ROUNDS = 128, 24, 7
 GREEDY = SamplingParams(temperature=0, seed=0)
 
 
@@ -94,7 +95,7 @@ def divergence(directory: Path, weights: Weights, tokens: list[int]) -> float:
     return total / len(tokens)
 
 
-def measure(directory: Path) -> dict[str, float]:
+def measure(directory: Path) -> Rounds:
     """Tokens a second of everything that is compared, in turns."""
     prompt = prompt_tokens(directory, NUM_PROMPT)
     calls: dict[str, Callable[[], float]] = {
@@ -105,8 +106,6 @@ def measure(directory: Path) -> dict[str, float]:
             made = stack.enter_context(backend(directory, weights))
             for count in (1, 4, 8):
                 calls[f"{weights} {count}"] = partial(backend_speed, made, prompt, count)
-        for call in calls.values():
-            call()
         return interleaved(calls, ROUNDS)
 
 
@@ -115,9 +114,9 @@ def main() -> int:
     directory = starter_directory()
     speeds = measure(directory)
     print(f"tokens a second, prompt of {NUM_PROMPT}, bfloat16, {torch.get_num_threads()} threads")
-    for name, speed in speeds.items():
-        print(f"  {name:<12} {speed:7.1f}")
-    ratios = {name: speed / speeds["generate"] for name, speed in speeds.items()}
+    for name in speeds.figures:
+        print(f"  {name:<12} {speeds.median(name):7.1f}")
+    ratios = {name: speeds.ratio(name, "generate") for name in speeds.figures}
     print("against generate with one sequence")
     results = [
         report("1 sequence", ratios["full 1"], 1.4),

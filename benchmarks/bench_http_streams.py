@@ -29,7 +29,7 @@ from semantic.domain.block_pool import BlockPool
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.sampling import SamplingParams, StopRules
 
-NUM_STREAMS, NUM_TOKENS, ROUNDS = 8, 64, 3
+NUM_STREAMS, NUM_TOKENS, ROUNDS = 8, 48, 3
 
 
 @contextlib.contextmanager
@@ -43,8 +43,10 @@ def server() -> Iterator[int]:
                 port = int(line.split()[1].rsplit(":", 1)[1])
             if "ready:" in line:
                 break
-        yield port
-        process.send_signal(signal.SIGINT)
+        try:
+            yield port
+        finally:
+            process.send_signal(signal.SIGINT)
 
 
 async def read_stream(port: int, index: int, arrivals: list[float]) -> None:
@@ -60,8 +62,14 @@ async def read_stream(port: int, index: int, arrivals: list[float]) -> None:
         }
     )
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    writer.write(f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+    lines = (
+        "POST /v1/chat/completions HTTP/1.1",
+        "host: 127.0.0.1",
+        "content-type: application/json",
+        "connection: close",
+        f"content-length: {len(body)}",
+    )
+    writer.write(("\r\n".join(lines) + "\r\n\r\n" + body).encode())
     while data := await reader.read(65536):
         arrivals += [time.perf_counter()] * data.count(b'"content":')
     writer.close()
@@ -71,7 +79,7 @@ async def chatter(port: int, stop: asyncio.Event) -> None:
     """Keep the event loop busy with small requests."""
     while not stop.is_set():
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        writer.write(b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
         await reader.read()
         writer.close()
 
@@ -119,12 +127,11 @@ def main() -> int:
             "engine alone": lambda: engine_run(made, directory),
             "over HTTP": lambda: asyncio.run(http_run(port, is_busy=is_busy)),
         }
-        for call in calls.values():
-            call()
         speeds = interleaved(calls, ROUNDS)
-    for name, speed in speeds.items():
-        print(f"  {name:<14} {speed:7.1f} tokens a second, {NUM_STREAMS} streams")
-    print(f"  HTTP leaves {speeds['over HTTP'] / speeds['engine alone']:.0%} of the engine's speed")
+    for name in speeds.figures:
+        print(f"  {name:<14} {speeds.median(name):7.1f} tokens a second, {NUM_STREAMS} streams")
+    ratio = speeds.ratio("over HTTP", "engine alone")
+    print(f"  HTTP leaves {ratio:.0%} of the engine's speed")
     return 0
 
 

@@ -65,13 +65,11 @@ def main() -> int:
         }
         for size in (NUM_PROMPT, 512, 128):
             calls[f"chunks of {size}"] = partial(backend_speed, made, prompt, size)
-        for call in calls.values():
-            call()
         speeds = interleaved(calls, ROUNDS)
     print(f"tokens a second, prompt of {NUM_PROMPT}, bfloat16, {torch.get_num_threads()} threads")
-    for name, speed in speeds.items():
-        print(f"  {name:<15} {speed:8.0f}")
-    ratio = speeds[f"chunks of {NUM_PROMPT}"] / speeds["generate"]
+    for name in speeds.figures:
+        print(f"  {name:<15} {speeds.median(name):8.0f}")
+    ratio = speeds.ratio(f"chunks of {NUM_PROMPT}", "generate")
     return 0 if report(f"prefill of {NUM_PROMPT} against generate", ratio, 0.95) else 1
 
 

@@ -5,12 +5,13 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-# As in the server: idle OpenMP threads sleep.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# As in the server.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -69,13 +70,31 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def interleaved(calls: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """The median of each figure, measured in turns so that a noisy machine is fair to all."""
+@dataclass(frozen=True)
+class Rounds:
+    """Figures of several rounds, each measured in turns so that a noisy machine is fair to all."""
+
+    figures: dict[str, list[float]]
+
+    def median(self, name: str) -> float:
+        """The median of one figure."""
+        return median(self.figures[name])
+
+    def ratio(self, name: str, base: str) -> float:
+        """The median of a figure over another of the same round."""
+        pairs = zip(self.figures[name], self.figures[base], strict=True)
+        return median(figure / other for figure, other in pairs)
+
+
+def interleaved(calls: dict[str, Callable[[], float]], rounds: int) -> Rounds:
+    """Measure everything once a round, after one round that does not count."""
     figures: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
+    for index in range(rounds + 1):
         for name, call in calls.items():
-            figures[name].append(call())
-    return {name: median(values) for name, values in figures.items()}
+            figure = call()
+            if index:
+                figures[name].append(figure)
+    return Rounds(figures)
 
 
 def report(title: str, ratio: float, target: float) -> bool:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# Idle OpenMP threads must sleep, not spin: test processes share few cores.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# As in the server: idle OpenMP threads must sleep, since test processes share few cores.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 settings.register_profile("default", deadline=None)
 settings.register_profile("nightly", deadline=None, max_examples=1000)

@@ -24,6 +24,11 @@ from semantic.ports.inbound import ModelState
 
 _log = structlog.get_logger(__name__)
 
+# The device's thread gives the interpreter lock up at each tensor operation. At Python's default
+# of 5 ms it then waited for the HTTP side so long that eight streams lost 38 % of their speed; with
+# this they lose 2 to 11 % (benchmarks/bench_http_streams.py), so both can live in one process.
+_SWITCH_INTERVAL_S = 0.0005
+
 
 def create_app(server: Server) -> FastAPI:
     """Make the HTTP application; its lifespan starts and stops the device's thread."""
@@ -85,6 +90,7 @@ def serve(server: Server) -> int:
         InvalidRequestError: the address cannot be listened on.
         ModelSwapError: the model cannot be loaded.
     """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     settings = server.settings
     listener = _listen(settings.host, settings.port)
     url = f"http://{_url_host(settings.host)}:{listener.getsockname()[1]}"
