@@ -172,7 +172,12 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes on the device; `total` is 0 where the backend cannot tell."""
+    """Bytes on the device.
+
+    Attributes:
+        total: All it has; 0 where the backend cannot tell.
+        used: What the open sequences take.
+    """
 
     total: int
     used: int

@@ -120,7 +120,7 @@ def _attend(
         attended = functional.scaled_dot_product_attention(
             folded, keys, values, scale=rules.scaling
         )
-        return attended.view(1, query.shape[1], 1, values.shape[3])
+        return attended.reshape(1, query.shape[1], 1, values.shape[3])
     mask = None
     if num_keys > num_queries or (rules.window and num_queries > rules.window):
         mask = _mask(num_queries, num_keys, rules.window, query.dtype, query.device)
@@ -151,7 +151,7 @@ def _attend_by_hand(
         scores = torch.cat([scores, sinks.expand(-1, -1, num_queries, 1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : keys.shape[2]].to(values.dtype)
     attended = weights @ values[0][:, None]
-    return attended.view(1, num_heads, num_queries, values.shape[3])
+    return attended.reshape(1, num_heads, num_queries, values.shape[3])
 
 
 @lru_cache(maxsize=8)

@@ -180,12 +180,11 @@ class TorchBackend:
         return sum(_capacity(length) * per_token for length in lengths)
 
     def memory(self) -> DeviceMemory:
-        """Read a CUDA device's memory; a CPU reports what the sequences take."""
-        if self._device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self._device)
-            return DeviceMemory(total, total - free)
+        """Add up the sequences' buffers; a CPU's total is left to the operating system."""
         tensors = [t for s in self._sequences.values() for t in (s.keys, s.values)]
-        return DeviceMemory(0, sum(t.numel() * t.element_size() for t in tensors))
+        is_cuda = self._device.type == "cuda"
+        total = torch.cuda.get_device_properties(self._device).total_memory if is_cuda else 0
+        return DeviceMemory(total, sum(t.numel() * t.element_size() for t in tensors))
 
     def shutdown(self) -> None:
         """Drop everything."""
