@@ -88,8 +88,12 @@ format: $(VENV)/.dev ## format the code and fix what can be fixed
 typecheck: $(VENV)/.dev ## check types strictly
 	@$(BIN)/mypy
 
+.PHONY: docs
+docs: $(VENV)/.dev ## build the documentation into site/; broken links are errors
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
+
 .PHONY: check
-check: lint typecheck ## everything CI runs: format, lint, types, architecture, tests, coverage
+check: lint typecheck docs ## everything CI runs: format, lint, types, docs, tests, coverage
 	@rm -f .coverage .coverage.*
 	@$(BIN)/coverage run -m pytest $(ARGS)
 	@$(BIN)/coverage combine -q
