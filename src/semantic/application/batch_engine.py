@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, assert_never
 
-from semantic.application.agent_store import AgentCacheStore, Recall
-from semantic.application.generation import Clock, Generation, Job, common_prefix, monotonic
+from semantic.application.agent_store import AgentCacheStore
+from semantic.application.generation import Clock, Generation, Job, monotonic
+from semantic.application.prefix_sharing import PrefixSharing
 from semantic.application.scheduler import ConcurrentScheduler, EngineLimits
 from semantic.application.text_assembler import TextAssembler
 from semantic.application.working_memory import WorkingMemory
 from semantic.domain.chat import Event, Failed, Finished, PrefillProgress, TextDelta
 from semantic.domain.errors import (
     BackendError,
-    CacheCorruptionError,
     GenerationTimeoutError,
     PoolExhaustedError,
     SemanticError,
@@ -30,7 +30,6 @@ from semantic.domain.sampling import FinishReason
 from semantic.ports.outbound import (
     Chunk,
     Computed,
-    Kinds,
     ModelBackendPort,
     Row,
     RowFailed,
@@ -69,14 +68,15 @@ class BlockPoolBatchEngine:
         emit: EventSink,
         clock: Clock = monotonic,
     ) -> None:
-        spec = backend.spec
         self._backend = backend
         self._tokenizer = tokenizer
         self._store = store
         self._emit = emit
         self._clock = clock
-        self._is_sliceable = spec.num_window == spec.num_state == 0
-        self._scheduler = ConcurrentScheduler(limits, cuts_at_blocks=not self._is_sliceable)
+        self._sharing = PrefixSharing(backend, store)
+        self._scheduler = ConcurrentScheduler(
+            limits, cuts_at_blocks=not self._sharing.can_cut_anywhere
+        )
         self._memory = WorkingMemory(backend, store)
         self._generations: dict[str, Generation] = {}
         self._flights: deque[_Flight] = deque()
@@ -138,13 +138,14 @@ class BlockPoolBatchEngine:
         """
         self._expire()
         rows = self._schedule()
-        launched = self._launch(rows) if rows else False
-        allowed = self._backend.traits.pipeline_depth if launched else 0
-        collected = False
-        while len(self._flights) > allowed:
-            collected = self._collect() or collected
+        if rows:
+            self._launch(rows)
+        num_ahead = self._backend.traits.pipeline_depth if rows else 0
+        is_busy = bool(rows or self._flights)
+        while len(self._flights) > num_ahead:
+            self._collect()
         self._hand_out()
-        return launched or collected
+        return is_busy
 
     def abandon(self, error: SemanticError) -> None:
         """Fail every request and forget all sequences: at the end, or after a defect of ours."""
@@ -179,7 +180,9 @@ class BlockPoolBatchEngine:
             return []
         self._short_of_memory = None
         for candidate in self._scheduler.candidates(now):
-            if not self._should_wait(candidate) and not self._admit(candidate):
+            if self._sharing.should_wait(candidate, self._scheduler.running):
+                continue
+            if not self._admit(candidate):
                 self._short_of_memory = candidate
                 break
         rows: list[tuple[Generation, Chunk]] = []
@@ -215,31 +218,9 @@ class BlockPoolBatchEngine:
             )
             return
         self._num_preemptions += 1
-        self._seal(generation, with_tail=True)
+        self._sharing.seal(generation, with_tail=True)
         self._close(generation)
         self._scheduler.requeue(generation)
-
-    def _should_wait(self, generation: Generation) -> bool:
-        """Whether an older sequence is computing a prefix this one can use (single flight)."""
-        known = None
-        for other in self._scheduler.running:
-            if other.order > generation.order or not other.is_prefilling:
-                continue
-            if other.is_background and not generation.is_background:
-                continue  # it may be overtaken for long
-            shared = self._num_shared(other, generation)
-            if shared <= other.num_computed:
-                continue
-            if known is None:
-                known = self._recall(generation).num_tokens
-            if shared - max(known, other.num_computed) >= self._backend.spec.block_tokens:
-                return True
-        return False
-
-    def _num_shared(self, other: Generation, generation: Generation) -> int:
-        if other.job.root != generation.job.root:
-            return 0
-        return common_prefix(other.tokens, generation.tokens[:-1])
 
     # -- open and close -------------------------------------------------------------------------
 
@@ -250,44 +231,11 @@ class BlockPoolBatchEngine:
             return False
         self._scheduler.admit(generation)
         try:
-            self._open(generation)
+            self._sharing.open(generation, self._scheduler.running)
         except SemanticError as error:
             self._fail(generation, error)
         except Exception as error:  # noqa: BLE001 - whatever the backend raises ends one request
             self._fail(generation, _as_backend_error(error))
-        return True
-
-    def _open(self, generation: Generation) -> None:
-        recall = self._recall(generation)
-        if not self._fork(generation, recall):
-            self._backend.open(generation.seq, generation.tokens)
-            try:
-                self._backend.load(generation.seq, recall.parts)
-            except CacheCorruptionError as error:
-                _log.warning("sealed blocks could not be loaded: %s", error.message)
-                self._store.discard(recall)
-                recall = Recall.nothing(generation.job.root)
-            generation.resume(recall.num_tokens, recall.chain, recall.num_whole)
-        generation.count_reuse()
-
-    def _recall(self, generation: Generation) -> Recall:
-        return self._store.recall(
-            generation.job.root, generation.tokens[:-1], can_slice=self._is_sliceable
-        )
-
-    def _fork(self, generation: Generation, recall: Recall) -> bool:
-        """Copy a running sequence's prefix if it has more of this one than the store."""
-        shared = [
-            (min(self._num_shared(other, generation), other.num_computed), other)
-            for other in self._scheduler.running
-            if other is not generation
-        ]
-        num_shared, source = max(shared, key=lambda pair: pair[0], default=(0, None))
-        if source is None or num_shared <= recall.num_tokens:
-            return False
-        if not self._backend.fork(source.seq, generation.seq, num_shared):
-            return False
-        generation.resume(num_shared, recall.chain, recall.num_whole)
         return True
 
     def _close(self, generation: Generation) -> None:
@@ -297,28 +245,27 @@ class BlockPoolBatchEngine:
 
     # -- launch and collect ---------------------------------------------------------------------
 
-    def _launch(self, rows: Sequence[tuple[Generation, Chunk]]) -> bool:
+    def _launch(self, rows: Sequence[tuple[Generation, Chunk]]) -> None:
         started = self._clock()
         prompt_tokens = sum(c.num_tokens for g, c in rows if c.start + 1 < g.num_prompt)
         try:
             ticket = self._backend.launch(Step(tuple(chunk for _, chunk in rows)))
         except Exception as error:  # noqa: BLE001 - isolated below, never lost
             self._isolate(rows, error)
-            return True
+            return
         for generation, chunk in rows:
             generation.num_launched += chunk.num_tokens
             generation.num_rows += 1
             generation.num_draws += chunk.draw is not None
         self._flights.append(_Flight(tuple(rows), ticket, prompt_tokens, started))
-        return True
 
-    def _collect(self) -> bool:
+    def _collect(self) -> None:
         flight = self._flights.popleft()
         try:
             output = self._backend.collect(flight.ticket)
         except Exception as error:  # noqa: BLE001 - isolated below, never lost
             self._isolate(flight.rows, error)
-            return True
+            return
         now = self._clock()
         begun = max(flight.launched_at, self._last_collect)
         self._last_collect = now
@@ -330,7 +277,6 @@ class BlockPoolBatchEngine:
                 _log.exception("a row could not be handled")
                 if not generation.is_done:
                     self._fail(generation, _as_backend_error(error))
-        return True
 
     def _isolate(self, rows: Sequence[tuple[Generation, Chunk]], error: Exception) -> None:
         """After a failed step: reopen its sequences and try each alone, once."""
@@ -370,7 +316,7 @@ class BlockPoolBatchEngine:
         generation.num_computed = chunk.start + chunk.num_tokens
         if generation.retry_until is not None and generation.num_computed >= generation.retry_until:
             generation.retry_until = None
-        self._seal(generation)
+        self._sharing.seal(generation)
         match row:
             case Computed():
                 done = min(generation.num_computed, generation.num_prompt)
@@ -427,7 +373,7 @@ class BlockPoolBatchEngine:
         """Free what a request that ended still holds, keeping its state for later."""
         del self._generations[generation.job.id]
         if generation.seq in self._memory.sequences:
-            self._seal(generation, with_tail=True)
+            self._sharing.seal(generation, with_tail=True)
             self._close(generation)
 
     def _expire(self) -> None:
@@ -449,37 +395,6 @@ class BlockPoolBatchEngine:
         if self._events:
             events, self._events = self._events, []
             self._emit(events)
-
-    # -- seal -----------------------------------------------------------------------------------
-
-    def _seal(self, generation: Generation, *, with_tail: bool = False) -> None:
-        """Keep the blocks that are full, and the tail too when the sequence is put away."""
-        while generation.is_sealing:
-            start = generation.num_sealed
-            end = generation.block_end(start)
-            is_full = end <= generation.num_computed
-            if not is_full:
-                end = min(generation.num_computed, len(generation.tokens))
-            if end <= start or not (is_full or with_tail):
-                return
-            generation.is_sealing = self._seal_block(generation, start, end)
-
-    def _seal_block(self, generation: Generation, start: int, end: int) -> bool:
-        try:
-            ticket = self._backend.snapshot(generation.seq, start, end, Kinds.ALL)
-            payload = self._backend.payload(ticket)
-        except ValueError:
-            return False  # the device is past the point where this could be kept
-        except Exception:  # noqa: BLE001 - caching never fails a request
-            _log.exception("a block could not be kept")
-            return False
-        name = self._store.seal(
-            generation.job.root, generation.chain, generation.tokens[start:end], payload
-        )
-        if name is None:
-            return False
-        generation.chain, generation.num_sealed = name, end
-        return True
 
 
 def _as_backend_error(error: Exception) -> SemanticError:

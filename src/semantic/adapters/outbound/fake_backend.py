@@ -15,6 +15,12 @@ from typing import Literal
 
 import numpy as np
 
+from semantic.adapters.outbound.eager_backend import (
+    EagerBackend,
+    PayloadTicket,
+    StepTicket,
+    check_follows,
+)
 from semantic.adapters.outbound.host_sampler import Logits, sample
 from semantic.domain.chat import JsonObject
 from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
@@ -99,17 +105,7 @@ class _Sequence:
         return replace(self, known=list(self.known), full=list(self.full))
 
 
-@dataclass(frozen=True, slots=True)
-class _StepTicket:
-    output: StepOutput
-
-
-@dataclass(frozen=True, slots=True)
-class _PayloadTicket:
-    payload: KVPayload
-
-
-class FakeBackend:
+class FakeBackend(EagerBackend):
     """`ModelBackendPort` over token ids; see the module."""
 
     def __init__(
@@ -180,13 +176,7 @@ class FakeBackend:
                 rows.append(self._run(chunk))
             except (InvalidRequestError, BackendError) as error:
                 rows.append(RowFailed(chunk.seq, error.message))
-        return _StepTicket(StepOutput(tuple(rows)))
-
-    def collect(self, ticket: Ticket) -> StepOutput:
-        """Return what `launch` computed."""
-        if not isinstance(ticket, _StepTicket):
-            raise TypeError("not the ticket of a step of this backend")
-        return ticket.output
+        return StepTicket(StepOutput(tuple(rows)))
 
     def snapshot(self, seq: SequenceId, start: int, end: int, kinds: Kinds) -> Ticket:
         """Copy state."""
@@ -205,13 +195,7 @@ class FakeBackend:
             if end != sequence.length:
                 raise ValueError(f"the state at {end} is gone")
             buffers.append(HostBuffer("state", (1,), "u64", struct.pack("<Q", sequence.state)))
-        return _PayloadTicket(KVPayload(self._traits.kv_abi, start, end, kinds, tuple(buffers)))
-
-    def payload(self, ticket: Ticket) -> KVPayload:
-        """Return what `snapshot` copied."""
-        if not isinstance(ticket, _PayloadTicket):
-            raise TypeError("not the ticket of a snapshot of this backend")
-        return ticket.payload
+        return PayloadTicket(KVPayload(self._traits.kv_abi, start, end, kinds, tuple(buffers)))
 
     def truncate(self, seq: SequenceId, num_tokens: int) -> int:
         """Cut a sequence back."""
@@ -309,10 +293,7 @@ class FakeBackend:
 
     def _check_part(self, part: PayloadSlice, position: int, *, is_last: bool) -> None:
         payload = part.payload
-        if payload.abi != self._traits.kv_abi:
-            raise CacheCorruptionError(f"a payload of {payload.abi} cannot be loaded")
-        if payload.start != position or not payload.start < part.end <= payload.end:
-            raise CacheCorruptionError(f"a payload from {payload.start} does not follow {position}")
+        check_follows(part, position, self._traits.kv_abi)
         sizes = {buffer.name: memoryview(buffer.data).nbytes for buffer in payload.buffers}
         if sizes.get("full") != 4 * (payload.end - payload.start):
             raise CacheCorruptionError("a payload has the wrong size")

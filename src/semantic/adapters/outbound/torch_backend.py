@@ -7,7 +7,6 @@ sequence's keys and values to that sequence's buffers and attends within it alon
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,12 @@ import numpy as np
 import torch
 
 from semantic.adapters.outbound import torch_loading
+from semantic.adapters.outbound.eager_backend import (
+    EagerBackend,
+    PayloadTicket,
+    StepTicket,
+    check_follows,
+)
 from semantic.adapters.outbound.host_sampler import Logits, sample
 from semantic.adapters.outbound.torch_attention import Span, TorchSequence
 from semantic.adapters.outbound.torch_loading import TorchOptions
@@ -42,17 +47,7 @@ from semantic.ports.outbound import (
 _GROWTH = 256  # tokens by which a sequence's buffers grow
 
 
-@dataclass(frozen=True, slots=True)
-class _StepTicket:
-    output: StepOutput
-
-
-@dataclass(frozen=True, slots=True)
-class _PayloadTicket:
-    payload: KVPayload
-
-
-class TorchBackend:
+class TorchBackend(EagerBackend):
     """`ModelBackendPort` over a Hugging Face model directory."""
 
     def __init__(
@@ -135,13 +130,7 @@ class TorchBackend:
         rows: list[Row] = [
             _finish(entry, next(logits)) if isinstance(entry, Span) else entry for entry in plan
         ]
-        return _StepTicket(StepOutput(tuple(rows)))
-
-    def collect(self, ticket: Ticket) -> StepOutput:
-        """Return what `launch` computed."""
-        if not isinstance(ticket, _StepTicket):
-            raise TypeError("not the ticket of a step of this backend")
-        return ticket.output
+        return StepTicket(StepOutput(tuple(rows)))
 
     def snapshot(self, seq: SequenceId, start: int, end: int, kinds: Kinds) -> Ticket:
         """Copy state to the host; all layers keep all tokens, so any range can be had."""
@@ -152,13 +141,7 @@ class TorchBackend:
             _host_buffer("keys", sequence.keys[:, :, start:end]),
             _host_buffer("values", sequence.values[:, :, start:end]),
         )
-        return _PayloadTicket(KVPayload(self._traits.kv_abi, start, end, kinds, buffers))
-
-    def payload(self, ticket: Ticket) -> KVPayload:
-        """Return what `snapshot` copied."""
-        if not isinstance(ticket, _PayloadTicket):
-            raise TypeError("not the ticket of a snapshot of this backend")
-        return ticket.payload
+        return PayloadTicket(KVPayload(self._traits.kv_abi, start, end, kinds, buffers))
 
     def truncate(self, seq: SequenceId, num_tokens: int) -> int:
         """Cut a sequence back."""
@@ -289,10 +272,7 @@ class TorchBackend:
 
     def _check_part(self, part: PayloadSlice, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         payload = part.payload
-        if payload.abi != self._traits.kv_abi:
-            raise CacheCorruptionError(f"a payload of {payload.abi} cannot be loaded")
-        if payload.start != position or not payload.start < part.end <= payload.end:
-            raise CacheCorruptionError(f"a payload from {payload.start} does not follow {position}")
+        check_follows(part, position, self._traits.kv_abi)
         buffers = {buffer.name: buffer for buffer in payload.buffers}
         keys, values = (
             self._tensor(buffers.get(name), (*self._shape, payload.end - payload.start, dim))

@@ -4,6 +4,7 @@ Device, number format and thread count are chosen here: by measurement where tha
 """
 
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from semantic.adapters.outbound import torch_linear
 from semantic.adapters.outbound.torch_attention import ATTENTION_NAME, packed_attention
@@ -102,6 +104,8 @@ def load_model(
             f"weights {weights} need a CPU that computes in bfloat16 (--dtype bfloat16)",
             param="weights",
         )
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     model: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
