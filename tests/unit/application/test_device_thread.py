@@ -221,7 +221,7 @@ def test_stopping_answers_everyone() -> None:
 
 def test_a_hung_device_is_noticed_answered_for_and_forgiven() -> None:
     backend = StallingBackend()
-    with device(backend, hang_timeout_s=0.2) as made:
+    with device(backend, hang_timeout_s=0.5) as made:
         made.await_state(ModelState.READY)
         backend.gate.clear()
         made.thread.submit(make_job("running"))
@@ -243,7 +243,7 @@ def test_a_hung_device_is_noticed_answered_for_and_forgiven() -> None:
 
 def test_who_was_failed_by_the_watchdog_does_not_run_on() -> None:
     backend = StallingBackend()
-    with device(backend, hang_timeout_s=0.2) as made:
+    with device(backend, hang_timeout_s=0.5) as made:
         made.await_state(ModelState.READY)
         backend.gate.clear()
         made.thread.submit(make_job("long", max_tokens=100_000))
