@@ -26,8 +26,8 @@ _log = structlog.get_logger(__name__)
 
 # The device's thread gives the interpreter lock up at each tensor operation. At Python's default
 # of 5 ms it then waited for the HTTP side so long that eight streams lost 38 % of their speed; with
-# this they lose 2 to 11 % (benchmarks/bench_http_streams.py), so both can live in one process.
-_SWITCH_INTERVAL_S = 0.0005
+# this they lose a few percent (benchmarks/bench_http_streams.py), so both live in one process.
+_SWITCH_INTERVAL_S = 0.00005
 
 
 def create_app(server: Server) -> FastAPI:
