@@ -21,12 +21,14 @@ class Recall:
 
     Attributes:
         parts: Payloads to load, in order.
+        names: The blocks they are of.
         num_tokens: Positions they cover.
         chain: Name of the last whole block.
         num_whole: Positions covered by whole blocks; the rest is a slice of one more.
     """
 
     parts: tuple[PayloadSlice, ...]
+    names: tuple[BlockName, ...]
     num_tokens: int
     chain: BlockName
     num_whole: int
@@ -34,7 +36,7 @@ class Recall:
     @classmethod
     def nothing(cls, root: BlockName) -> "Recall":
         """Everything is to be computed."""
-        return cls((), 0, root, 0)
+        return cls((), (), 0, root, 0)
 
 
 class AgentCacheStore:
@@ -69,16 +71,15 @@ class AgentCacheStore:
                 block, num_shared = child
                 num_tokens += num_shared
                 found.append((block, num_tokens))
-            self._pool.touch([block.name for block, _ in found])
+            names = tuple(block.name for block, _ in found)
+            self._pool.touch(names)
             parts = tuple(PayloadSlice(self._payloads[b.name], end) for b, end in found)
-            return Recall(parts, num_tokens, chain, num_whole)
+            return Recall(parts, names, num_tokens, chain, num_whole)
 
     def discard(self, recall: Recall) -> None:
         """Drop the blocks of a recall that could not be loaded, so that they are made anew."""
-        unusable = {id(part.payload) for part in recall.parts}
         with self._lock:
-            names = [n for n, payload in self._payloads.items() if id(payload) in unusable]
-            self._forget(self._pool.discard(names))
+            self._forget(self._pool.discard(recall.names))
 
     def seal(
         self, root: BlockName, parent: BlockName, tokens: Sequence[int], payload: KVPayload

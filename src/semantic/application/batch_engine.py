@@ -232,8 +232,6 @@ class BlockPoolBatchEngine:
         self._scheduler.admit(generation)
         try:
             self._sharing.open(generation, self._scheduler.running)
-        except SemanticError as error:
-            self._fail(generation, error)
         except Exception as error:  # noqa: BLE001 - whatever the backend raises ends one request
             self._fail(generation, _as_backend_error(error))
         return True

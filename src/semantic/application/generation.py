@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from semantic.application.text_assembler import TextAssembler
-from semantic.domain.blocks import BlockName
+from semantic.domain.blocks import BlockName, block_end
 from semantic.domain.chat import ServiceClass, Usage
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, SequenceId, TokenConstraint
@@ -126,10 +126,8 @@ class Generation:
         return self.num_generated + self.num_draws >= self.job.max_tokens
 
     def block_end(self, position: int) -> int:
-        """Where the block that holds `position` ends; blocks start anew at each boundary."""
-        base = max((b for b in self.job.boundaries if b <= position), default=0)
-        end = base + ((position - base) // self.block_tokens + 1) * self.block_tokens
-        return min([end, *(b for b in self.job.boundaries if b > position)])
+        """Where the block that holds `position` ends."""
+        return block_end(position, self.block_tokens, self.job.boundaries)
 
     def next_chunk(self, num_tokens: int) -> Chunk:
         """Describe the next `num_tokens` tokens; does not count them as launched."""

@@ -150,6 +150,18 @@ class AgentBlocks:
         return AgentBlocks(self.root, self.blocks[:kept])
 
 
+def block_end(position: int, block_tokens: int, boundaries: Sequence[int] = ()) -> int:
+    """Where the block that holds `position` ends; blocks start anew at each boundary.
+
+    Example:
+        >>> [block_end(position, 4, boundaries=[5]) for position in (0, 4, 5)]
+        [4, 5, 9]
+    """
+    base = max((b for b in boundaries if 0 < b <= position), default=0)
+    end = base + ((position - base) // block_tokens + 1) * block_tokens
+    return min([end, *(b for b in boundaries if b > position)])
+
+
 def split_tokens(
     tokens: Sequence[int], spec: ModelCacheSpec, boundaries: Sequence[int] = ()
 ) -> list[tuple[int, int]]:
@@ -162,12 +174,10 @@ def split_tokens(
         >>> split_tokens(range(10), spec, boundaries=[5])
         [(0, 4), (4, 5), (5, 9), (9, 10)]
     """
-    cuts = [*sorted({b for b in boundaries if 0 < b < len(tokens)}), len(tokens)]
     ranges: list[tuple[int, int]] = []
     start = 0
-    for cut in cuts:
-        while start < cut:
-            end = min(start + spec.block_tokens, cut)
-            ranges.append((start, end))
-            start = end
+    while start < len(tokens):
+        end = min(block_end(start, spec.block_tokens, boundaries), len(tokens))
+        ranges.append((start, end))
+        start = end
     return ranges
