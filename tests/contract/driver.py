@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from semantic.domain.sampling import SamplingParams
+from semantic.domain.spec import LayerKind
 from semantic.ports.outbound import (
     LAST_SAMPLED,
     Chunk,
     Draw,
-    Kinds,
     KVPayload,
     ModelBackendPort,
-    PayloadSlice,
     Row,
     Sampled,
     SequenceId,
@@ -22,6 +22,8 @@ from semantic.ports.outbound import (
 
 GREEDY = SamplingParams(temperature=0)
 NUM_REPLY = 6
+
+Saved: TypeAlias = tuple[KVPayload, ...]  # a block: one payload for each kind of layers
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -77,19 +79,20 @@ class Run:
         advance([self], [end - self.num_held])
         assert self.num_held == end
 
-    def seal(self, *ends: int) -> list[PayloadSlice]:
+    def seal(self, *ends: int) -> list[Saved]:
         """Compute up to each end and save what was added there."""
         parts = []
         for end in ends:
             start = self.num_held
             self.compute(end)
-            parts.append(whole(save(self.backend, self.seq, start, end)))
+            parts.append(save(self.backend, self.seq, start, end))
         return parts
 
-    def load(self, parts: Sequence[PayloadSlice]) -> None:
-        """Restore."""
-        self.backend.load(self.seq, parts)
-        self.num_held = parts[-1].end
+    def load(self, blocks: Sequence[Saved], end: int | None = None) -> None:
+        """Restore up to the end of the blocks, or less far."""
+        end = blocks[-1][0].end if end is None else end
+        self.backend.load(self.seq, needed(self, blocks, end), end)
+        self.num_held = end
 
     def finish(self, num_reply: int = NUM_REPLY) -> list[int]:
         """Go on alone until the reply is long enough."""
@@ -134,21 +137,27 @@ def finish(runs: Sequence[Run], num_reply: int = NUM_REPLY) -> None:
         advance(left)
 
 
-def save(
-    backend: ModelBackendPort, seq: SequenceId, start: int, end: int, kinds: Kinds = Kinds.ALL
-) -> KVPayload:
-    """Snapshot to the end."""
-    return backend.payload(backend.snapshot(seq, start, end, kinds))
+def save(backend: ModelBackendPort, seq: SequenceId, start: int, end: int) -> Saved:
+    """Snapshot every kind of layers to the end."""
+    tickets = [backend.snapshot(seq, start, end, kind) for kind in backend.spec.kinds]
+    return tuple(backend.payload(ticket) for ticket in tickets)
 
 
-def whole(payload: KVPayload) -> PayloadSlice:
-    """All of a payload."""
-    return PayloadSlice(payload, payload.end)
+def needed(run: Run, blocks: Sequence[Saved], end: int) -> list[KVPayload]:
+    """Of saved blocks, the payloads that bring a run to `end`."""
+    spec = run.backend.spec
+    after = {
+        LayerKind.FULL: run.num_held,
+        LayerKind.WINDOW: max(0, end - spec.window),
+        LayerKind.STATE: end - 1,
+    }
+    payloads = [payload for block in blocks for payload in block]
+    return [payload for payload in payloads if payload.end > after[payload.kind]]
 
 
 def restored(run: Run, seq: int) -> Run:
     """Save a run as it is, close it and reopen it under another id."""
-    parts = [whole(save(run.backend, run.seq, 0, run.num_held))] if run.num_held else []
+    parts = [save(run.backend, run.seq, 0, run.num_held)] if run.num_held else []
     run.backend.close(run.seq)
     again = begin(run.backend, seq, run.tokens, run.params)
     again.num_prompt = run.num_prompt

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.sampling import SamplingParams
+from semantic.domain.spec import LayerKind
 from semantic.ports.outbound import (
-    Kinds,
     ModelBackendPort,
-    PayloadSlice,
+    RowFailed,
     SequenceId,
     Step,
 )
@@ -23,12 +23,11 @@ from tests.contract.driver import (
     advance,
     begin,
     finish,
+    needed,
     prompt,
     restored,
     sampled,
-    save,
     step,
-    whole,
 )
 from tests.contract.models import BLOCK_TOKENS
 
@@ -51,12 +50,14 @@ def test_every_buffer_of_a_payload_counts(backend: ModelBackendPort, alone: Alon
     """A part of another sequence shows."""
     (own,) = begin(backend, 0, prompt(20)).seal(16)
     (foreign,) = begin(backend, 1, prompt(20, seed=1)).seal(16)
-    for i in range(len(own.payload.buffers)):
-        buffers = list(own.payload.buffers)
-        buffers[i] = foreign.payload.buffers[i]
-        run = begin(backend, 2 + i, prompt(20))
-        run.load([whole(replace(own.payload, buffers=tuple(buffers)))])
-        assert run.finish(12) != alone(prompt(20), num_reply=12), buffers[i].name
+    places = [(i, j) for i, payload in enumerate(own) for j in range(len(payload.buffers))]
+    for i, j in places:
+        buffers = list(own[i].buffers)
+        buffers[j] = foreign[i].buffers[j]
+        mixed = (*own[:i], replace(own[i], buffers=tuple(buffers)), *own[i + 1 :])
+        run = begin(backend, 2 + 10 * i + j, prompt(20))
+        run.load([mixed])
+        assert run.finish(12) != alone(prompt(20), num_reply=12), buffers[j].name
 
 
 # -- batches and chunks -------------------------------------------------------------------------
@@ -156,8 +157,8 @@ def test_restored_over_several_calls(backend: ModelBackendPort, alone: Alone) ->
     tokens = prompt(22)
     parts = begin(backend, 0, tokens).seal(*FULL_BLOCKS, 19)
     run = begin(backend, 1, tokens)
-    for part in parts:
-        run.load([part])
+    for count in range(1, len(parts) + 1):
+        run.load(parts[:count])
     assert run.finish() == alone(tokens)
 
 
@@ -166,36 +167,47 @@ def test_restored_onto_what_was_computed(backend: ModelBackendPort, alone: Alone
     parts = begin(backend, 0, tokens).seal(*FULL_BLOCKS, 19)
     run = begin(backend, 1, tokens)
     run.compute(BLOCK_TOKENS)
-    run.load(parts[1:])
+    run.load(parts)
     assert run.finish() == alone(tokens)
 
 
-def test_only_the_last_part_needs_window_and_state(backend: ModelBackendPort, alone: Alone) -> None:
+def test_window_and_state_may_come_last(backend: ModelBackendPort, alone: Alone) -> None:
     tokens = prompt(22)
-    source = begin(backend, 0, tokens)
-    source.compute(20)
-    head = save(backend, source.seq, 0, 16, Kinds.FULL)
-    tail = save(backend, source.seq, 16, 20)
+    blocks = begin(backend, 0, tokens).seal(*FULL_BLOCKS, 20)
+    if LayerKind.FULL not in backend.spec.kinds:
+        return
     run = begin(backend, 1, tokens)
-    run.load([whole(head), whole(tail)])
+    parts = needed(run, blocks, 20)
+    for end, block in zip((*FULL_BLOCKS, 20), blocks, strict=True):
+        backend.load(run.seq, [part for part in block if part.kind is LayerKind.FULL], end)
+    backend.load(run.seq, [part for part in parts if part.kind is not LayerKind.FULL], 20)
+    run.num_held = 20
     assert run.finish() == alone(tokens)
 
 
-def test_a_tail_cut_at_every_token(
-    subject: Subject, backend: ModelBackendPort, alone: Alone
-) -> None:
+def test_without_window_or_state_it_cannot_go_on(backend: ModelBackendPort) -> None:
+    if len(backend.spec.kinds) == 1:
+        return
+    (block,) = begin(backend, 0, prompt(22)).seal(20)
+    run = begin(backend, 1, prompt(22))
+    backend.load(run.seq, [part for part in block if part.kind is LayerKind.FULL], 20)
+    run.num_held = 20
+    assert isinstance(step(backend, run.chunk())[0], RowFailed)
+
+
+def test_a_tail_cut_at_every_token(backend: ModelBackendPort, alone: Alone) -> None:
     """The conversations part there."""
-    parts = begin(backend, 0, prompt(24)).seal(*FULL_BLOCKS, 23)
+    blocks = begin(backend, 0, prompt(24)).seal(*FULL_BLOCKS, 23)
+    has_state = LayerKind.STATE in backend.spec.kinds
     for end in range(17, 24):
         tokens = [*prompt(24)[:end], *prompt(6, seed=9)]
         run = begin(backend, end, tokens)
-        cut = [*parts[:-1], PayloadSlice(parts[-1].payload, end)]
-        if subject.cuts_anywhere or end == 23:
-            run.load(cut)
-        else:
+        if has_state and end < 23:
             with pytest.raises(CacheCorruptionError):
-                backend.load(run.seq, cut)
-            run.load(parts[:-1])
+                backend.load(run.seq, needed(run, blocks, end), end)
+            run.load(blocks[:-1])
+        else:
+            run.load(blocks, end)
         assert run.finish() == alone(tokens), end
 
 
@@ -216,13 +228,13 @@ def test_a_payload_is_not_touched_by_what_follows(
     tokens = prompt(end + 1)
     run = begin(backend, 0, tokens)
     run.compute(end)
-    ticket = backend.snapshot(run.seq, 0, end, Kinds.ALL)
+    tickets = [backend.snapshot(run.seq, 0, end, kind) for kind in backend.spec.kinds]
     assert backend.truncate(run.seq, 0) == 0
     Run(backend, run.seq, prompt(end + 1, seed=1), end + 1).compute(end)
-    payload = backend.payload(ticket)
+    payloads = tuple(backend.payload(ticket) for ticket in tickets)
     backend.close(run.seq)
     again = begin(backend, 1, tokens)
-    again.load([whole(payload)])
+    again.load([payloads])
     assert again.finish() == alone(tokens)
 
 

@@ -1,19 +1,18 @@
 """What a backend refuses harms neither the sequence it was asked of nor its neighbours."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
 from semantic.domain.errors import CacheCorruptionError, InvalidRequestError
 from semantic.domain.sampling import SamplingParams
+from semantic.domain.spec import LayerKind
 from semantic.ports.outbound import (
     Chunk,
     HostBuffer,
-    Kinds,
     KVPayload,
     ModelBackendPort,
-    PayloadSlice,
     RowFailed,
     SequenceId,
     Step,
@@ -22,6 +21,7 @@ from tests.contract.conftest import Alone, Subject
 from tests.contract.driver import (
     GREEDY,
     Run,
+    Saved,
     advance,
     begin,
     finish,
@@ -30,7 +30,6 @@ from tests.contract.driver import (
     sampled,
     save,
     step,
-    whole,
 )
 
 pytestmark = pytest.mark.contract
@@ -92,7 +91,8 @@ def test_last_sampled_is_gone_after_a_load(backend: ModelBackendPort, alone: Alo
     parts = begin(backend, 0, prompt(17)).seal(8, 16)
     run, neighbour = begin(backend, 1, prompt(17)), begin(backend, 2, prompt(13, seed=1))
     sampled(*step(backend, replace(run.chunk(8), draw=run.chunk().draw)))
-    run.load(parts[1:])
+    run.num_held = 8
+    run.load(parts)
     _is_refused(run, run.chunk_of_last(), neighbour)
     assert run.finish() == alone(prompt(17))
 
@@ -147,7 +147,7 @@ def test_a_failed_row_leaves_the_history_as_it_was(backend: ModelBackendPort, al
     other = replace(run.chunk(allowed=NOTHING), tokens=tuple(prompt(4, seed=3)))
     (row,) = step(backend, other)
     assert isinstance(row, RowFailed)
-    run.load(parts[1:])
+    run.load(parts)
     assert run.finish() == alone(tokens, params)
 
 
@@ -165,10 +165,12 @@ def _shorten(buffer: HostBuffer) -> HostBuffer:
     return replace(buffer, data=bytes(buffer.data)[:-4])
 
 
-def _is_corrupt(run: Run, *parts: PayloadSlice) -> bool:
+def _is_corrupt(run: Run, *blocks: Saved, end: int | None = None) -> bool:
     """Whether the backend refuses to load this."""
+    end = blocks[-1][0].end if end is None else end
+    parts = [p for b in blocks for p in b if p.kind is not LayerKind.STATE or b is blocks[-1]]
     try:
-        run.backend.load(run.seq, parts)
+        run.backend.load(run.seq, parts, end)
     except CacheCorruptionError:
         return True
     return False
@@ -187,29 +189,36 @@ BAD_PAYLOADS: dict[str, Callable[[KVPayload], KVPayload]] = {
 }
 
 
+def _spoilt(block: Saved) -> Iterator[tuple[str, Saved]]:
+    """The block with one of its payloads bad, in every way."""
+    for name, spoil in BAD_PAYLOADS.items():
+        for i, payload in enumerate(block):
+            yield f"{payload.kind.value} {name}", (*block[:i], spoil(payload), *block[i + 1 :])
+
+
 def test_a_bad_payload_loads_nothing(backend: ModelBackendPort, alone: Alone) -> None:
     tokens = prompt(25)
     first, second = begin(backend, 0, tokens).seal(8, 16)
     run, neighbour = begin(backend, 1, tokens), begin(backend, 2, prompt(13, seed=1))
     neighbour.finish(2)
-    bad_parts = {name: whole(spoil(second.payload)) for name, spoil in BAD_PAYLOADS.items()}
-    for name, bad in bad_parts.items():
-        assert _is_corrupt(run, first, bad), name
+    for name, bad in _spoilt(second):
+        assert _is_corrupt(run, first, bad, end=16), name
     run.load([first])
-    for name, bad in bad_parts.items():
-        assert _is_corrupt(run, bad), name
-    run.load([second])
+    for name, bad in _spoilt(second):
+        windows = tuple(part for part in first if part.kind is LayerKind.WINDOW)
+        assert _is_corrupt(run, windows, bad, end=16), name
+    run.load([first, second])
     finish([run, neighbour])
     assert run.reply == alone(tokens)
     assert neighbour.reply == alone(prompt(13, seed=1))
 
 
-def test_slices_beyond_their_payload(backend: ModelBackendPort, alone: Alone) -> None:
+def test_an_end_that_is_not_reached_or_passed(backend: ModelBackendPort, alone: Alone) -> None:
     tokens = prompt(25)
     first, second = begin(backend, 0, tokens).seal(8, 16)
     run = begin(backend, 1, tokens)
     for end in (0, 8, 17):
-        assert _is_corrupt(run, first, PayloadSlice(second.payload, end)), end
+        assert _is_corrupt(run, first, second, end=end), end
     assert run.finish() == alone(tokens)
 
 
@@ -237,15 +246,15 @@ def test_tokens_that_were_cut_off_are_not_known(backend: ModelBackendPort, alone
     run = begin(backend, 0, prompt(25))
     parts = run.seal(8, 16)
     run.num_held = backend.truncate(run.seq, 8)
-    assert _is_corrupt(run, *(parts if run.num_held == 0 else parts[1:]))
+    assert _is_corrupt(run, *(parts if run.num_held == 0 else parts[1:]), end=16)
     assert run.finish() == alone(prompt(25))
 
 
 def test_loading_nothing_changes_nothing(backend: ModelBackendPort, alone: Alone) -> None:
     run = begin(backend, 0, prompt(10))
-    backend.load(run.seq, [])
+    backend.load(run.seq, [], 0)
     run.finish(2)
-    backend.load(run.seq, [])
+    backend.load(run.seq, [], run.num_held)
     chunk = run.chunk_of_last()
     run.take(chunk, *step(backend, chunk))
     assert run.finish() == alone(prompt(10))
@@ -253,15 +262,19 @@ def test_loading_nothing_changes_nothing(backend: ModelBackendPort, alone: Alone
 
 def test_a_load_into_a_sequence_that_is_not_open(backend: ModelBackendPort) -> None:
     with pytest.raises(KeyError):
-        backend.load(SequenceId(0), [])
+        backend.load(SequenceId(0), [], 0)
 
 
 def test_a_snapshot_of_what_is_not_held(backend: ModelBackendPort, alone: Alone) -> None:
     run = begin(backend, 0, prompt(11))
     run.compute(9)
     for start, end in [(0, 0), (5, 4), (-1, 4), (0, 10), (9, 10)]:
-        with pytest.raises(ValueError, match="not within 9"):
-            backend.snapshot(run.seq, start, end, Kinds.ALL)
+        for kind in backend.spec.kinds:
+            with pytest.raises(ValueError, match="hold"):
+                backend.snapshot(run.seq, start, end, kind)
+    for kind in {*LayerKind} - {*backend.spec.kinds}:
+        with pytest.raises(ValueError, match="hold"):
+            backend.snapshot(run.seq, 0, 9, kind)
     assert run.finish() == alone(prompt(11))
 
 
@@ -270,12 +283,13 @@ def test_a_snapshot_whose_window_or_state_is_gone(
 ) -> None:
     run = begin(backend, 0, prompt(25))
     run.compute(20)
-    assert save(backend, run.seq, 0, 16, Kinds.FULL).end == 16
+    if LayerKind.FULL in backend.spec.kinds:
+        assert backend.payload(backend.snapshot(run.seq, 0, 16, LayerKind.FULL)).end == 16
     if subject.cuts_anywhere:
-        assert save(backend, run.seq, 0, 16).end == 16
+        assert {payload.end for payload in save(backend, run.seq, 0, 16)} == {16}
     else:
         with pytest.raises(ValueError, match="gone"):
-            backend.snapshot(run.seq, 0, 16, Kinds.ALL)
+            save(backend, run.seq, 0, 16)
     assert run.finish() == alone(prompt(25))
 
 
@@ -318,7 +332,7 @@ def test_truncate_below_nothing(backend: ModelBackendPort, alone: Alone) -> None
 def test_tickets_are_for_what_they_were_given_for(backend: ModelBackendPort) -> None:
     run = begin(backend, 0, prompt(10))
     stepped = backend.launch(Step((run.chunk(),)))
-    saved = backend.snapshot(run.seq, 0, 10, Kinds.ALL)
+    saved = backend.snapshot(run.seq, 0, 10, backend.spec.kinds[0])
     with pytest.raises(TypeError):
         backend.collect(saved)
     with pytest.raises(TypeError):

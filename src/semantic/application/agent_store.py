@@ -12,7 +12,8 @@ from semantic.application.generation import common_prefix
 from semantic.domain.block_pool import BlockPool, PoolUsage
 from semantic.domain.blocks import BlockName, KVBlock, block_name
 from semantic.domain.errors import PoolExhaustedError
-from semantic.ports.outbound import KVPayload, PayloadSlice
+from semantic.domain.spec import LayerKind
+from semantic.ports.outbound import KVPayload
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +21,14 @@ class Recall:
     """What is known of a prompt.
 
     Attributes:
-        parts: Payloads to load, in order.
+        parts: Payloads to load up to `num_tokens`, in order.
         names: The blocks they are of.
         num_tokens: Positions they cover.
         chain: Name of the last whole block.
         num_whole: Positions covered by whole blocks; the rest is a slice of one more.
     """
 
-    parts: tuple[PayloadSlice, ...]
+    parts: tuple[KVPayload, ...]
     names: tuple[BlockName, ...]
     num_tokens: int
     chain: BlockName
@@ -48,7 +49,7 @@ class AgentCacheStore:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._lock = threading.Lock()
-        self._payloads: dict[BlockName, KVPayload] = {}
+        self._payloads: dict[BlockName, tuple[KVPayload, ...]] = {}
         self._children: dict[BlockName, dict[BlockName, KVBlock]] = {}
 
     def recall(self, root: BlockName, tokens: Sequence[int], *, can_slice: bool) -> Recall:
@@ -73,7 +74,7 @@ class AgentCacheStore:
                 found.append((block, num_tokens))
             names = tuple(block.name for block, _ in found)
             self._pool.touch(names)
-            parts = tuple(PayloadSlice(self._payloads[b.name], end) for b, end in found)
+            parts = self._needed(names, num_tokens)
             return Recall(parts, names, num_tokens, chain, num_whole)
 
     def discard(self, recall: Recall) -> None:
@@ -82,14 +83,18 @@ class AgentCacheStore:
             self._forget(self._pool.discard(recall.names))
 
     def seal(
-        self, root: BlockName, parent: BlockName, tokens: Sequence[int], payload: KVPayload
+        self,
+        root: BlockName,
+        parent: BlockName,
+        tokens: Sequence[int],
+        payloads: Sequence[KVPayload],
     ) -> BlockName | None:
         """Keep the block that follows `parent`; a known one is not written again.
 
         Returns:
             Its name, or None if there is no room: caching never fails a request.
         """
-        block = KVBlock.of(parent, tokens, payload.nbytes)
+        block = KVBlock.of(parent, tokens, sum(payload.nbytes for payload in payloads))
         with self._lock:
             chain = [*self._ancestors(root, parent), block]
             if chain[0].parent != root:
@@ -100,7 +105,7 @@ class AgentCacheStore:
                 return None
             # Nobody holds a sealed block as such. Freed together, tails go before what they follow.
             self._pool.free([b.name for b in chain])
-            self._payloads.setdefault(block.name, payload)
+            self._payloads.setdefault(block.name, tuple(payloads))
             self._children.setdefault(parent, {}).setdefault(block.name, block)
             return block.name
 
@@ -145,6 +150,16 @@ class AgentCacheStore:
             return block
         matching = [b for b in children.values() if _agrees(b, tokens, start)]
         return max(matching, key=lambda block: block.num_tokens, default=None)
+
+    def _needed(self, names: Sequence[BlockName], end: int) -> tuple[KVPayload, ...]:
+        """Of the blocks' parts those that `end` depends on."""
+        first = {
+            LayerKind.FULL: 0,
+            LayerKind.WINDOW: max(0, end - self._pool.spec.window),
+            LayerKind.STATE: end - 1,
+        }
+        payloads = [payload for name in names for payload in self._payloads[name]]
+        return tuple(payload for payload in payloads if payload.end > first[payload.kind])
 
     def _longest_child(
         self, parent: BlockName, tokens: Sequence[int], start: int

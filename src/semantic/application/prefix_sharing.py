@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from semantic.application.agent_store import AgentCacheStore, Recall
 from semantic.application.generation import Generation, common_prefix
 from semantic.domain.errors import CacheCorruptionError
-from semantic.ports.outbound import Kinds, ModelBackendPort
+from semantic.ports.outbound import ModelBackendPort
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class PrefixSharing:
         if not self._fork(generation, recall, running):
             self._backend.open(generation.seq, generation.tokens)
             try:
-                self._backend.load(generation.seq, recall.parts)
+                self._backend.load(generation.seq, recall.parts, recall.num_tokens)
             except CacheCorruptionError as error:
                 _log.warning("sealed blocks could not be loaded: %s", error.message)
                 self._store.discard(recall)
@@ -97,15 +97,18 @@ class PrefixSharing:
 
     def _seal_block(self, generation: Generation, start: int, end: int) -> bool:
         try:
-            ticket = self._backend.snapshot(generation.seq, start, end, Kinds.ALL)
-            payload = self._backend.payload(ticket)
+            tickets = [
+                self._backend.snapshot(generation.seq, start, end, kind)
+                for kind in self._backend.spec.kinds
+            ]
+            payloads = [self._backend.payload(ticket) for ticket in tickets]
         except ValueError:
             return False  # the device is past the point where this could be kept
         except Exception:  # noqa: BLE001 - caching never fails a request
             _log.exception("a block could not be kept")
             return False
         name = self._store.seal(
-            generation.job.root, generation.chain, generation.tokens[start:end], payload
+            generation.job.root, generation.chain, generation.tokens[start:end], payloads
         )
         if name is None:
             return False

@@ -1,7 +1,8 @@
-"""Agents: named pointers into the blocks, with a log of their turns.
+"""Agents: named pointers at turns, and turns: the log of what was said.
 
-An agent is to its turns what a branch is to commits. All values are immutable; an operation
-returns the agent that follows. No tensor is touched by any of them.
+An agent is to its turns what a branch is to commits: turns know the turn before them, an agent
+knows its latest. All values are immutable; an operation returns the agent that follows. No tensor
+is touched by any of them.
 """
 
 import enum
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import Message, ServiceClass, Usage
-from semantic.domain.errors import AgentNotFoundError, InvalidRequestError
+from semantic.domain.errors import InvalidRequestError
 
 LOCAL_TENANT = "local"
 _ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -62,8 +63,9 @@ class Tier(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A place in a chain: `num_tokens` tokens from the root, ending inside or at `block`."""
+    """A place in a chain: `num_tokens` tokens from `root`, ending inside or at `block`."""
 
+    root: BlockName
     block: BlockName
     num_tokens: int
 
@@ -77,22 +79,51 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True)
+class Reuse:
+    """Where the prompt tokens of a turn came from.
+
+    Attributes:
+        hot: From a working copy that was still open, or another sequence that was running.
+        pool: From sealed blocks in memory.
+        disk: From sealed blocks that were read for this turn.
+        computed: Computed.
+    """
+
+    hot: int = 0
+    pool: int = 0
+    disk: int = 0
+    computed: int = 0
+
+    @property
+    def reused(self) -> int:
+        """Tokens that were not computed."""
+        return self.hot + self.pool + self.disk
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One exchange. Messages and token ids are the truth; attention state is a cache of them.
 
     Attributes:
+        parent: The turn before, if any.
+        agent_id: Whose turn it was first; forks share it.
         messages: What was said in this turn, question and reply.
         tokens: The ids this turn added to the conversation, as computed.
-        pointer: Where the conversation ends after this turn; None while nothing is sealed.
-        is_durable: Whether the turn survives a crash.
+        num_tokens: Tokens of the whole conversation after it.
+        pointer: Where its attention state ends; None while nothing is sealed.
+        is_durable: Whether the turn and its attention state are on disk.
     """
 
     id: str
+    parent: str | None
+    agent_id: str
     messages: tuple[Message, ...]
     tokens: tuple[int, ...]
+    num_tokens: int
     pointer: Pointer | None
     usage: Usage
     created_at: float
+    reuse: Reuse = field(default_factory=Reuse)
     is_durable: bool = False
 
 
@@ -100,21 +131,27 @@ class Turn:
 class Agent:
     """A conversation that can be continued, forked and rewound.
 
+    Attributes:
+        head: The latest turn's id; None before the first.
+        num_turns: Turns from the first to the head.
+        ttl_s: It is forgotten when it was not used for so long; None keeps it.
+
     Example:
-        >>> turn = Turn("t1", (), (1, 2), None, Usage(prompt_tokens=2), created_at=0.0)
-        >>> agent = Agent("coder").commit(turn)
-        >>> agent.fork("reviewer").head == agent.head
-        True
-        >>> agent.rewind(None).head is None
-        True
+        >>> agent = Agent("coder", created_at=0.0).advance("t1", at=1.0)
+        >>> agent.fork("reviewer", at=2.0).head
+        't1'
     """
 
     id: str
+    created_at: float
     tenant: str = LOCAL_TENANT
-    turns: tuple[Turn, ...] = ()
+    head: str | None = None
+    num_turns: int = 0
+    last_used: float = 0.0
     weight: float = 1.0
     service_class: ServiceClass = ServiceClass.INTERACTIVE
     is_pinned: bool = False
+    ttl_s: float | None = None
     quota: Quota = field(default_factory=Quota)
     labels: tuple[tuple[str, str], ...] = ()
 
@@ -122,33 +159,20 @@ class Agent:
         check_agent_id(self.id, "agent_id")
         _check_weight(self.weight)
 
-    @property
-    def head(self) -> Turn | None:
-        """The latest turn."""
-        return self.turns[-1] if self.turns else None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the whole conversation."""
-        return sum(len(turn.tokens) for turn in self.turns)
-
-    def commit(self, turn: Turn) -> "Agent":
+    def advance(self, turn_id: str, *, at: float) -> "Agent":
         """Return the agent with one more turn."""
-        return replace(self, turns=(*self.turns, turn))
+        return replace(self, head=turn_id, num_turns=self.num_turns + 1, last_used=at)
 
-    def rewind(self, turn_id: str | None) -> "Agent":
-        """Return the agent as it was after a turn; None goes back before the first.
+    def rewind(self, turn_id: str | None, num_turns: int, *, at: float) -> "Agent":
+        """Return the agent as it was after an earlier turn; None goes back before the first."""
+        return replace(self, head=turn_id, num_turns=num_turns, last_used=at)
 
-        Raises:
-            AgentNotFoundError: the agent has no such turn.
-        """
-        if turn_id is None:
-            return replace(self, turns=())
-        for index, turn in enumerate(self.turns):
-            if turn.id == turn_id:
-                return replace(self, turns=self.turns[: index + 1])
-        raise AgentNotFoundError(f"agent {self.id} has no turn {turn_id}")
-
-    def fork(self, new_id: str) -> "Agent":
+    def fork(self, new_id: str, *, at: float) -> "Agent":
         """Return another agent with the same past; pins are not inherited."""
-        return replace(self, id=new_id, is_pinned=False)
+        return replace(self, id=new_id, is_pinned=False, created_at=at, last_used=at)
+
+    def is_expired(self, now: float) -> bool:
+        """Whether it outlived its time unused; pinned agents do not."""
+        if self.ttl_s is None or self.is_pinned:
+            return False
+        return now - max(self.last_used, self.created_at) >= self.ttl_s

@@ -9,11 +9,13 @@ import hashlib
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from semantic.domain.spec import ModelCacheSpec
+from semantic.domain.spec import LayerKind, ModelCacheSpec
 
 _ROOT_TAG = b"semantic.root.v1"
 _BLOCK_TAG = b"semantic.block.v1"
+TOKEN_BYTES = 4
 _NAME_BYTES = hashlib.sha256().digest_size
 
 
@@ -62,11 +64,29 @@ def block_name(parent: BlockName, tokens: Sequence[int]) -> BlockName:
         raise ValueError(f"a name has {_NAME_BYTES} bytes, got {len(parent)}")
     if not tokens:
         raise ValueError("a block holds at least one token")
+    return packed_block_name(parent, pack_tokens(tokens))
+
+
+def packed_block_name(parent: BlockName, packed: bytes) -> BlockName:
+    """Name the block that follows `parent` and holds the ids packed by `pack_tokens`."""
+    return BlockName(hashlib.sha256(_BLOCK_TAG + parent + packed).digest())
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Write ids as four bytes each, little-endian.
+
+    Raises:
+        ValueError: an id is not in ``[0, 2**32)``.
+    """
     try:
-        packed = struct.pack(f"<{len(tokens)}I", *tokens)
+        return struct.pack(f"<{len(tokens)}I", *tokens)
     except struct.error as error:
         raise ValueError(f"token ids must be in [0, 2**32): {error}") from None
-    return BlockName(hashlib.sha256(_BLOCK_TAG + parent + packed).digest())
+
+
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """Undo `pack_tokens`."""
+    return struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +116,41 @@ class KVBlock:
     def num_tokens(self) -> int:
         """How many tokens the block holds."""
         return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPart:
+    """One kind of layers' state of one block, as it rests on disk.
+
+    Attributes:
+        root: Where the block's chain begins.
+        start: Position of the block's first token.
+        tokens: The block's ids, packed: four bytes each, little-endian.
+        nbytes: Size of the file.
+        last_used: Seconds since the epoch.
+    """
+
+    root: BlockName
+    name: BlockName
+    parent: BlockName
+    kind: LayerKind
+    start: int
+    tokens: bytes
+    nbytes: int = 0
+    last_used: float = 0.0
+
+    @property
+    def key(self) -> "PartKey":
+        """What tells it from every other part."""
+        return (self.name, self.kind)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the block."""
+        return len(self.tokens) // TOKEN_BYTES
+
+
+PartKey: TypeAlias = tuple[BlockName, LayerKind]
 
 
 @dataclass(frozen=True, slots=True)

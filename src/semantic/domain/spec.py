@@ -96,6 +96,16 @@ class ModelCacheSpec:
         """Layers with a recurrent state."""
         return len(self._of_kind(LayerKind.STATE))
 
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of layers the model has, in the order they are declared."""
+        return tuple(kind for kind in LayerKind if self._of_kind(kind))
+
+    @property
+    def window(self) -> int:
+        """The longest window of all layers; 0 without WINDOW layers."""
+        return max((layer.window for layer in self.layers), default=0)
+
     def bytes_per_token(self, bits: int = 16) -> int:
         """What one more token adds while no window has wrapped."""
         return _to_bytes(sum(layer.elements_per_token for layer in self.layers), bits)

@@ -8,7 +8,7 @@ from typing import Final, Literal, NewType, Protocol, TypeAlias
 
 from semantic.domain.chat import JsonObject
 from semantic.domain.sampling import SamplingParams, TokenLogprob
-from semantic.domain.spec import ModelCacheSpec
+from semantic.domain.spec import LayerKind, ModelCacheSpec
 
 SequenceId = NewType("SequenceId", int)
 
@@ -108,15 +108,6 @@ class Ticket(Protocol):
     """Handle of work that was launched; each backend has its own kind."""
 
 
-class Kinds(enum.Flag):
-    """Which parts of attention state: see `LayerKind`."""
-
-    FULL = enum.auto()
-    WINDOW = enum.auto()
-    STATE = enum.auto()
-    ALL = FULL | WINDOW | STATE
-
-
 @dataclass(frozen=True, slots=True)
 class HostBuffer:
     """Named bytes in host memory, with the shape and dtype the backend gave them."""
@@ -129,30 +120,23 @@ class HostBuffer:
 
 @dataclass(frozen=True, slots=True)
 class KVPayload:
-    """Attention state of positions ``[start, end)``, evaluated and safe on any thread.
+    """One kind of layers' attention state of positions ``[start, end)``, safe on any thread.
 
     Attributes:
         abi: The `Traits.kv_abi` of the backend that made it; others refuse it.
+        kind: FULL and WINDOW hold every position's keys and values; STATE is what was at `end`.
     """
 
     abi: str
+    kind: LayerKind
     start: int
     end: int
-    kinds: Kinds
     buffers: tuple[HostBuffer, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(memoryview(buffer.data).nbytes for buffer in self.buffers)
-
-
-@dataclass(frozen=True, slots=True)
-class PayloadSlice:
-    """The first tokens of a payload: positions ``[payload.start, end)`` of it."""
-
-    payload: KVPayload
-    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +197,17 @@ class ModelBackendPort(Protocol):
         """
         ...
 
-    def load(self, seq: SequenceId, parts: Sequence[PayloadSlice]) -> None:
-        """Append state from payloads, in order, to a sequence; mutates it.
+    def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
+        """Bring a sequence to `end` with state from payloads; mutates it.
+
+        FULL parts continue what is held, without a gap; the last one may reach past `end`. WINDOW
+        parts cover the `spec.window` positions before `end`, and the STATE part was taken there.
+        These two may come in a later call with the same `end`: a long restore is cut into calls
+        of FULL parts, and the sequence can go on once its other kinds have come too.
 
         Raises:
-            CacheCorruptionError: another abi or geometry, or not what follows; nothing is loaded.
+            CacheCorruptionError: another abi or geometry, a gap, or a kind that does not reach
+                `end`; nothing is loaded.
             KeyError: the sequence is not open.
         """
         ...
@@ -248,11 +238,14 @@ class ModelBackendPort(Protocol):
         """
         ...
 
-    def snapshot(self, seq: SequenceId, start: int, end: int, kinds: Kinds) -> Ticket:
-        """Begin copying state of ``[start, end)`` to the host; window and state parts are at `end`.
+    def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
+        """Begin copying one kind of layers' state of ``[start, end)`` to the host.
+
+        Of WINDOW layers at most the last `spec.window` positions are copied; STATE is taken at
+        `end`.
 
         Raises:
-            ValueError: the range is not held, or its window or state parts are gone.
+            ValueError: the range is not held (any more), or the model has no such layers.
         """
         ...
 

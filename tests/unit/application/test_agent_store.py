@@ -5,7 +5,8 @@ import pytest
 from semantic.adapters.outbound.fake_backend import fake_spec
 from semantic.application.agent_store import AgentCacheStore
 from semantic.domain.block_pool import BlockPool
-from semantic.ports.outbound import HostBuffer, Kinds, KVPayload
+from semantic.domain.spec import LayerKind
+from semantic.ports.outbound import HostBuffer, KVPayload
 from tests.unit.application.engine_rig import ROOT
 
 pytestmark = pytest.mark.unit
@@ -17,9 +18,9 @@ def store_of(num_blocks: int) -> AgentCacheStore:
     return AgentCacheStore(BlockPool(fake_spec(block_tokens=8), num_blocks * BLOCK_BYTES))
 
 
-def payload(start: int, end: int) -> KVPayload:
+def payload(start: int, end: int) -> tuple[KVPayload]:
     data = HostBuffer("full", (8,), "u32", bytes(BLOCK_BYTES))
-    return KVPayload("fake.v1", start, end, Kinds.ALL, (data,))
+    return (KVPayload("fake.v1", LayerKind.FULL, start, end, (data,)),)
 
 
 def test_recall_makes_a_block_young_again() -> None:

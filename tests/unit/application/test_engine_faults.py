@@ -10,11 +10,10 @@ from semantic.application.scheduler import EngineLimits
 from semantic.domain.chat import Failed
 from semantic.domain.errors import BackendError, CacheCorruptionError
 from semantic.domain.sampling import StopRules
-from semantic.domain.spec import ModelCacheSpec
+from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.outbound import (
     LAST_SAMPLED,
-    Kinds,
-    PayloadSlice,
+    KVPayload,
     RowFailed,
     SequenceId,
     Step,
@@ -58,10 +57,10 @@ class StrictBackend(FaultyBackend):
             self._spoil(step)
             raise
 
-    def snapshot(self, seq: SequenceId, start: int, end: int, kinds: Kinds) -> Ticket:
+    def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
         if seq in self._spoilt:
             self.violations.append(f"sealed {seq} after its step failed")
-        return super().snapshot(seq, start, end, kinds)
+        return super().snapshot(seq, start, end, kind)
 
     def close(self, seq: SequenceId) -> None:
         if any(chunk.seq == seq for step in self._flying for chunk in step.chunks):
@@ -87,10 +86,10 @@ class CorruptBackend(FaultyBackend):
 
     is_corrupt = False
 
-    def load(self, seq: SequenceId, parts: Sequence[PayloadSlice]) -> None:
+    def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
         if self.is_corrupt:
             raise CacheCorruptionError("bad checksum")
-        super().load(seq, parts)
+        super().load(seq, parts, end)
 
 
 def is_poisoned(step: Step) -> bool:
@@ -220,7 +219,7 @@ def test_blocks_that_cannot_be_loaded_are_replaced() -> None:
     rig.submit(make_job("b", "x" * 30 + "y"))
     rig.run(max_steps=200)
     (good, *_) = rig.store.recall(job.root, job.tokens, can_slice=True).parts
-    assert good.payload is not bad.payload
+    assert good is not bad
 
 
 # -- abandon ------------------------------------------------------------------------------------

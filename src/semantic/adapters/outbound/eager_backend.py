@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from semantic.domain.errors import CacheCorruptionError
-from semantic.ports.outbound import KVPayload, PayloadSlice, StepOutput, Ticket
+from semantic.ports.outbound import KVPayload, StepOutput, Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +33,3 @@ class EagerBackend:
         if not isinstance(ticket, PayloadTicket):
             raise TypeError("not the ticket of a snapshot of this backend")
         return ticket.payload
-
-
-def check_follows(part: PayloadSlice, position: int, abi: str) -> None:
-    """See that a payload is of this backend and continues at `position`.
-
-    Raises:
-        CacheCorruptionError: it is not, or does not.
-    """
-    payload = part.payload
-    if payload.abi != abi:
-        raise CacheCorruptionError(f"a payload of {payload.abi} cannot be loaded")
-    if payload.start != position or not payload.start < part.end <= payload.end:
-        raise CacheCorruptionError(f"a payload from {payload.start} does not follow {position}")

@@ -9,19 +9,15 @@ writes lower-case gibberish.
 import string
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
-from semantic.adapters.outbound.eager_backend import (
-    EagerBackend,
-    PayloadTicket,
-    StepTicket,
-    check_follows,
-)
+from semantic.adapters.outbound.eager_backend import EagerBackend, PayloadTicket, StepTicket
 from semantic.adapters.outbound.host_sampler import Logits, sample
+from semantic.adapters.outbound.payload_parts import sort_parts
 from semantic.domain.chat import JsonObject
 from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
@@ -31,9 +27,7 @@ from semantic.ports.outbound import (
     Computed,
     DeviceMemory,
     HostBuffer,
-    Kinds,
     KVPayload,
-    PayloadSlice,
     Row,
     RowFailed,
     Sampled,
@@ -70,13 +64,26 @@ def _mix(value: int, token: int) -> int:
     return (value * 1_000_003 + token + 1) % _PRIME
 
 
+def _disguise(entry: int) -> int:
+    """What a window layer keeps where a full one keeps `entry`."""
+    return _mix(entry, 7) % 2**32
+
+
 @dataclass(slots=True)
 class _Sequence:
+    """What a fake model keeps.
+
+    Attributes:
+        full: An entry a token; as in a model, each depends on everything before it.
+        window: The entries of the last tokens, in a disguise of their own.
+        state: Of all tokens; None where it was not restored yet.
+    """
+
     known: list[int]
     full: list[int] = field(default_factory=list)
     full_hash: int = 1
     window: list[int] = field(default_factory=list)
-    state: int = 1
+    state: int | None = 1
     last_sampled: int | None = None
 
     @property
@@ -87,12 +94,11 @@ class _Sequence:
         start = self.length
         self.known[start : start + len(tokens)] = tokens
         for token in tokens:
-            # As in a model, what is kept of a token depends on everything before it.
             self.keep([_mix(self.full[-1] if self.full else 1, token) % 2**32])
-            self.state = _mix(self.state, token)
+            self.state = _mix(self.state or 0, token)
         if window_size:
-            self.window = [*self.window, *tokens][-window_size:]
-        self.last_sampled = None
+            added = [_disguise(entry) for entry in self.full[start:]]
+            self.window = [*self.window, *added][-window_size:]
 
     def keep(self, entries: Sequence[int]) -> None:
         """Add full attention state as it is, computed or restored."""
@@ -100,6 +106,17 @@ class _Sequence:
         for entry in entries:
             self.full_hash = _mix(self.full_hash, entry)
         self.last_sampled = None
+
+    def buffer(self, start: int, end: int, kind: LayerKind) -> HostBuffer:
+        """Copy the entries of ``[start, end)``, or the state at `end`."""
+        first_kept = self.length - len(self.window)
+        if kind is LayerKind.FULL:
+            return _ids_buffer("full", self.full[start:end])
+        if kind is LayerKind.WINDOW and start >= first_kept:
+            return _ids_buffer("window", self.window[start - first_kept : end - first_kept])
+        if kind is LayerKind.STATE and end == self.length and self.state is not None:
+            return HostBuffer("state", (1,), "u64", struct.pack("<Q", self.state))
+        raise ValueError(f"the {kind.value} at {end} is gone")
 
     def copy(self) -> "_Sequence":
         return replace(self, known=list(self.known), full=list(self.full))
@@ -115,7 +132,8 @@ class FakeBackend(EagerBackend):
         kinds = {layer.kind for layer in self._spec.layers}
         self._window = max((layer.window for layer in self._spec.layers), default=0)
         self._has_state = LayerKind.STATE in kinds
-        self._traits = Traits(pipeline_depth, is_unified_memory=True, kv_abi="fake.v1")
+        abi = f"fake.v2.{self._window}.{int(self._has_state)}"
+        self._traits = Traits(pipeline_depth, is_unified_memory=True, kv_abi=abi)
         self._sequences: dict[SequenceId, _Sequence] = {}
 
     @property
@@ -140,20 +158,22 @@ class FakeBackend(EagerBackend):
         self._check_ids(tokens)
         self._sequences[seq] = _Sequence(list(tokens))
 
-    def load(self, seq: SequenceId, parts: Sequence[PayloadSlice]) -> None:
+    def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
         """Append state from payloads."""
         sequence = self._sequences[seq]
-        position = sequence.length
-        for part in parts:
-            self._check_part(part, position, is_last=part is parts[-1])
-            position = part.end
-        if position > len(sequence.known):
-            raise CacheCorruptionError(f"only {len(sequence.known)} of {position} tokens are known")
-        for part in parts:
-            ids = next(array("I", bytes(b.data)) for b in part.payload.buffers if b.name == "full")
-            sequence.keep(ids[: part.end - part.payload.start])
-        if parts:
-            self._load_end(sequence, parts[-1].payload)
+        found = sort_parts(parts, sequence.length, end, self._spec, self._traits.kv_abi)
+        if end > len(sequence.known):
+            raise CacheCorruptionError(f"only {len(sequence.known)} of {end} tokens are known")
+        full = [entry for part in found.full for entry in _entries(part)]
+        window = [entry for part in found.window for entry in _entries(part)]
+        state = _state_of(found.state) if found.state else None
+        if end > sequence.length:
+            sequence.keep(full[: end - sequence.length])
+            sequence.window, sequence.state = [], None
+        if found.window:
+            sequence.window = window[: end - found.window[0].start][-self._window :]
+        if state is not None:
+            sequence.state = state
 
     def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
         """Open a sequence with another's first tokens."""
@@ -178,24 +198,16 @@ class FakeBackend(EagerBackend):
                 rows.append(RowFailed(chunk.seq, error.message))
         return StepTicket(StepOutput(tuple(rows)))
 
-    def snapshot(self, seq: SequenceId, start: int, end: int, kinds: Kinds) -> Ticket:
+    def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
         """Copy state."""
         sequence = self._sequences[seq]
-        if not 0 <= start < end <= sequence.length:
-            raise ValueError(f"[{start}, {end}) is not within {sequence.length} tokens")
-        buffers = []
-        if Kinds.FULL in kinds:
-            buffers.append(_ids_buffer("full", sequence.full[start:end]))
-        if Kinds.WINDOW in kinds and self._window:
-            if end != sequence.length > self._window:
-                raise ValueError(f"the window before {end} is gone")
-            first = max(0, end - self._window)
-            buffers.append(_ids_buffer("window", sequence.known[first:end]))
-        if Kinds.STATE in kinds and self._has_state:
-            if end != sequence.length:
-                raise ValueError(f"the state at {end} is gone")
-            buffers.append(HostBuffer("state", (1,), "u64", struct.pack("<Q", sequence.state)))
-        return PayloadTicket(KVPayload(self._traits.kv_abi, start, end, kinds, tuple(buffers)))
+        if not 0 <= start < end <= sequence.length or kind not in self._spec.kinds:
+            raise ValueError(f"{kind.value} layers do not hold [{start}, {end})")
+        if kind is LayerKind.WINDOW:
+            start = max(start, end - self._window)
+        return PayloadTicket(
+            KVPayload(self._traits.kv_abi, kind, start, end, (sequence.buffer(start, end, kind),))
+        )
 
     def truncate(self, seq: SequenceId, num_tokens: int) -> int:
         """Cut a sequence back."""
@@ -248,6 +260,8 @@ class FakeBackend(EagerBackend):
     def _tokens_of(self, chunk: Chunk, sequence: _Sequence) -> tuple[int, ...]:
         if chunk.start != sequence.length:
             raise InvalidRequestError(f"the chunk is at {chunk.start}, not {sequence.length}")
+        if not self._is_whole(sequence):
+            raise InvalidRequestError("its window or state parts are not loaded")
         if chunk.tokens is LAST_SAMPLED:
             if sequence.last_sampled is None:
                 raise InvalidRequestError("nothing was sampled here")
@@ -259,11 +273,10 @@ class FakeBackend(EagerBackend):
 
     def _logits(self, sequence: _Sequence) -> Logits:
         key = sequence.full_hash
-        if self._window:
-            for token in sequence.window:
-                key = _mix(key, token)
+        for entry in sequence.window:
+            key = _mix(key, entry)
         if self._has_state:
-            key = _mix(key, sequence.state)
+            key = _mix(key, sequence.state or 0)
         logits = np.random.Generator(np.random.Philox(key=key)).random(VOCAB_SIZE, np.float32)
         logits *= 4
         logits[_LETTERS] += 4
@@ -279,38 +292,23 @@ class FakeBackend(EagerBackend):
                     f"token id {token} is not in [0, {VOCAB_SIZE})", param="tokens"
                 )
 
+    def _is_whole(self, sequence: _Sequence) -> bool:
+        """Whether window and state are those of the sequence's end."""
+        has_window = len(sequence.window) == min(self._window, sequence.length)
+        return has_window and (not self._has_state or sequence.state is not None)
+
     def _can_cut(self, sequence: _Sequence, num_tokens: int) -> bool:
         if num_tokens in (0, sequence.length):
             return True
-        return not self._has_state and (not self._window or sequence.length <= self._window)
+        first_kept = sequence.length - len(sequence.window) if self._window else 0
+        return not self._has_state and max(0, num_tokens - self._window) >= first_kept
 
     def _cut(self, cut: _Sequence, source: _Sequence, num_tokens: int) -> None:
         """Give `cut` the first tokens' state of `source`; it can be cut there."""
         cut.keep(source.full[:num_tokens])
-        if self._window:
-            cut.window = source.known[:num_tokens][-self._window :]
+        kept = len(source.window) - (source.length - num_tokens)
+        cut.window = source.window[: max(0, kept)]
         cut.state = source.state if num_tokens else 1
-
-    def _check_part(self, part: PayloadSlice, position: int, *, is_last: bool) -> None:
-        payload = part.payload
-        check_follows(part, position, self._traits.kv_abi)
-        sizes = {buffer.name: memoryview(buffer.data).nbytes for buffer in payload.buffers}
-        if sizes.get("full") != 4 * (payload.end - payload.start):
-            raise CacheCorruptionError("a payload has the wrong size")
-        if is_last and not self._ends_restorable(part, sizes):
-            raise CacheCorruptionError("the last payload lacks window or state at its end")
-
-    def _ends_restorable(self, part: PayloadSlice, sizes: Mapping[str, int]) -> bool:
-        wanted = {"window": 4 * min(part.end, self._window)} if self._window else {}
-        wanted |= {"state": 8} if self._has_state else {}
-        return not wanted or (part.end == part.payload.end and wanted.items() <= sizes.items())
-
-    def _load_end(self, sequence: _Sequence, payload: KVPayload) -> None:
-        buffers = {buffer.name: bytes(buffer.data) for buffer in payload.buffers}
-        if self._window:
-            sequence.window = list(array("I", buffers["window"]))
-        if self._has_state:
-            (sequence.state,) = struct.unpack("<Q", buffers["state"])
 
 
 _LETTERS = np.frombuffer((string.ascii_lowercase + "  ").encode(), np.uint8)
@@ -318,6 +316,21 @@ _LETTERS = np.frombuffer((string.ascii_lowercase + "  ").encode(), np.uint8)
 
 def _ids_buffer(name: str, ids: Sequence[int]) -> HostBuffer:
     return HostBuffer(name, (len(ids),), "u32", array("I", ids).tobytes())
+
+
+def _entries(part: KVPayload) -> "array[int]":
+    (buffer,) = part.buffers or (None,)
+    if buffer is None or memoryview(buffer.data).nbytes != 4 * (part.end - part.start):
+        raise CacheCorruptionError("a payload has the wrong size")
+    return array("I", bytes(buffer.data))
+
+
+def _state_of(part: KVPayload) -> int:
+    data = b"".join(bytes(buffer.data) for buffer in part.buffers)
+    if len(data) != 8:
+        raise CacheCorruptionError("a payload has the wrong size")
+    (state,) = struct.unpack("<Q", data)
+    return int(state)
 
 
 class FakeTokenizer:

@@ -22,10 +22,15 @@ _UNSUPPORTED_OPTIONS = ("indices", "position_bias")
 
 @dataclass(slots=True)
 class TorchSequence:
-    """A sequence's tokens, and their keys and values: ``[layers, heads, capacity, dim]`` each."""
+    """A sequence's tokens, and their keys and values: ``[layers, heads, capacity, dim]`` each.
+
+    Attributes:
+        window_start: Before this position window layers hold nothing: it was not restored.
+    """
 
     known: list[int]
     length: int = 0
+    window_start: int = 0
     last_sampled: int | None = None
     keys: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     values: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -34,6 +39,10 @@ class TorchSequence:
     def capacity(self) -> int:
         """Tokens the buffers have room for."""
         return self.keys.shape[2] if self.keys.dim() == 4 else 0
+
+    def has_window(self, num_tokens: int, window: int) -> bool:
+        """Whether window layers hold what a continuation after `num_tokens` looks at."""
+        return not window or self.window_start <= max(0, num_tokens - window)
 
     def copy_state(self, source: "TorchSequence", num_tokens: int) -> None:
         """Take over another's first tokens; the buffers must have room."""

@@ -18,22 +18,20 @@ from semantic.adapters.outbound.eager_backend import (
     EagerBackend,
     PayloadTicket,
     StepTicket,
-    check_follows,
 )
 from semantic.adapters.outbound.host_sampler import Logits, sample
+from semantic.adapters.outbound.payload_parts import sort_parts
 from semantic.adapters.outbound.torch_attention import Span, TorchSequence
 from semantic.adapters.outbound.torch_loading import TorchOptions
 from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
-from semantic.domain.spec import ModelCacheSpec
+from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.outbound import (
     LAST_SAMPLED,
     Chunk,
     Computed,
     DeviceMemory,
     HostBuffer,
-    Kinds,
     KVPayload,
-    PayloadSlice,
     Row,
     RowFailed,
     Sampled,
@@ -67,6 +65,7 @@ class TorchBackend(EagerBackend):
         )
         self._spec = spec
         layer = spec.layers[0]
+        self._layers = {kind: _layers_of(kind, spec) for kind in spec.kinds}
         self._shape = (spec.num_layers, layer.num_kv_heads)
         self._dims = (layer.key_dim, layer.value_dim)
         name = str(self._dtype).removeprefix("torch.")
@@ -91,32 +90,34 @@ class TorchBackend(EagerBackend):
         self._check_ids(tokens)
         self._add(seq, TorchSequence(list(tokens)))
 
-    def load(self, seq: SequenceId, parts: Sequence[PayloadSlice]) -> None:
+    def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
         """Append state from payloads."""
         sequence = self._sequences[seq]
-        position = sequence.length
-        tensors = []
-        for part in parts:
-            tensors.append(self._check_part(part, position))
-            position = part.end
-        if position > len(sequence.known):
-            raise CacheCorruptionError(f"only {len(sequence.known)} of {position} tokens are known")
-        self._grow(sequence, position)
-        for part, (keys, values) in zip(parts, tensors, strict=True):
-            start, end = part.payload.start, part.end
-            sequence.keys[:, :, start:end] = keys[:, :, : end - start]
-            sequence.values[:, :, start:end] = values[:, :, : end - start]
-        if parts:
-            sequence.length, sequence.last_sampled = position, None
+        found = sort_parts(parts, sequence.length, end, self._spec, self._traits.kv_abi)
+        if end > len(sequence.known):
+            raise CacheCorruptionError(f"only {len(sequence.known)} of {end} tokens are known")
+        tensors = [(part, self._tensors(part)) for part in (*found.full, *found.window)]
+        self._grow(sequence, end)
+        for part, (keys, values) in tensors:
+            self._put(sequence.keys, keys, part, end)
+            self._put(sequence.values, values, part, end)
+        if end > sequence.length:
+            sequence.length, sequence.last_sampled = end, None
+            sequence.window_start = end
+        if found.window:
+            sequence.window_start = found.window[0].start
 
     def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
         """Open a sequence with a copy of another's first tokens."""
         source = self._sequences[src]
-        if not 0 <= num_tokens <= source.length:
+        if not 0 <= num_tokens <= source.length or not source.has_window(
+            num_tokens, self._spec.window
+        ):
             return False
         target = TorchSequence(source.known[:num_tokens], num_tokens)
         self._grow(target, num_tokens)
         target.copy_state(source, num_tokens)
+        target.window_start = source.window_start
         self._add(dst, target)
         return True
 
@@ -132,24 +133,30 @@ class TorchBackend(EagerBackend):
         ]
         return StepTicket(StepOutput(tuple(rows)))
 
-    def snapshot(self, seq: SequenceId, start: int, end: int, kinds: Kinds) -> Ticket:
-        """Copy state to the host; all layers keep all tokens, so any range can be had."""
+    def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
+        """Copy state to the host; window layers keep all tokens that were computed here."""
         sequence = self._sequences[seq]
-        if not 0 <= start < end <= sequence.length:
-            raise ValueError(f"[{start}, {end}) is not within {sequence.length} tokens")
+        if kind is LayerKind.WINDOW:
+            start = max(start, end - self._spec.window)
+        is_held = kind in self._layers and 0 <= start < end <= sequence.length
+        if not is_held or (kind is LayerKind.WINDOW and start < sequence.window_start):
+            raise ValueError(f"{kind.value} layers do not hold [{start}, {end})")
+        layers = self._layers[kind]
         buffers = (
-            _host_buffer("keys", sequence.keys[:, :, start:end]),
-            _host_buffer("values", sequence.values[:, :, start:end]),
+            _host_buffer("keys", sequence.keys[layers, :, start:end]),
+            _host_buffer("values", sequence.values[layers, :, start:end]),
         )
-        return PayloadTicket(KVPayload(self._traits.kv_abi, start, end, kinds, buffers))
+        return PayloadTicket(KVPayload(self._traits.kv_abi, kind, start, end, buffers))
 
     def truncate(self, seq: SequenceId, num_tokens: int) -> int:
-        """Cut a sequence back."""
+        """Cut a sequence back; to nothing where its windows were not restored that far back."""
         sequence = self._sequences[seq]
         if num_tokens < 0:
             raise ValueError(f"a sequence cannot have {num_tokens} tokens")
         if num_tokens < sequence.length:
-            sequence.length, sequence.last_sampled = num_tokens, None
+            is_cut = sequence.has_window(num_tokens, self._spec.window)
+            sequence.length, sequence.last_sampled = num_tokens if is_cut else 0, None
+            sequence.window_start = sequence.window_start if is_cut else 0
             del sequence.known[num_tokens:]
         return sequence.length
 
@@ -202,6 +209,8 @@ class TorchBackend(EagerBackend):
             raise InvalidRequestError(f"sequence {chunk.seq} is not open")
         if chunk.start != sequence.length:
             raise InvalidRequestError(f"the chunk is at {chunk.start}, not {sequence.length}")
+        if not sequence.has_window(sequence.length, self._spec.window):
+            raise InvalidRequestError("its window parts are not loaded")
         if chunk.tokens is LAST_SAMPLED:
             if sequence.last_sampled is None:
                 raise InvalidRequestError("nothing was sampled here")
@@ -270,15 +279,27 @@ class TorchBackend(EagerBackend):
         if tokens and not (min(tokens) >= 0 and max(tokens) < size):
             raise InvalidRequestError(f"a token id is not in [0, {size})", param="tokens")
 
-    def _check_part(self, part: PayloadSlice, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        payload = part.payload
-        check_follows(part, position, self._traits.kv_abi)
-        buffers = {buffer.name: buffer for buffer in payload.buffers}
+    def _tensors(self, part: KVPayload) -> tuple[torch.Tensor, torch.Tensor]:
+        buffers = {buffer.name: buffer for buffer in part.buffers}
+        num_layers = sum(layer.kind is part.kind for layer in self._spec.layers)
         keys, values = (
-            self._tensor(buffers.get(name), (*self._shape, payload.end - payload.start, dim))
+            self._tensor(
+                buffers.get(name), (num_layers, self._shape[1], part.end - part.start, dim)
+            )
             for name, dim in zip(("keys", "values"), self._dims, strict=True)
         )
         return keys, values
+
+    def _put(self, target: torch.Tensor, source: torch.Tensor, part: KVPayload, end: int) -> None:
+        """Write what a part holds of one kind of layers, up to `end`."""
+        end = min(part.end, end)
+        source = source[:, :, : end - part.start]
+        layers = self._layers[part.kind]
+        if isinstance(layers, slice):
+            target[:, :, part.start : end] = source
+            return
+        for layer, content in zip(layers, source, strict=True):
+            target[layer, :, part.start : end] = content
 
     def _tensor(self, buffer: HostBuffer | None, shape: tuple[int, ...]) -> torch.Tensor:
         data = bytearray() if buffer is None else bytearray(buffer.data)
@@ -286,6 +307,12 @@ class TorchBackend(EagerBackend):
         if buffer is None or buffer.shape != shape or len(data) != num_bytes:
             raise CacheCorruptionError(f"a payload lacks keys or values of shape {shape}")
         return torch.frombuffer(data, dtype=self._dtype).view(shape).to(self._device)
+
+
+def _layers_of(kind: LayerKind, spec: ModelCacheSpec) -> slice | list[int]:
+    """Which layers are of a kind; a slice, which needs no gathering, where all are."""
+    layers = [index for index, layer in enumerate(spec.layers) if layer.kind is kind]
+    return slice(None) if len(layers) == spec.num_layers else layers
 
 
 def _capacity(length: int) -> int:

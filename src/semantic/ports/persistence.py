@@ -1,0 +1,217 @@
+"""What the core asks of the disk: files of attention state, and a ledger of everything else.
+
+Both belong to one directory and to one process. Attention state may be lost at any time without
+harm; the ledger's agents and turns may not.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from semantic.domain.agents import Agent, Pointer, Turn
+from semantic.domain.blocks import BlockName, BlockPart, PartKey
+from semantic.ports.outbound import KVPayload
+
+
+class BlockFilesPort(Protocol):
+    """Payloads in files, one for each part of a block. Safe on any thread."""
+
+    def write(self, part: BlockPart, payload: KVPayload, *, is_synced: bool) -> BlockPart:
+        """Write a payload whole or not at all; returns the part with its size.
+
+        With `is_synced` it comes back only when the file would survive a power failure.
+
+        Raises:
+            CachePersistenceError: it cannot be written: no space, no permission.
+        """
+        ...
+
+    def read(self, part: BlockPart) -> KVPayload:
+        """Read a payload and check it.
+
+        Raises:
+            CacheCorruptionError: the file is missing, damaged, or not what `part` says.
+        """
+        ...
+
+    def delete(self, part: BlockPart) -> None:
+        """Remove a file; one that is not there is passed over.
+
+        Raises:
+            CachePersistenceError: it is there and cannot be removed.
+        """
+        ...
+
+    def scan(self) -> Iterator[BlockPart]:
+        """Read what every file says of itself; removes what is no whole part."""
+        ...
+
+    def used_bytes(self) -> int:
+        """Bytes of everything in the directory, other models' files and the ledger too."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """An owner of agents and blocks; see `Principal`."""
+
+    id: str
+    salt: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerState:
+    """What a server must know from the start.
+
+    Attributes:
+        is_index_lost: The parts are not known: they are to be had from `BlockFilesPort.scan`.
+        problem: What was wrong with the ledger, for people; empty if nothing was.
+    """
+
+    tenants: tuple[Tenant, ...]
+    agents: tuple[Agent, ...]
+    parts: tuple[BlockPart, ...]
+    is_index_lost: bool = False
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PutTenant:
+    """Add a tenant."""
+
+    tenant: Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class PutAgent:
+    """Add an agent, or replace it as a whole."""
+
+    agent: Agent
+
+
+@dataclass(frozen=True, slots=True)
+class DropAgent:
+    """Remove an agent; its turns go when no agent reaches them."""
+
+    tenant: str
+    agent_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PutTurn:
+    """Add a turn, or replace it."""
+
+    tenant: str
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True)
+class MarkDurable:
+    """Note that a turn's attention state is on disk."""
+
+    turn_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Repoint:
+    """Let every turn that points at `old` point into `new`, which begins with its tokens."""
+
+    old: BlockName
+    new: BlockName
+
+
+@dataclass(frozen=True, slots=True)
+class PutPart:
+    """Note a file that is in its place."""
+
+    part: BlockPart
+
+
+@dataclass(frozen=True, slots=True)
+class DropPart:
+    """Note that a file is gone."""
+
+    key: PartKey
+
+
+@dataclass(frozen=True, slots=True)
+class TouchParts:
+    """Note when parts were last used."""
+
+    keys: tuple[PartKey, ...]
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class PutReplay:
+    """Keep the token ids of a reply under its key, per tenant."""
+
+    tenant: str
+    key: bytes
+    tokens: tuple[int, ...]
+    at: float
+
+
+LedgerChange: TypeAlias = (
+    PutTenant
+    | PutAgent
+    | DropAgent
+    | PutTurn
+    | MarkDurable
+    | Repoint
+    | PutPart
+    | DropPart
+    | TouchParts
+    | PutReplay
+)
+
+
+class LedgerPort(Protocol):
+    """Agents, turns, tenants, replays and the index of parts.
+
+    `apply` and `close` are called by one thread; the readings are safe on any.
+    """
+
+    def load(self) -> LedgerState:
+        """Read what is there; a damaged ledger is restored from its backup as far as it goes."""
+        ...
+
+    def apply(self, changes: Sequence[LedgerChange], *, is_synced: bool) -> None:
+        """Make changes in their order, all or none of them.
+
+        Raises:
+            CachePersistenceError: they cannot be written.
+        """
+        ...
+
+    def turn(self, tenant: str, turn_id: str) -> Turn | None:
+        """Read one turn."""
+        ...
+
+    def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
+        """Read the turns that led to `head`, the latest first, at most `limit`."""
+        ...
+
+    def turns_at(self, tenant: str, root: BlockName, block: BlockName) -> tuple[Turn, ...]:
+        """Read the turns that point at or into a block, the latest first."""
+        ...
+
+    def pointers(self) -> tuple[Pointer, ...]:
+        """Where all turns that an agent reaches end; what these do not reach is garbage."""
+        ...
+
+    def replay(self, tenant: str, key: bytes) -> tuple[int, ...] | None:
+        """Read the ids of a reply."""
+        ...
+
+    def forget_unreachable(self, *, before: float) -> int:
+        """Remove turns that no agent reaches and replays, older than `before`; returns how many."""
+        ...
+
+    def back_up(self) -> None:
+        """Write a copy of agents, turns and tenants that survives damage to the ledger."""
+        ...
+
+    def close(self) -> None:
+        """Write what is pending and let go; the last call."""
+        ...
