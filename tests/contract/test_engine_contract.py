@@ -6,12 +6,12 @@ import pytest
 
 from semantic.adapters.outbound.fake_backend import FakeTokenizer
 from semantic.application.agent_store import AgentCacheStore
-from semantic.application.batch_engine import BlockPoolBatchEngine, EventBatch
+from semantic.application.batch_engine import BlockPoolBatchEngine, EngineEvent, EventBatch
 from semantic.application.generation import Job
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.block_pool import BlockPool
 from semantic.domain.blocks import BlockNamespace
-from semantic.domain.chat import Event, Failed, Finished, TextDelta
+from semantic.domain.chat import Failed, Finished, TextDelta
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.outbound import ModelBackendPort
 from tests.contract.conftest import Alone
@@ -41,7 +41,7 @@ class Bench:
     def __init__(
         self, backend: ModelBackendPort, budget_tokens: int = 4000, prefill_step_size: int = 16
     ) -> None:
-        self.events: dict[str, list[Event]] = {}
+        self.events: dict[str, list[EngineEvent]] = {}
         self.store = AgentCacheStore(BlockPool(backend.spec, backend.bytes_for([budget_tokens])))
         limits = EngineLimits(prefill_step_size=prefill_step_size)
         self.engine = BlockPoolBatchEngine(backend, IdTokenizer(), self.store, limits, self._keep)
@@ -56,7 +56,7 @@ class Bench:
     ) -> None:
         stop = StopRules(ignore_eos=True)
         self.engine.submit(
-            Job(name, name, self.root, tuple(tokens), params, stop, num_reply, boundaries=(5,))
+            Job(name, name, self.root, tuple(tokens), params, stop, num_reply, boundaries=(5, 40))
         )
 
     def step(self, count: int) -> None:

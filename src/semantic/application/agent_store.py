@@ -1,86 +1,117 @@
-"""Attention state that outlives its sequence: sealed blocks and their payloads.
+"""Attention state that outlives its sequence: sealed blocks, in memory and on disk.
 
-Finds the longest known beginning of a prompt, and keeps blocks that sequences leave behind. It
-moves payloads between the engine and the pool's budget; it does not know what is in them.
+Finds the longest known beginning of a prompt, and keeps the blocks that sequences leave behind. It
+moves payloads between the engine, the pool's budget and the disk; it does not know what is in them.
 """
 
+import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
-from semantic.application.generation import common_prefix
+from semantic.application.block_index import BlockIndex, BlockNode
+from semantic.application.disk_tier import DiskTier
+from semantic.application.recall import (
+    RestorePlan,
+    WantedPart,
+    kept_windows,
+    plan_restore,
+)
 from semantic.domain.block_pool import BlockPool, PoolUsage
-from semantic.domain.blocks import BlockName, KVBlock, block_name
-from semantic.domain.errors import PoolExhaustedError
+from semantic.domain.blocks import BlockName, BlockPart, KVBlock, PartKey, pack_tokens
+from semantic.domain.errors import CacheCorruptionError, PoolExhaustedError
 from semantic.domain.spec import LayerKind
 from semantic.ports.outbound import KVPayload
 
 
-@dataclass(frozen=True, slots=True)
-class Recall:
-    """What is known of a prompt.
+@dataclass(slots=True)
+class CacheCounters:
+    """What happened since the start; only ever grows."""
 
-    Attributes:
-        parts: Payloads to load up to `num_tokens`, in order.
-        names: The blocks they are of.
-        num_tokens: Positions they cover.
-        chain: Name of the last whole block.
-        num_whole: Positions covered by whole blocks; the rest is a slice of one more.
-    """
-
-    parts: tuple[KVPayload, ...]
-    names: tuple[BlockName, ...]
-    num_tokens: int
-    chain: BlockName
-    num_whole: int
-
-    @classmethod
-    def nothing(cls, root: BlockName) -> "Recall":
-        """Everything is to be computed."""
-        return cls((), (), 0, root, 0)
+    sealed: int = 0
+    evicted: int = 0
+    read: int = 0
+    written: int = 0
+    corrupt: int = 0
+    unwritten: int = 0
 
 
 class AgentCacheStore:
-    """Sealed blocks by content, within the pool's budget.
+    """Sealed blocks by content, within the budgets of memory and disk.
 
-    Thread-safe; the engine's thread seals and recalls, any thread may read.
+    Thread-safe; the engine's thread seals and recalls, readers and the writer bring parts and take
+    them away, any thread may ask.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, disk: DiskTier | None = None) -> None:
         self._pool = pool
-        self._lock = threading.Lock()
-        self._payloads: dict[BlockName, tuple[KVPayload, ...]] = {}
-        self._children: dict[BlockName, dict[BlockName, KVBlock]] = {}
+        self._disk = disk
+        self._lock = threading.RLock()
+        self._index = BlockIndex()
+        self._resident: dict[BlockName, WantedPart] = {}  # by the name the pool knows
+        self._reading: dict[PartKey, Future[KVPayload]] = {}
+        self._dirty: dict[BlockName, WantedPart] = {}  # the writer had no room for these
+        self.counters = CacheCounters()
 
-    def recall(self, root: BlockName, tokens: Sequence[int], *, can_slice: bool) -> Recall:
-        """Find the longest known beginning of `tokens`; marks its blocks as just used.
+    # -- recall ---------------------------------------------------------------------------------
+
+    def plan(
+        self, root: BlockName, tokens: Sequence[int], *, seconds_per_token: float = 0.0
+    ) -> RestorePlan:
+        """Find the longest beginning of `tokens` that can be restored; marks it as just used.
 
         Args:
             root: Root of the tenant's names.
             tokens: The prompt, less the tokens that must be computed anyway.
-            can_slice: Whether a block's beginning is of use without its end.
+            seconds_per_token: What computing costs; what is slower to read is left out. 0 if it
+                is not known.
         """
+        packed = pack_tokens(tokens)
+        spec = self._pool.spec
         with self._lock:
-            found: list[tuple[KVBlock, int]] = []
-            chain, num_whole = root, 0
-            while (block := self._next_block(chain, tokens, num_whole)) is not None:
-                num_whole += block.num_tokens
-                found.append((block, num_whole))
-                chain = block.name
-            num_tokens = num_whole
-            if can_slice and (child := self._longest_child(chain, tokens, num_whole)):
-                block, num_shared = child
-                num_tokens += num_shared
-                found.append((block, num_tokens))
-            names = tuple(block.name for block, _ in found)
-            self._pool.touch(names)
-            parts = self._needed(names, num_tokens)
-            return Recall(parts, names, num_tokens, chain, num_whole)
+            match = self._index.match(root, packed, spec.block_tokens)
+            ends = frozenset(
+                node.name
+                for node in match.nodes
+                if node.num_tokens == spec.block_tokens or self._index.has_followers(node)
+            )
+            plan = plan_restore(root, match, spec, ends)
+            if self._disk is not None and seconds_per_token:
+                plan = self._worth_reading(plan, root, seconds_per_token)
+            self._touch(plan.parts)
+            return plan
 
-    def discard(self, recall: Recall) -> None:
-        """Drop the blocks of a recall that could not be loaded, so that they are made anew."""
+    def fetch(self, wanted: WantedPart) -> Future[KVPayload]:
+        """Get a part: at once if it is in memory, else when it is read.
+
+        The future fails with `CacheCorruptionError` if the part cannot be had after all.
+        """
+        node, kind = wanted.node, wanted.kind
         with self._lock:
-            self._forget(self._pool.discard(recall.names))
+            payload = node.payloads.get(kind)
+            if payload is not None:
+                return _done(payload)
+            if (name := (node.name, kind)) in self._reading:
+                return self._reading[name]
+            part = node.files.get(kind)
+            if part is None or self._disk is None:
+                return _failed(CacheCorruptionError(f"block {node.name.short} is gone"))
+            node.num_leases += 1
+            future = self._disk.read(part)
+            self._reading[name] = future
+        future.add_done_callback(lambda done: self._end_reading(wanted, done))
+        return future
+
+    def discard(self, parts: Iterable[WantedPart]) -> None:
+        """Drop parts that could not be loaded, so that they are made anew."""
+        with self._lock:
+            for wanted in parts:
+                self.counters.corrupt += 1
+                self._forget(self._pool.discard([_pool_name(wanted.node.name, wanted.kind)]))
+                self._drop_file(wanted.node, wanted.kind)
+
+    # -- seal -----------------------------------------------------------------------------------
 
     def seal(
         self,
@@ -89,25 +120,53 @@ class AgentCacheStore:
         tokens: Sequence[int],
         payloads: Sequence[KVPayload],
     ) -> BlockName | None:
-        """Keep the block that follows `parent`; a known one is not written again.
+        """Keep the block that follows `parent`; the parts that are known are not kept twice.
+
+        Window parts are kept in memory alone until `settle` says which of them matter.
 
         Returns:
             Its name, or None if there is no room: caching never fails a request.
         """
-        block = KVBlock.of(parent, tokens, sum(payload.nbytes for payload in payloads))
+        packed = pack_tokens(tokens)
         with self._lock:
-            chain = [*self._ancestors(root, parent), block]
-            if chain[0].parent != root:
-                return None  # its beginning is gone; without it the block is of no use
-            try:
-                self._forget(self._pool.allocate(chain))
-            except PoolExhaustedError:
+            chain = self._index.chain(parent)
+            if not self._is_unbroken(root, parent, chain):
+                return None  # without its beginning the block is of no use
+            start = chain[-1].end if chain else 0
+            node = self._index.add(root, parent, start, packed)
+            is_kept = self._keep(node, payloads, chain)
+            self._touch([WantedPart(link, LayerKind.FULL) for link in (*chain, node)])
+            if not is_kept:
+                self._prune(node)
                 return None
-            # Nobody holds a sealed block as such. Freed together, tails go before what they follow.
-            self._pool.free([b.name for b in chain])
-            self._payloads.setdefault(block.name, tuple(payloads))
-            self._children.setdefault(parent, {}).setdefault(block.name, block)
-            return block.name
+            self.counters.sealed += 1
+            self._supersede(node)
+            return node.name
+
+    def settle(
+        self, sealed: Iterable[BlockName], last: BlockName, boundaries: Sequence[int]
+    ) -> None:
+        """Of blocks sealed in a turn, write the window parts its boundaries need, drop the others'.
+
+        Args:
+            sealed: The turn's blocks.
+            last: The end of their chain.
+            boundaries: Positions the conversation may be resumed at.
+        """
+        with self._lock:
+            known = [self._index.get(name) for name in sealed]
+            nodes = [node for node in known if node and LayerKind.WINDOW in node.payloads]
+            chain = [*self._index.chain(last), *nodes]
+            kept = kept_windows(chain, boundaries, self._pool.spec.window)
+            for node in chain:
+                if LayerKind.WINDOW not in node.payloads or LayerKind.WINDOW in node.files:
+                    continue
+                if node.name in kept:
+                    self._write(node, LayerKind.WINDOW)
+                elif node in nodes:
+                    self._forget(self._pool.discard([_pool_name(node.name, LayerKind.WINDOW)]))
+
+    # -- memory ---------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int) -> None:
         """Take room for live sequences, evicting blocks if need be.
@@ -126,6 +185,58 @@ class AgentCacheStore:
         """Read the pool's counters."""
         return self._pool.usage()
 
+    # -- what the disk tells --------------------------------------------------------------------
+
+    def restore_index(self, parts: Iterable[BlockPart]) -> None:
+        """Take over what a directory holds, at the start."""
+        with self._lock:
+            for part in parts:
+                node = self._index.add(part.root, part.parent, part.start, part.tokens)
+                node.files[part.kind] = part
+                node.last_used = max(node.last_used, part.last_used)
+
+    def end_writing(self, part: BlockPart, *, is_written: bool) -> None:
+        """Note that a part is on disk, or that it could not be written."""
+        name = _pool_name(part.name, part.kind)
+        with self._lock:
+            self._pool.free([name])
+            node = self._index.get(part.name)
+            if node is None:
+                return
+            if not is_written:
+                self.counters.unwritten += 1
+                self._dirty[name] = WantedPart(node, part.kind)
+                return
+            self.counters.written += 1
+            node.files[part.kind] = part
+            longer = self._index.continued_by(node)
+            if longer is not None and longer.has(LayerKind.FULL):
+                self._supersede(longer)
+            self._offer_again()
+
+    def victims(self, nbytes: int, incoming: BlockPart) -> list[BlockPart]:
+        """Choose files to delete: least recently used first, ends of chains before beginnings.
+
+        Files of pinned blocks, of blocks in use, and of those `incoming` follows are spared.
+        """
+        with self._lock:
+            spared = {node.name for node in self._index.chain(incoming.parent)}
+            chosen: list[BlockPart] = []
+            while nbytes > 0:
+                leaves = [n for n in self._index if self._may_go(n) and n.name not in spared]
+                if not leaves:
+                    break
+                for node in sorted(leaves, key=lambda leaf: leaf.last_used):
+                    freed = [node.files.pop(kind) for kind in tuple(node.files)]
+                    chosen += freed
+                    nbytes -= sum(part.nbytes for part in freed)
+                    self._prune(node)
+                    if nbytes <= 0:
+                        break
+            return chosen
+
+    # -- readings -------------------------------------------------------------------------------
+
     def check_integrity(self) -> None:
         """Check the pool, and that payloads and index match it.
 
@@ -134,59 +245,151 @@ class AgentCacheStore:
         """
         self._pool.check_integrity()
         with self._lock:
-            names = {name for children in self._children.values() for name in children}
-            if names != set(self._payloads) or not all(self._pool.get(name) for name in names):
+            held = {_pool_name(n.name, kind) for n in self._index for kind in n.payloads}
+            if held != set(self._resident) or not all(self._pool.get(name) for name in held):
                 raise AssertionError("index, payloads and pool do not match")
+            if any(not (node.payloads or node.files or node.num_leases) for node in self._index):
+                raise AssertionError("a node without parts is in the index")
 
-    # -- inside the lock ----------------------------------------------------------------------
+    # -- inside the lock ------------------------------------------------------------------------
 
-    def _next_block(self, parent: BlockName, tokens: Sequence[int], start: int) -> KVBlock | None:
-        """The longest whole block that follows `parent` and agrees with `tokens`."""
-        children = self._children.get(parent)
-        if not children:
-            return None
-        longest = tokens[start : start + self._pool.spec.block_tokens]
-        if longest and (block := children.get(block_name(parent, longest))):
-            return block
-        matching = [b for b in children.values() if _agrees(b, tokens, start)]
-        return max(matching, key=lambda block: block.num_tokens, default=None)
+    def _worth_reading(
+        self, plan: RestorePlan, root: BlockName, seconds_per_token: float
+    ) -> RestorePlan:
+        """Leave out what would take longer to read than to compute."""
+        assert self._disk is not None  # noqa: S101 - the caller has looked
+        unread = [w for w in plan.parts if w.kind not in w.node.payloads]
+        nbytes = sum(w.node.files[w.kind].nbytes for w in unread if w.kind in w.node.files)
+        first = min((w.node.start for w in unread), default=plan.end)
+        if self._disk.seconds_to_read(nbytes) <= (plan.end - first) * seconds_per_token:
+            return plan
+        if self._pool.spec.kinds != (LayerKind.FULL,):
+            return RestorePlan.nothing(root)
+        parts = tuple(w for w in plan.parts if w.node.end <= first)
+        chain = parts[-1].node.name if parts else root
+        return RestorePlan(parts, first, chain, first)
 
-    def _needed(self, names: Sequence[BlockName], end: int) -> tuple[KVPayload, ...]:
-        """Of the blocks' parts those that `end` depends on."""
-        first = {
-            LayerKind.FULL: 0,
-            LayerKind.WINDOW: max(0, end - self._pool.spec.window),
-            LayerKind.STATE: end - 1,
-        }
-        payloads = [payload for name in names for payload in self._payloads[name]]
-        return tuple(payload for payload in payloads if payload.end > first[payload.kind])
-
-    def _longest_child(
-        self, parent: BlockName, tokens: Sequence[int], start: int
-    ) -> tuple[KVBlock, int] | None:
-        rest = tuple(tokens[start : start + self._pool.spec.block_tokens])
-        shared = [
-            (common_prefix(b.tokens, rest), b) for b in self._children.get(parent, {}).values()
+    def _keep(
+        self, node: BlockNode, payloads: Sequence[KVPayload], chain: Sequence[BlockNode] = ()
+    ) -> bool:
+        """Take parts into memory, sparing the block's others and its chain; False without room."""
+        new = [payload for payload in payloads if payload.kind not in node.payloads]
+        blocks = [
+            KVBlock(_pool_name(node.name, payload.kind), node.parent, (), payload.nbytes)
+            for payload in new
         ]
-        num_shared, block = max(shared, key=lambda pair: pair[0], default=(0, None))
-        return (block, num_shared) if block is not None and num_shared else None
+        own = [_pool_name(node.name, kind) for kind in node.payloads]
+        names = [*(link.name for link in chain), *own]
+        spared = [found for name in names if (found := self._pool.get(name)) is not None]
+        try:
+            self._forget(self._pool.allocate([*spared, *blocks]))
+        except PoolExhaustedError:
+            return all(node.has(payload.kind) for payload in new)
+        # Nobody holds a sealed block as such. Freed together, tails go before what they follow.
+        self._pool.free([block.name for block in (*spared, *blocks)])
+        for payload, block in zip(new, blocks, strict=True):
+            node.payloads[payload.kind] = payload
+            self._resident[block.name] = WantedPart(node, payload.kind)
+            if payload.kind is not LayerKind.WINDOW:
+                self._write(node, payload.kind)
+        return True
 
-    def _ancestors(self, root: BlockName, name: BlockName) -> list[KVBlock]:
-        """The blocks from the root up to `name`, as far back as they are there."""
-        chain: list[KVBlock] = []
-        while name != root and (block := self._pool.get(name)) is not None:
-            chain.append(block)
-            name = block.parent
-        return chain[::-1]
+    def _write(self, node: BlockNode, kind: LayerKind) -> None:
+        """Hand a part to the writer; it stays in memory until it is on disk."""
+        if self._disk is None or kind in node.files:
+            return
+        name = _pool_name(node.name, kind)
+        if self._disk.offer(node.part(kind), node.payloads[kind]):
+            self._pool.acquire([name])
+        else:
+            self._dirty[name] = WantedPart(node, kind)
 
-    def _forget(self, evicted: Sequence[KVBlock]) -> None:
+    def _offer_again(self) -> None:
+        """Hand over what the writer had no room for, as far as it is still in memory."""
+        waiting, self._dirty = self._dirty, {}
+        for name, wanted in waiting.items():
+            if name in self._resident:
+                self._write(wanted.node, wanted.kind)
+
+    def _supersede(self, node: BlockNode) -> None:
+        """Free the tails that `node` begins with; their turns point into it from now on."""
+        for tail in self._index.begun_by(node):
+            if not tail.has(LayerKind.FULL) or tail.num_leases or tail.num_pins > node.num_pins:
+                continue
+            self._forget(self._pool.discard([tail.name]))
+            if LayerKind.FULL not in tail.payloads:
+                self._drop_file(tail, LayerKind.FULL)
+                if self._disk is not None:
+                    self._disk.repoint(tail.name, node.name)
+
+    def _end_reading(self, wanted: WantedPart, done: Future[KVPayload]) -> None:
+        with self._lock:
+            node, kind = wanted.node, wanted.kind
+            del self._reading[(node.name, kind)]
+            node.num_leases -= 1
+            if done.exception() is None:
+                self.counters.read += 1
+                self._keep(node, [done.result()])
+            elif isinstance(done.exception(), CacheCorruptionError):
+                self.counters.corrupt += 1
+                self._drop_file(node, kind)
+            self._prune(node)
+
+    def _drop_file(self, node: BlockNode, kind: LayerKind) -> None:
+        part = node.files.pop(kind, None)
+        if part is not None and self._disk is not None:
+            self._disk.delete([part])
+        self._prune(node)
+
+    def _touch(self, parts: Sequence[WantedPart]) -> None:
+        self._pool.touch(_pool_name(wanted.node.name, wanted.kind) for wanted in parts)
+        if self._disk is not None:
+            now = self._disk.now()
+            for wanted in parts:
+                wanted.node.last_used = now
+
+    def _is_unbroken(self, root: BlockName, parent: BlockName, chain: Sequence[BlockNode]) -> bool:
+        if parent == root:
+            return True
+        return (
+            bool(chain)
+            and chain[0].parent == root
+            and all(node.has(LayerKind.FULL) for node in chain)
+        )
+
+    def _may_go(self, node: BlockNode) -> bool:
+        """Whether a node's files may be deleted: nothing on disk follows, nobody counts on it."""
+        if not node.files or node.num_leases or node.num_pins:
+            return False
+        return not any(c.files or c.payloads for c in self._index.followers(node.name))
+
+    def _forget(self, evicted: Iterable[KVBlock]) -> None:
         for block in evicted:
-            self._payloads.pop(block.name, None)
-            siblings = self._children.get(block.parent, {})
-            siblings.pop(block.name, None)
-            if not siblings:
-                self._children.pop(block.parent, None)
+            wanted = self._resident.pop(block.name)
+            self._dirty.pop(block.name, None)
+            del wanted.node.payloads[wanted.kind]
+            self.counters.evicted += 1
+            self._prune(wanted.node)
+
+    def _prune(self, node: BlockNode) -> None:
+        if not (node.payloads or node.files or node.num_leases):
+            self._index.remove(node)
 
 
-def _agrees(block: KVBlock, tokens: Sequence[int], start: int) -> bool:
-    return tuple(tokens[start : start + block.num_tokens]) == block.tokens
+def _pool_name(name: BlockName, kind: LayerKind) -> BlockName:
+    """What the pool calls a part: the block's own name for the part every block has."""
+    if kind is LayerKind.FULL:
+        return name
+    return BlockName(hashlib.sha256(name + kind.value.encode()).digest())
+
+
+def _done(payload: KVPayload) -> Future[KVPayload]:
+    future: Future[KVPayload] = Future()
+    future.set_result(payload)
+    return future
+
+
+def _failed(error: Exception) -> Future[KVPayload]:
+    future: Future[KVPayload] = Future()
+    future.set_exception(error)
+    return future

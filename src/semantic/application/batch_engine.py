@@ -8,6 +8,7 @@ Runs on the device's thread and on no other; `device_thread.py` owns the thread 
 
 import itertools
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +16,12 @@ from typing import TypeAlias, assert_never
 
 from semantic.application.agent_store import AgentCacheStore
 from semantic.application.generation import Clock, Generation, Job, monotonic
-from semantic.application.prefix_sharing import PrefixSharing
+from semantic.application.prefix_sharing import PrefixSharing, TakeOver
 from semantic.application.scheduler import ConcurrentScheduler, EngineLimits
 from semantic.application.text_assembler import TextAssembler
 from semantic.application.working_memory import WorkingMemory
+from semantic.domain.agents import Reuse
+from semantic.domain.blocks import BlockName
 from semantic.domain.chat import Event, Failed, Finished, PrefillProgress, TextDelta
 from semantic.domain.errors import (
     BackendError,
@@ -40,10 +43,32 @@ from semantic.ports.outbound import (
     TokenizerPort,
 )
 
-EventBatch: TypeAlias = list[tuple[str, Event]]
+
+@dataclass(frozen=True, slots=True)
+class PutAway:
+    """What a reply left behind; comes right before `Finished`, for the log of turns.
+
+    Attributes:
+        tokens: The reply's ids.
+        block: Where its state ends; None if nothing was kept.
+        num_sealed: Tokens of prompt and reply whose state was kept.
+        reuse: Where the prompt's state came from.
+    """
+
+    tokens: tuple[int, ...]
+    block: BlockName | None
+    num_sealed: int
+    reuse: Reuse
+
+
+EngineEvent: TypeAlias = Event | PutAway
+EventBatch: TypeAlias = list[tuple[str, EngineEvent]]
 EventSink: TypeAlias = Callable[[EventBatch], None]
 
 _log = logging.getLogger(__name__)
+
+_RESTORE_BYTES = 32 * 2**20
+_IDLE_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +92,25 @@ class BlockPoolBatchEngine:
         limits: EngineLimits,
         emit: EventSink,
         clock: Clock = monotonic,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
+        """Start empty.
+
+        Args:
+            backend: One loaded model; the engine is its only user.
+            tokenizer: The model's.
+            store: Sealed blocks, and the memory budget.
+            limits: May be replaced by `reconfigure`.
+            emit: Gets the events of a step.
+            clock: In seconds.
+            on_ready: Called, on any thread, when an idle engine has something to do again.
+        """
         self._backend = backend
         self._tokenizer = tokenizer
         self._store = store
         self._emit = emit
         self._clock = clock
-        self._sharing = PrefixSharing(backend, store)
+        self._sharing = PrefixSharing(backend, store, on_ready)
         self._scheduler = ConcurrentScheduler(
             limits, cuts_at_blocks=not self._sharing.can_cut_anywhere
         )
@@ -114,6 +151,8 @@ class BlockPoolBatchEngine:
                     f"at most {max(self.longest_sequence - 1, 0)} do."
                 ),
             )
+            return
+        self._sharing.prefetch(generation, self._scheduler.budget.seconds_per_token)
 
     @property
     def longest_sequence(self) -> int:
@@ -141,7 +180,7 @@ class BlockPoolBatchEngine:
         if rows:
             self._launch(rows)
         num_ahead = self._backend.traits.pipeline_depth if rows else 0
-        is_busy = bool(rows or self._flights)
+        is_busy = bool(rows or self._flights) or self._is_restoring()
         while len(self._flights) > num_ahead:
             self._collect()
         self._hand_out()
@@ -151,11 +190,16 @@ class BlockPoolBatchEngine:
         """Fail every request and forget all sequences: at the end, or after a defect of ours."""
         self._flights.clear()
         self._memory.clear()
+        for copy in self._sharing.idle:
+            self._backend.close(copy.seq)
+        self._sharing.idle.clear()
         for generation in list(self._generations.values()):
             self._backend.close(generation.seq)
             generation.num_rows = 0
             if not generation.is_done:
-                self._end(generation, Failed(error))
+                self._scheduler.remove(generation)
+                generation.final = Failed(error)
+            self._events.append((generation.job.id, generation.final or Failed(error)))
         self._generations.clear()
         self._hand_out()
 
@@ -169,7 +213,8 @@ class BlockPoolBatchEngine:
         self._scheduler.check_integrity()
         running = {g.seq for g in self._scheduler.running}
         lingering = {g.seq for g in self._generations.values() if g.is_done and g.num_rows}
-        if self._memory.sequences != running | lingering:
+        idle = {copy.seq for copy in self._sharing.idle}
+        if self._memory.sequences != running | lingering | idle:
             raise AssertionError("memory is reserved for other sequences than those that run")
 
     # -- schedule -------------------------------------------------------------------------------
@@ -179,6 +224,7 @@ class BlockPoolBatchEngine:
         if not self._make_room():
             return []
         self._short_of_memory = None
+        self._restore()
         for candidate in self._scheduler.candidates(now):
             if self._sharing.should_wait(candidate, self._scheduler.running):
                 continue
@@ -202,6 +248,8 @@ class BlockPoolBatchEngine:
         """
         for generation in self._scheduler.running:
             while generation in self._scheduler.running and not self._memory.grow(generation):
+                if self._close_oldest_idle():
+                    continue
                 if self._flights:
                     return False
                 self._preempt(self._scheduler.victim() or generation)
@@ -218,7 +266,7 @@ class BlockPoolBatchEngine:
             )
             return
         self._num_preemptions += 1
-        self._sharing.seal(generation, with_tail=True)
+        self._sharing.seal_tail(generation)
         self._close(generation)
         self._scheduler.requeue(generation)
 
@@ -226,12 +274,19 @@ class BlockPoolBatchEngine:
 
     def _admit(self, generation: Generation) -> bool:
         """Open a waiting request in the backend; False if memory is short."""
-        generation.seq = SequenceId(next(self._sequence_ids))
-        if not self._memory.admit(generation):
-            return False
+        cost = self._scheduler.budget.seconds_per_token
+        while True:
+            source = self._sharing.choose(generation, self._scheduler.running, cost)
+            taken = source.seq if isinstance(source, TakeOver) else None
+            generation.seq = SequenceId(next(self._sequence_ids)) if taken is None else taken
+            if self._memory.admit(generation):
+                break
+            if not self._close_oldest_idle(spared=taken):
+                return False
         self._scheduler.admit(generation)
         try:
-            self._sharing.open(generation, self._scheduler.running)
+            self._sharing.open(generation, source, cost)
+            self._sharing.advance(generation, self._restore_bytes())
         except Exception as error:  # noqa: BLE001 - whatever the backend raises ends one request
             self._fail(generation, _as_backend_error(error))
         return True
@@ -240,6 +295,49 @@ class BlockPoolBatchEngine:
         self._backend.close(generation.seq)
         self._memory.resize(generation.seq, 0)
         generation.rewind()
+
+    def _close_oldest_idle(self, spared: SequenceId | None = None) -> bool:
+        """Give up the working copy that was idle longest; False if there is none."""
+        for copy in self._sharing.idle:
+            if copy.seq != spared:
+                self._backend.close(copy.seq)
+                self._memory.resize(copy.seq, 0)
+                self._sharing.idle.remove(copy.seq)
+                return True
+        return False
+
+    def _go_idle(self, generation: Generation) -> None:
+        """Leave a sequence open for its agent's next turn, within a share of the memory."""
+        self._memory.resize(generation.seq, generation.num_computed)
+        self._sharing.idle.add(generation)
+        budget = self._store.usage().total * _IDLE_SHARE
+        while self._sharing.idle:
+            lengths = [len(copy.tokens) for copy in self._sharing.idle]
+            is_few = len(lengths) <= self._scheduler.limits.max_idle
+            if is_few and self._backend.bytes_for(lengths) <= budget:
+                return
+            self._close_oldest_idle()
+
+    # -- restore --------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        """Load more of what running requests are waiting for."""
+        for generation in self._scheduler.running:
+            if generation.restore is None:
+                continue
+            try:
+                self._sharing.advance(generation, self._restore_bytes())
+            except Exception as error:  # noqa: BLE001 - whatever the backend raises ends one request
+                self._fail(generation, _as_backend_error(error))
+
+    def _restore_bytes(self) -> int:
+        """How much may be loaded in a step: little while others decode."""
+        others = [g for g in self._scheduler.running if g.restore is None and not g.is_prefilling]
+        return _RESTORE_BYTES if others else sys.maxsize
+
+    def _is_restoring(self) -> bool:
+        """Whether the next step can go on with a restore at once."""
+        return any(g.restore is not None and g.restore.is_ready for g in self._scheduler.running)
 
     # -- launch and collect ---------------------------------------------------------------------
 
@@ -305,6 +403,10 @@ class BlockPoolBatchEngine:
         generation.num_rows -= 1
         generation.num_draws -= chunk.draw is not None
         if generation.is_done:
+            # A row that was under way when the reply ended computed the state of its last token.
+            end = chunk.start + chunk.num_tokens
+            if not isinstance(row, RowFailed) and end <= len(generation.tokens):
+                generation.num_computed = end
             if not generation.num_rows:
                 self._retire(generation)
             return
@@ -360,19 +462,26 @@ class BlockPoolBatchEngine:
         self._end(generation, Failed(error))
 
     def _end(self, generation: Generation, event: Finished | Failed) -> None:
-        """Give the final event; every request gets exactly one."""
+        """Note the final event; it is given when nothing of the request is on the device."""
         generation.is_done = True
-        self._events.append((generation.job.id, event))
+        generation.final = event
         self._scheduler.remove(generation)
         if not generation.num_rows:
             self._retire(generation)
 
     def _retire(self, generation: Generation) -> None:
-        """Free what a request that ended still holds, keeping its state for later."""
+        """Put a request away that ended, keeping its state, and give its final event."""
         del self._generations[generation.job.id]
         if generation.seq in self._memory.sequences:
-            self._sharing.seal(generation, with_tail=True)
-            self._close(generation)
+            self._sharing.seal_tail(generation)
+            if isinstance(generation.final, Finished) and generation.num_computed:
+                self._go_idle(generation)
+            else:
+                self._close(generation)
+        if isinstance(generation.final, Finished):
+            self._events.append((generation.job.id, _put_away(generation)))
+        if generation.final is not None:
+            self._events.append((generation.job.id, generation.final))
 
     def _expire(self) -> None:
         now = self._clock()
@@ -393,6 +502,15 @@ class BlockPoolBatchEngine:
         if self._events:
             events, self._events = self._events, []
             self._emit(events)
+
+
+def _put_away(generation: Generation) -> PutAway:
+    return PutAway(
+        tokens=tuple(generation.tokens[generation.num_prompt :]),
+        block=generation.pointer,
+        num_sealed=generation.num_computed,
+        reuse=generation.reuse,
+    )
 
 
 def _as_backend_error(error: Exception) -> SemanticError:

@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from semantic.application.restore import Restore
 from semantic.application.text_assembler import TextAssembler
+from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockName, block_end
-from semantic.domain.chat import ServiceClass, Usage
+from semantic.domain.chat import Failed, Finished, ServiceClass, Usage
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, SequenceId, TokenConstraint
 
@@ -64,9 +66,13 @@ class Generation:
         num_rows: Rows of this sequence in steps that are launched and not collected.
         num_draws: Of those, rows that will bring a token.
         block_tokens: Tokens of a full block.
-        num_sealed: Positions whose blocks were offered to the store.
-        chain: Name of the last sealed block.
+        num_sealed: Positions whose full blocks are in the store.
+        chain: Name of the last of them.
+        sealed: Names of the blocks this request has sealed.
+        pointer: Name of the block its state ends in, once it was put away.
+        restore: Loads its beginning; until it is done nothing of it can run.
         is_sealing: False once a block could not be kept; what follows it is of no use then.
+        final: Its last event, once it ended.
         retry_until: After a failed step: run alone until this position is computed.
         waiting_since: When it was last served, or arrived.
     """
@@ -84,8 +90,13 @@ class Generation:
     num_draws: int = 0
     num_sealed: int = 0
     chain: BlockName = field(init=False)
+    sealed: list[BlockName] = field(default_factory=list)
+    pointer: BlockName | None = None
+    restore: Restore | None = None
+    reuse: Reuse = field(default_factory=Reuse)
     is_sealing: bool = True
     is_done: bool = False
+    final: Finished | Failed | None = None
     retry_until: int | None = None
     usage: Usage = field(init=False)
     _is_reuse_counted: bool = False
@@ -126,8 +137,11 @@ class Generation:
         return self.num_generated + self.num_draws >= self.job.max_tokens
 
     def block_end(self, position: int) -> int:
-        """Where the block that holds `position` ends."""
-        return block_end(position, self.block_tokens, self.job.boundaries)
+        """Where the block that holds `position`, which is not sealed yet, ends."""
+        end = self.num_sealed
+        while end <= position:
+            end = block_end(end, self.block_tokens, self.job.boundaries)
+        return end
 
     def next_chunk(self, num_tokens: int) -> Chunk:
         """Describe the next `num_tokens` tokens; does not count them as launched."""
@@ -147,6 +161,7 @@ class Generation:
         self.num_launched = self.num_computed = self.num_rows = self.num_draws = 0
         self.num_sealed = 0
         self.chain = self.job.root
+        self.restore = None
         self.is_sealing = True
 
     def resume(self, num_tokens: int, chain: BlockName, num_sealed: int) -> None:
@@ -154,14 +169,14 @@ class Generation:
         self.num_launched = self.num_computed = num_tokens
         self.num_sealed, self.chain = num_sealed, chain
 
-    def count_reuse(self) -> None:
+    def count_reuse(self, reuse: Reuse) -> None:
         """Note what the first opening found; what is resumed later was paid for already."""
         if self._is_reuse_counted:
             return
         self._is_reuse_counted = True
-        num_created = self.num_prompt - self.num_computed
+        self.reuse = reuse
         self.usage = replace(
-            self.usage, cache_read_tokens=self.num_computed, cache_creation_tokens=num_created
+            self.usage, cache_read_tokens=reuse.reused, cache_creation_tokens=reuse.computed
         )
 
 

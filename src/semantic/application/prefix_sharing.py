@@ -1,33 +1,85 @@
-"""What a sequence takes over instead of computing it, and what it leaves behind.
+"""Who can use whose attention state, and how it gets there and back.
 
-A sequence that opens takes the longest beginning it can get: sealed blocks from the store, or a
-copy of a running sequence's state. While it runs its full blocks are sealed, and its tail when it
-is put away. Used on the device's thread only.
+A request starts from the best of three sources: a working copy that is still open, a sequence
+that is running, or sealed blocks. Its own full blocks are sealed as they fill, and its tail when
+it is put away. Used on the device's thread only.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
-from semantic.application.agent_store import AgentCacheStore, Recall
+from semantic.application.agent_store import AgentCacheStore
 from semantic.application.generation import Generation, common_prefix
+from semantic.application.idle_copies import IdleCopies
+from semantic.application.recall import RestorePlan
+from semantic.application.restore import Restore
+from semantic.domain.agents import Reuse
+from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CacheCorruptionError
-from semantic.ports.outbound import ModelBackendPort
+from semantic.domain.spec import LayerKind
+from semantic.ports.outbound import KVPayload, ModelBackendPort, SequenceId
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOver:
+    """Go on with an idle copy, cut back to what is shared."""
+
+    seq: SequenceId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForkFrom:
+    """Copy the beginning of an open sequence."""
+
+    seq: SequenceId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load sealed blocks, or nothing."""
+
+
+Source: TypeAlias = TakeOver | ForkFrom | Load
 
 
 class PrefixSharing:
     """Moves state between the backend's sequences and the store.
 
     Attributes:
-        can_cut_anywhere: Whether any beginning of a block is of use; window and state layers can be
-            resumed only where a block ended.
+        idle: Working copies that stay open after their turn.
+        can_cut_anywhere: Whether state can be resumed at any token; window and state layers only
+            where it was kept.
     """
 
-    def __init__(self, backend: ModelBackendPort, store: AgentCacheStore) -> None:
+    def __init__(
+        self, backend: ModelBackendPort, store: AgentCacheStore, on_ready: Callable[[], None]
+    ) -> None:
+        """Start with nothing open.
+
+        Args:
+            backend: Holds the sequences.
+            store: Holds the blocks.
+            on_ready: Called, on any thread, when something a request waits for has been read.
+        """
         self._backend = backend
         self._store = store
-        self.can_cut_anywhere = backend.spec.num_window == backend.spec.num_state == 0
+        self._on_ready = on_ready
+        self.idle = IdleCopies()
+        self.can_cut_anywhere = backend.spec.kinds == (LayerKind.FULL,)
+
+    # -- start ----------------------------------------------------------------------------------
+
+    def prefetch(self, generation: Generation, seconds_per_token: float) -> None:
+        """Begin to read what a queued request will need from disk."""
+        for wanted in self._plan(generation, seconds_per_token).parts:
+            if wanted.kind not in wanted.node.payloads:
+                self._store.fetch(wanted)
 
     def should_wait(self, generation: Generation, running: Sequence[Generation]) -> bool:
         """Whether an older sequence is computing a prefix this one can use (single flight)."""
@@ -37,83 +89,186 @@ class PrefixSharing:
                 continue
             if other.is_background and not generation.is_background:
                 continue  # it may be overtaken for long
-            shared = _num_shared(other, generation)
+            shared = self._num_usable(other, generation)
             if shared <= other.num_computed:
                 continue
             if known is None:
-                known = self._recall(generation).num_tokens
+                known = self._plan(generation).end
             if shared - max(known, other.num_computed) >= self._backend.spec.block_tokens:
                 return True
         return False
 
-    def open(self, generation: Generation, running: Sequence[Generation]) -> None:
-        """Open a sequence in the backend with all the state that can be had; mutates it.
+    def choose(
+        self, generation: Generation, running: Sequence[Generation], seconds_per_token: float
+    ) -> Source:
+        """Find the source that spares a request most work."""
+        best: Source = Load()
+        num_tokens = self._plan(generation, seconds_per_token).end
+        idle = self.idle.best_for(generation)
+        if idle is not None and idle[1] >= num_tokens:
+            copy, num_tokens = idle
+            is_whole = num_tokens == len(copy.tokens)
+            is_own = copy.agent == generation.job.agent and self.can_cut_anywhere
+            source = TakeOver if is_whole or is_own else ForkFrom
+            best = source(copy.seq, num_tokens)
+        for other in running:
+            shared = min(_num_shared(other, generation), other.num_computed)
+            if other is not generation and shared > num_tokens:
+                num_tokens = shared
+                best = ForkFrom(other.seq, shared)
+        return best
+
+    def open(self, generation: Generation, source: Source, seconds_per_token: float) -> None:
+        """Open a sequence from a source; a load is finished by `advance`. Mutates it.
 
         Raises:
             InvalidRequestError: the backend refuses its tokens.
         """
-        recall = self._recall(generation)
-        if not self._fork(generation, recall, running):
-            self._backend.open(generation.seq, generation.tokens)
-            try:
-                self._backend.load(generation.seq, recall.parts, recall.num_tokens)
-            except CacheCorruptionError as error:
-                _log.warning("sealed blocks could not be loaded: %s", error.message)
-                self._store.discard(recall)
-                recall = Recall.nothing(generation.job.root)
-            generation.resume(recall.num_tokens, recall.chain, recall.num_whole)
-        generation.count_reuse()
+        # Planned anew: room for the sequence may have been made by evicting blocks.
+        plan = self._plan(generation, seconds_per_token)
+        if isinstance(source, TakeOver):
+            self.idle.remove(source.seq)
+            reached = self._backend.truncate(source.seq, source.num_tokens)
+            if reached == source.num_tokens:
+                self._resume_hot(generation, reached, plan)
+                return
+            self._backend.close(source.seq)
+        elif isinstance(source, ForkFrom) and self._backend.fork(
+            source.seq, generation.seq, source.num_tokens
+        ):
+            self._resume_hot(generation, source.num_tokens, plan)
+            return
+        self._begin_restore(generation, plan)
 
-    def seal(self, generation: Generation, *, with_tail: bool = False) -> None:
-        """Keep the blocks that are full, and the tail too when the sequence is put away."""
+    def advance(self, generation: Generation, max_bytes: int) -> None:
+        """Load more of a sequence that is being restored; mutates it."""
+        restore = generation.restore
+        if restore is None or not restore.is_ready:
+            return
+        plan = restore.plan
+        try:
+            is_complete = restore.advance(self._backend, max_bytes)
+        except CacheCorruptionError as error:
+            _log.warning("sealed blocks could not be loaded: %s", error.message)
+            self._store.discard(plan.parts)
+            self._backend.close(generation.seq)
+            self._begin_restore(generation, RestorePlan.nothing(generation.job.root))
+            return
+        if is_complete:
+            generation.restore = None
+            generation.resume(plan.end, plan.chain, plan.num_whole)
+            generation.count_reuse(restore.reuse(generation.num_prompt))
+
+    # -- end ------------------------------------------------------------------------------------
+
+    def seal(self, generation: Generation, *, is_last: bool = False) -> None:
+        """Keep the blocks that are full; `is_last` if nothing more will be computed."""
         while generation.is_sealing:
             start = generation.num_sealed
             end = generation.block_end(start)
-            is_full = end <= generation.num_computed
-            if not is_full:
-                end = generation.num_computed
-            if end <= start or not (is_full or with_tail):
-                return
-            generation.is_sealing = self._seal_block(generation, start, end)
+            if end > generation.num_computed:
+                break
+            is_end = is_last and end == generation.num_computed
+            name = self._seal_block(generation, start, end, is_end=is_end)
+            generation.is_sealing = name is not None
+            if name is not None:
+                generation.chain, generation.num_sealed = name, end
+        if not self.can_cut_anywhere and generation.num_computed == generation.num_prompt:
+            self._seal_boundary(generation)
 
-    def _recall(self, generation: Generation) -> Recall:
+    def seal_tail(self, generation: Generation) -> None:
+        """Keep what follows the last full block, for the sequence is put away."""
+        self.seal(generation, is_last=True)
+        start, end = generation.num_sealed, generation.num_computed
+        generation.pointer = generation.chain if generation.num_sealed else None
+        if generation.is_sealing and start < end:
+            tail = self._seal_block(generation, start, end, is_end=True)
+            generation.pointer = tail or generation.pointer
+        if self._backend.spec.num_window:
+            boundaries = [*generation.job.boundaries, generation.num_prompt, end]
+            last = generation.pointer or generation.chain
+            self._store.settle(generation.sealed, last, boundaries)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _plan(self, generation: Generation, seconds_per_token: float = 0.0) -> RestorePlan:
         tokens = generation.tokens[:-1]  # the last one is computed in any case
-        return self._store.recall(generation.job.root, tokens, can_slice=self.can_cut_anywhere)
+        return self._store.plan(generation.job.root, tokens, seconds_per_token=seconds_per_token)
 
-    def _fork(self, generation: Generation, recall: Recall, running: Sequence[Generation]) -> bool:
-        """Copy a running sequence's prefix if it has more of this one than the store."""
-        shared = [
-            (min(_num_shared(other, generation), other.num_computed), other)
-            for other in running
-            if other is not generation
-        ]
-        num_shared, source = max(shared, key=lambda pair: pair[0], default=(0, None))
-        if source is None or num_shared <= recall.num_tokens:
-            return False
-        if not self._backend.fork(source.seq, generation.seq, num_shared):
-            return False
-        generation.resume(num_shared, recall.chain, recall.num_whole)
-        return True
+    def _begin_restore(self, generation: Generation, plan: RestorePlan) -> None:
+        self._backend.open(generation.seq, generation.tokens)
+        if not plan.parts:
+            generation.restore = None
+            generation.resume(0, plan.chain, 0)
+            generation.count_reuse(Reuse(computed=generation.num_prompt))
+            return
+        futures = [self._store.fetch(wanted) for wanted in plan.parts]
+        generation.restore = Restore(generation.seq, plan, futures)
+        for future in futures:
+            if not future.done():
+                future.add_done_callback(lambda _: self._on_ready())
 
-    def _seal_block(self, generation: Generation, start: int, end: int) -> bool:
-        try:
-            tickets = [
-                self._backend.snapshot(generation.seq, start, end, kind)
-                for kind in self._backend.spec.kinds
-            ]
-            payloads = [self._backend.payload(ticket) for ticket in tickets]
-        except ValueError:
-            return False  # the device is past the point where this could be kept
-        except Exception:  # noqa: BLE001 - caching never fails a request
-            _log.exception("a block could not be kept")
-            return False
+    def _resume_hot(self, generation: Generation, num_tokens: int, plan: RestorePlan) -> None:
+        generation.resume(num_tokens, plan.chain, plan.num_whole)
+        computed = generation.num_prompt - num_tokens
+        generation.count_reuse(Reuse(hot=min(num_tokens, generation.num_prompt), computed=computed))
+
+    def _seal_block(
+        self, generation: Generation, start: int, end: int, *, is_end: bool
+    ) -> BlockName | None:
+        """Keep ``[start, end)``; None if it cannot be kept.
+
+        State is large and kept at boundaries alone; the other kinds with every block.
+        """
+        is_boundary = is_end or end in (*generation.job.boundaries, generation.num_prompt)
+        kinds = self._backend.spec.kinds
+        wanted = [kind for kind in kinds if kind is not LayerKind.STATE or is_boundary]
+        payloads = self._snapshot(generation, start, end, wanted)
+        if payloads is None:
+            return None
+        if LayerKind.FULL not in self._backend.spec.kinds:
+            abi = self._backend.traits.kv_abi
+            payloads.insert(0, KVPayload(abi, LayerKind.FULL, start, end, ()))
+        return self._keep(generation, start, end, payloads)
+
+    def _seal_boundary(self, generation: Generation) -> None:
+        """Keep window and state where the reply begins, inside a block that will go on."""
+        start, end = generation.num_sealed, generation.num_prompt
+        if not generation.is_sealing or start >= end:
+            return
+        kinds = [k for k in self._backend.spec.kinds if k is not LayerKind.FULL]
+        payloads = self._snapshot(generation, start, end, kinds)
+        if payloads is not None:
+            self._keep(generation, start, end, payloads)
+
+    def _keep(
+        self, generation: Generation, start: int, end: int, payloads: list[KVPayload]
+    ) -> BlockName | None:
         name = self._store.seal(
             generation.job.root, generation.chain, generation.tokens[start:end], payloads
         )
-        if name is None:
-            return False
-        generation.chain, generation.num_sealed = name, end
-        return True
+        if name is not None:
+            generation.sealed.append(name)
+        return name
+
+    def _snapshot(
+        self, generation: Generation, start: int, end: int, kinds: Sequence[LayerKind]
+    ) -> list[KVPayload] | None:
+        try:
+            tickets = [self._backend.snapshot(generation.seq, start, end, kind) for kind in kinds]
+            return [self._backend.payload(ticket) for ticket in tickets]
+        except ValueError:
+            return None  # the device is past the point where this could be kept
+        except Exception:  # noqa: BLE001 - caching never fails a request
+            _log.exception("a block could not be kept")
+            return None
+
+    def _num_usable(self, other: Generation, generation: Generation) -> int:
+        """Tokens another sequence will leave behind that this one can start from."""
+        shared = _num_shared(other, generation)
+        if LayerKind.STATE not in self._backend.spec.kinds:
+            return shared
+        return max((b for b in other.job.boundaries if b <= shared), default=0)
 
 
 def _num_shared(other: Generation, generation: Generation) -> int:

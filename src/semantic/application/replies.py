@@ -8,7 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
-from semantic.application.batch_engine import EventBatch
+from semantic.application.batch_engine import EventBatch, PutAway
 from semantic.domain.chat import Event, Failed, Finished, PrefillProgress, TextDelta
 
 
@@ -89,6 +89,8 @@ class ReplyHub:
         for request_id, event in events:
             reply = self._replies.get(request_id)
             if reply is None:
+                continue
+            if isinstance(event, PutAway):
                 continue
             reply.push(event)
             if isinstance(event, Finished | Failed):

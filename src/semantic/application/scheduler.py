@@ -39,6 +39,7 @@ class EngineLimits:
         max_queue: Requests that may wait.
         default_max_tokens: Length of a reply when a request does not say.
         ageing_s: See the module.
+        max_idle: Working copies that stay open after their turn, within a share of the memory.
     """
 
     max_batch_size: int = 16
@@ -48,6 +49,7 @@ class EngineLimits:
     max_queue: int = 256
     default_max_tokens: int = 1024
     ageing_s: float = 10.0
+    max_idle: int = 8
 
 
 class ChunkBudget:
@@ -70,6 +72,11 @@ class ChunkBudget:
         cost = (elapsed_ms - self._decode_ms) / num_prompt_tokens
         previous = cost if self._ms_per_token is None else self._ms_per_token
         self._ms_per_token = previous + _SMOOTHING * (cost - previous)
+
+    @property
+    def seconds_per_token(self) -> float:
+        """What a prompt token costs; 0 before the first step."""
+        return (self._ms_per_token or 0.0) / _SECONDS_TO_MS
 
     def tokens(self, limits: EngineLimits) -> int:
         """The budget while others decode: at least a few, at most `prefill_step_size`."""
@@ -263,13 +270,17 @@ class ConcurrentScheduler:
     def _can_run(self, generation: Generation) -> bool:
         if generation.num_behind < 1 or generation.is_last_draw_launched:
             return False
+        if generation.restore is not None:
+            return False
         # The next mask depends on a token that only the host can tell it.
         if generation.job.constraint is not None and generation.num_draws:
             return False
         # State that can be kept only where a chunk ended must be kept before the next begins.
         start = generation.num_launched
-        is_at_cut = self._cuts_at_blocks and start and generation.block_end(start - 1) == start
-        return not (is_at_cut and generation.num_rows)
+        is_at_cut = start == generation.num_prompt or (
+            start > generation.num_sealed and generation.block_end(start - 1) == start
+        )
+        return not (self._cuts_at_blocks and is_at_cut and generation.num_rows)
 
     def _distance_to_cut(self, generation: Generation) -> int:
         start = generation.num_launched

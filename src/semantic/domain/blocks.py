@@ -205,16 +205,14 @@ class AgentBlocks:
         return AgentBlocks(self.root, self.blocks[:kept])
 
 
-def block_end(position: int, block_tokens: int, boundaries: Sequence[int] = ()) -> int:
-    """Where the block that holds `position` ends; blocks start anew at each boundary.
+def block_end(start: int, block_tokens: int, boundaries: Sequence[int] = ()) -> int:
+    """Where a block that begins at `start` ends: when it is full, or at a boundary.
 
     Example:
-        >>> [block_end(position, 4, boundaries=[5]) for position in (0, 4, 5)]
+        >>> [block_end(start, 4, boundaries=[5]) for start in (0, 4, 5)]
         [4, 5, 9]
     """
-    base = max((b for b in boundaries if 0 < b <= position), default=0)
-    end = base + ((position - base) // block_tokens + 1) * block_tokens
-    return min([end, *(b for b in boundaries if b > position)])
+    return min([start + block_tokens, *(b for b in boundaries if b > start)])
 
 
 def split_tokens(

@@ -1,17 +1,17 @@
 """An engine on the fake backend with a clock of its own, for tests of what comes out."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypedDict, Unpack
 
 from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer, fake_spec
 from semantic.application.agent_store import AgentCacheStore
-from semantic.application.batch_engine import BlockPoolBatchEngine, EventBatch
+from semantic.application.batch_engine import BlockPoolBatchEngine, EngineEvent, EventBatch
 from semantic.application.generation import Job
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.block_pool import BlockPool
 from semantic.domain.blocks import BlockNamespace
-from semantic.domain.chat import Event, Failed, Finished, ServiceClass, TextDelta
+from semantic.domain.chat import Failed, Finished, ServiceClass, TextDelta
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.outbound import Chunk, Draw, Sampled, SequenceId, Step, StepOutput, Ticket
@@ -51,7 +51,7 @@ class Rig:
     engine: BlockPoolBatchEngine
     store: AgentCacheStore
     now: list[float]
-    events: dict[str, list[Event]] = field(default_factory=dict)
+    events: dict[str, list[EngineEvent]] = field(default_factory=dict)
 
     def submit(self, job: Job) -> None:
         """Submit, expecting events."""
@@ -97,6 +97,7 @@ def make_rig(
     budget_tokens: int = 100_000,
     limits: EngineLimits | None = None,
     backend: FaultyBackend | None = None,
+    max_idle: int = 0,
 ) -> Rig:
     """Make an engine with memory for about `budget_tokens` tokens, live and sealed together.
 
@@ -107,14 +108,19 @@ def make_rig(
     )
     store = AgentCacheStore(BlockPool(backend.spec, backend.bytes_for([budget_tokens])))
     now = [1000.0]
-    events: dict[str, list[Event]] = {}
+    events: dict[str, list[EngineEvent]] = {}
 
     def emit(batch: EventBatch) -> None:
         for name, event in batch:
             events.setdefault(name, []).append(event)
 
     engine = BlockPoolBatchEngine(
-        backend, FakeTokenizer(), store, limits or EngineLimits(), emit, clock=lambda: now[0]
+        backend,
+        FakeTokenizer(),
+        store,
+        replace(limits or EngineLimits(), max_idle=max_idle),
+        emit,
+        clock=lambda: now[0],
     )
     return Rig(backend, engine, store, now, events)
 

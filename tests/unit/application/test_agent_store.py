@@ -1,3 +1,4 @@
+import gc
 import tracemalloc
 
 import pytest
@@ -27,17 +28,17 @@ def test_recall_makes_a_block_young_again() -> None:
     store = store_of(2)
     for first in (1, 2):
         store.seal(ROOT, ROOT, [first] * 8, payload(0, 8))
-    store.recall(ROOT, [1] * 8, can_slice=True)
+    store.plan(ROOT, [1] * 8)
     store.seal(ROOT, ROOT, [3] * 8, payload(0, 8))
-    assert store.recall(ROOT, [1] * 8, can_slice=True).num_tokens == 8
-    assert store.recall(ROOT, [2] * 8, can_slice=True).num_tokens == 0
+    assert store.plan(ROOT, [1] * 8).end == 8
+    assert store.plan(ROOT, [2] * 8).end == 0
 
 
 def test_of_two_known_beginnings_the_longer_is_taken() -> None:
     store = store_of(8)
     store.seal(ROOT, ROOT, [1, 2], payload(0, 2))
     store.seal(ROOT, ROOT, [1, 2, 3, 4, 5], payload(0, 5))
-    assert store.recall(ROOT, [1, 2, 3, 4, 5, 6], can_slice=False).num_tokens == 5
+    assert store.plan(ROOT, [1, 2, 3, 4, 5, 6]).end == 5
 
 
 def test_the_child_with_the_longest_run_is_sliced() -> None:
@@ -45,7 +46,7 @@ def test_the_child_with_the_longest_run_is_sliced() -> None:
     store.seal(ROOT, ROOT, [1, 2, 9, 9, 9, 9, 9, 9], payload(0, 8))
     store.seal(ROOT, ROOT, [1, 2, 3, 4, 9, 9, 9, 9], payload(0, 8))
     store.seal(ROOT, ROOT, [1, 9, 9, 9, 9, 9, 9, 9], payload(0, 8))
-    assert store.recall(ROOT, [1, 2, 3, 4, 5], can_slice=True).num_tokens == 4
+    assert store.plan(ROOT, [1, 2, 3, 4, 5]).end == 4
 
 
 def seal_pairs(store: AgentCacheStore, firsts: range) -> None:
@@ -61,8 +62,10 @@ def test_eviction_leaves_no_empty_entries() -> None:
     tracemalloc.start()
     try:
         seal_pairs(store, range(1000))
+        gc.collect()
         before, _ = tracemalloc.get_traced_memory()
         seal_pairs(store, range(1000, 2000))
+        gc.collect()
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

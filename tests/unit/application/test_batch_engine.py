@@ -72,7 +72,7 @@ def test_a_second_turn_reuses_the_first() -> None:
 def test_two_that_start_together_compute_the_common_part_once(spec: ModelCacheSpec) -> None:
     rig = make_rig(spec=spec, limits=EngineLimits(prefill_step_size=8))
     common = "c" * 64
-    jobs = [make_job(f"j{i}", common + f" own {i}") for i in range(5)]
+    jobs = [make_job(f"j{i}", common + f" own {i}", boundaries=(64,)) for i in range(5)]
     for job in jobs:
         rig.submit(job)
     rig.run()

@@ -55,6 +55,7 @@ limits = st.builds(
     max_batch_size=st.integers(1, 6),
     prefill_step_size=st.integers(1, 40),
     ageing_s=st.sampled_from([0.0, 0.05, 10.0]),
+    max_idle=st.integers(0, 3),
 )
 specs = st.builds(
     fake_spec,
@@ -82,7 +83,11 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> None:
         self.spec = spec
         self.rig: Rig = make_rig(
-            spec=spec, pipeline_depth=depth, budget_tokens=budget, limits=first
+            spec=spec,
+            pipeline_depth=depth,
+            budget_tokens=budget,
+            limits=first,
+            max_idle=first.max_idle,
         )
         self.rig.backend.fail_launch = lambda _: self._take_fault()
         self.rig.backend.fail_collect = self._take_fault
@@ -137,6 +142,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.rig.run()
         for job in self.jobs.values():
             self._check(job)
+        self.rig.engine.abandon(BackendError("the end"))
         assert self.rig.backend.num_open == 0
         assert self.rig.store.usage().working == 0
 

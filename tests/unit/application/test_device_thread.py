@@ -9,11 +9,11 @@ import pytest
 
 from semantic.adapters.outbound.fake_backend import FakeTokenizer, fake_spec
 from semantic.application.agent_store import AgentCacheStore
-from semantic.application.batch_engine import BlockPoolBatchEngine, EventBatch
+from semantic.application.batch_engine import BlockPoolBatchEngine, EngineEvent, EventBatch
 from semantic.application.device_thread import DeviceThread, LoadedModel
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.block_pool import BlockPool
-from semantic.domain.chat import Event, Failed, Finished
+from semantic.domain.chat import Failed, Finished
 from semantic.domain.errors import (
     BackendError,
     DrainingError,
@@ -87,7 +87,7 @@ class Device:
         hang_timeout_s: float,
         load: Callable[[Callable[[str], None]], LoadedModel] | None,
     ) -> None:
-        self.events: queue.SimpleQueue[tuple[str, Event]] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[tuple[str, EngineEvent]] = queue.SimpleQueue()
         self.finals: dict[str, Finished | Failed] = {}
 
         def emit(batch: EventBatch) -> None:
@@ -130,7 +130,7 @@ def device(
     hang_timeout_s: float = 30,
     load: Callable[[Callable[[str], None]], LoadedModel] | None = None,
 ) -> Iterator[Device]:
-    limits = limits or EngineLimits(batch_window_ms=0)
+    limits = limits or EngineLimits(batch_window_ms=0, max_idle=0)
     made = Device(backend or FaultyBackend(fake_spec(block_tokens=8)), limits, hang_timeout_s, load)
     made.thread.start()
     try:

@@ -214,11 +214,11 @@ def test_blocks_that_cannot_be_loaded_are_replaced() -> None:
     job = make_job("a", "x" * 30)
     rig.submit(job)
     rig.run()
-    (bad, *_) = rig.store.recall(job.root, job.tokens, can_slice=True).parts
+    bad = rig.store.fetch(rig.store.plan(job.root, job.tokens).parts[0]).result()
     backend.is_corrupt = True
     rig.submit(make_job("b", "x" * 30 + "y"))
     rig.run(max_steps=200)
-    (good, *_) = rig.store.recall(job.root, job.tokens, can_slice=True).parts
+    good = rig.store.fetch(rig.store.plan(job.root, job.tokens).parts[0]).result()
     assert good is not bad
 
 

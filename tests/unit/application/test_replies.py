@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 
+from semantic.application.batch_engine import EventBatch
 from semantic.application.replies import LiveReply, ReplyHub
 from semantic.domain.chat import (
     Event,
@@ -44,7 +45,7 @@ async def test_pieces_that_wait_are_joined() -> None:
 async def test_events_cross_from_another_thread_to_their_reply() -> None:
     hub = ReplyHub()
     first, second = (hub.open(name, STARTED, lambda _: None) for name in ("a", "b"))
-    batch: list[tuple[str, Event]] = [
+    batch: EventBatch = [
         ("a", TextDelta("A")),
         ("gone", TextDelta("?")),
         ("b", Failed(BackendError("broken"))),

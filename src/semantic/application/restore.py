@@ -1,0 +1,84 @@
+"""A sequence on its way back: parts are loaded as they come from memory or disk.
+
+Bounded in bytes a call, so that a long restore does not stall those who decode meanwhile.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from semantic.application.recall import RestorePlan
+from semantic.domain.agents import Reuse
+from semantic.domain.errors import CacheCorruptionError
+from semantic.domain.spec import LayerKind
+from semantic.ports.outbound import KVPayload, ModelBackendPort, SequenceId
+
+
+class Restore:
+    """Loads the parts of a plan into one sequence, in order. On the engine's thread."""
+
+    def __init__(
+        self, seq: SequenceId, plan: RestorePlan, futures: Sequence[Future[KVPayload]]
+    ) -> None:
+        self.plan = plan
+        self._seq = seq
+        pairs = list(zip(plan.parts, futures, strict=True))
+        self._full = [future for part, future in pairs if part.kind is LayerKind.FULL]
+        self._rest = [future for part, future in pairs if part.kind is not LayerKind.FULL]
+        # What was there at once came from memory; the rest is being read.
+        self._was_in_memory = [future.done() for future in self._full]
+        self._next = 0
+
+    def reuse(self, num_prompt: int) -> Reuse:
+        """Say where the tokens of a prompt came from."""
+        num_tokens = {True: 0, False: 0}
+        full = [part for part in self.plan.parts if part.kind is LayerKind.FULL]
+        for part, was_in_memory in zip(full, self._was_in_memory, strict=True):
+            num_tokens[was_in_memory] += min(part.node.end, self.plan.end) - part.node.start
+        computed = max(0, num_prompt - self.plan.end)
+        return Reuse(pool=num_tokens[True], disk=num_tokens[False], computed=computed)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `advance` would load anything."""
+        if self._next < len(self._full):
+            return self._full[self._next].done()
+        return all(future.done() for future in self._rest)
+
+    def advance(self, backend: ModelBackendPort, max_bytes: int) -> bool:
+        """Load what is there, at most about `max_bytes`; True once the sequence can go on.
+
+        Raises:
+            CacheCorruptionError: a part could not be read or loaded; the sequence is of no use.
+        """
+        parts: list[KVPayload] = []
+        end = self.plan.end
+        while self._next < len(self._full) and self._full[self._next].done() and max_bytes > 0:
+            parts.append(_payload(self._full[self._next]))
+            max_bytes -= parts[-1].nbytes
+            self._next += 1
+        is_full_loaded = self._next == len(self._full)
+        is_complete = is_full_loaded and all(future.done() for future in self._rest)
+        if not is_full_loaded and parts:
+            end = parts[-1].end
+        if is_complete:
+            parts += [_payload(future) for future in self._rest]
+        if parts or is_complete:
+            # Models without full attention have empty full parts, for the sake of the chain.
+            self._load(backend, [part for part in parts if part.buffers], end, is_complete)
+        return is_complete
+
+    def _load(
+        self, backend: ModelBackendPort, parts: Sequence[KVPayload], end: int, is_complete: bool
+    ) -> None:
+        has_full = LayerKind.FULL in backend.spec.kinds
+        if has_full or is_complete:
+            backend.load(self._seq, parts, end)
+
+
+def _payload(future: Future[KVPayload]) -> KVPayload:
+    try:
+        return future.result()
+    except CacheCorruptionError:
+        raise
+    except Exception as error:
+        raise CacheCorruptionError(f"a block could not be read: {error}") from error
