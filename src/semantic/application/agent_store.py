@@ -21,7 +21,7 @@ from semantic.application.recall import (
 from semantic.domain.block_pool import BlockPool, PoolUsage
 from semantic.domain.blocks import BlockName, BlockPart, KVBlock, PartKey, pack_tokens
 from semantic.domain.errors import CacheCorruptionError, PoolExhaustedError
-from semantic.domain.spec import LayerKind
+from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.outbound import KVPayload
 
 
@@ -42,13 +42,18 @@ class AgentCacheStore:
 
     Thread-safe; the engine's thread seals and recalls, readers and the writer bring parts and take
     them away, any thread may ask.
+
+    Attributes:
+        lock: Guards the index.
+        index: All known blocks.
+        counters: What happened since the start.
     """
 
     def __init__(self, pool: BlockPool, disk: DiskTier | None = None) -> None:
         self._pool = pool
         self._disk = disk
-        self._lock = threading.RLock()
-        self._index = BlockIndex()
+        self.lock = threading.RLock()
+        self.index = BlockIndex()
         self._resident: dict[BlockName, WantedPart] = {}  # by the name the pool knows
         self._reading: dict[PartKey, Future[KVPayload]] = {}
         self._dirty: dict[BlockName, WantedPart] = {}  # the writer had no room for these
@@ -69,12 +74,12 @@ class AgentCacheStore:
         """
         packed = pack_tokens(tokens)
         spec = self._pool.spec
-        with self._lock:
-            match = self._index.match(root, packed, spec.block_tokens)
+        with self.lock:
+            match = self.index.match(root, packed, spec.block_tokens)
             ends = frozenset(
                 node.name
                 for node in match.nodes
-                if node.num_tokens == spec.block_tokens or self._index.has_followers(node)
+                if node.num_tokens == spec.block_tokens or self.index.has_followers(node)
             )
             plan = plan_restore(root, match, spec, ends)
             if self._disk is not None and seconds_per_token:
@@ -88,7 +93,7 @@ class AgentCacheStore:
         The future fails with `CacheCorruptionError` if the part cannot be had after all.
         """
         node, kind = wanted.node, wanted.kind
-        with self._lock:
+        with self.lock:
             payload = node.payloads.get(kind)
             if payload is not None:
                 return _done(payload)
@@ -105,7 +110,7 @@ class AgentCacheStore:
 
     def discard(self, parts: Iterable[WantedPart]) -> None:
         """Drop parts that could not be loaded, so that they are made anew."""
-        with self._lock:
+        with self.lock:
             for wanted in parts:
                 self.counters.corrupt += 1
                 self._forget(self._pool.discard([_pool_name(wanted.node.name, wanted.kind)]))
@@ -128,12 +133,12 @@ class AgentCacheStore:
             Its name, or None if there is no room: caching never fails a request.
         """
         packed = pack_tokens(tokens)
-        with self._lock:
-            chain = self._index.chain(parent)
+        with self.lock:
+            chain = self.index.chain(parent)
             if not self._is_unbroken(root, parent, chain):
                 return None  # without its beginning the block is of no use
             start = chain[-1].end if chain else 0
-            node = self._index.add(root, parent, start, packed)
+            node = self.index.add(root, parent, start, packed)
             is_kept = self._keep(node, payloads, chain)
             self._touch([WantedPart(link, LayerKind.FULL) for link in (*chain, node)])
             if not is_kept:
@@ -153,10 +158,10 @@ class AgentCacheStore:
             last: The end of their chain.
             boundaries: Positions the conversation may be resumed at.
         """
-        with self._lock:
-            known = [self._index.get(name) for name in sealed]
+        with self.lock:
+            known = [self.index.get(name) for name in sealed]
             nodes = [node for node in known if node and LayerKind.WINDOW in node.payloads]
-            chain = [*self._index.chain(last), *nodes]
+            chain = [*self.index.chain(last), *nodes]
             kept = kept_windows(chain, boundaries, self._pool.spec.window)
             for node in chain:
                 if LayerKind.WINDOW not in node.payloads or LayerKind.WINDOW in node.files:
@@ -174,12 +179,17 @@ class AgentCacheStore:
         Raises:
             PoolExhaustedError: there is not that much.
         """
-        with self._lock:
+        with self.lock:
             self._forget(self._pool.reserve(nbytes))
 
     def release(self, nbytes: int) -> None:
         """Give room back."""
         self._pool.release(nbytes)
+
+    @property
+    def spec(self) -> ModelCacheSpec:
+        """The geometry of the model whose blocks are kept."""
+        return self._pool.spec
 
     def usage(self) -> PoolUsage:
         """Read the pool's counters."""
@@ -189,18 +199,18 @@ class AgentCacheStore:
 
     def restore_index(self, parts: Iterable[BlockPart]) -> None:
         """Take over what a directory holds, at the start."""
-        with self._lock:
+        with self.lock:
             for part in parts:
-                node = self._index.add(part.root, part.parent, part.start, part.tokens)
+                node = self.index.add(part.root, part.parent, part.start, part.tokens)
                 node.files[part.kind] = part
                 node.last_used = max(node.last_used, part.last_used)
 
     def end_writing(self, part: BlockPart, *, is_written: bool) -> None:
         """Note that a part is on disk, or that it could not be written."""
         name = _pool_name(part.name, part.kind)
-        with self._lock:
+        with self.lock:
             self._pool.free([name])
-            node = self._index.get(part.name)
+            node = self.index.get(part.name)
             if node is None:
                 return
             if not is_written:
@@ -209,7 +219,7 @@ class AgentCacheStore:
                 return
             self.counters.written += 1
             node.files[part.kind] = part
-            longer = self._index.continued_by(node)
+            longer = self.index.continued_by(node)
             if longer is not None and longer.has(LayerKind.FULL):
                 self._supersede(longer)
             self._offer_again()
@@ -219,11 +229,11 @@ class AgentCacheStore:
 
         Files of pinned blocks, of blocks in use, and of those `incoming` follows are spared.
         """
-        with self._lock:
-            spared = {node.name for node in self._index.chain(incoming.parent)}
+        with self.lock:
+            spared = {node.name for node in self.index.chain(incoming.parent)}
             chosen: list[BlockPart] = []
             while nbytes > 0:
-                leaves = [n for n in self._index if self._may_go(n) and n.name not in spared]
+                leaves = [n for n in self.index if self._may_go(n) and n.name not in spared]
                 if not leaves:
                     break
                 for node in sorted(leaves, key=lambda leaf: leaf.last_used):
@@ -235,6 +245,25 @@ class AgentCacheStore:
                         break
             return chosen
 
+    def drop_files(self, parts: Iterable[WantedPart]) -> int:
+        """Delete parts from disk that nobody counts on; returns the bytes freed."""
+        freed = 0
+        with self.lock:
+            for wanted in parts:
+                part = wanted.node.files.get(wanted.kind)
+                if part is not None and not wanted.node.num_leases:
+                    freed += part.nbytes
+                    self._drop_file(wanted.node, wanted.kind)
+        return freed
+
+    def drop_payloads(self, parts: Iterable[WantedPart]) -> int:
+        """Drop parts from memory that are not in use; returns how many went."""
+        with self.lock:
+            before = len(self._resident)
+            names = [_pool_name(wanted.node.name, wanted.kind) for wanted in parts]
+            self._forget(self._pool.discard(names))
+            return before - len(self._resident)
+
     # -- readings -------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
@@ -244,11 +273,11 @@ class AgentCacheStore:
             AssertionError: they do not.
         """
         self._pool.check_integrity()
-        with self._lock:
-            held = {_pool_name(n.name, kind) for n in self._index for kind in n.payloads}
+        with self.lock:
+            held = {_pool_name(n.name, kind) for n in self.index for kind in n.payloads}
             if held != set(self._resident) or not all(self._pool.get(name) for name in held):
                 raise AssertionError("index, payloads and pool do not match")
-            if any(not (node.payloads or node.files or node.num_leases) for node in self._index):
+            if any(not (node.payloads or node.files or node.num_leases) for node in self.index):
                 raise AssertionError("a node without parts is in the index")
 
     # -- inside the lock ------------------------------------------------------------------------
@@ -313,7 +342,7 @@ class AgentCacheStore:
 
     def _supersede(self, node: BlockNode) -> None:
         """Free the tails that `node` begins with; their turns point into it from now on."""
-        for tail in self._index.begun_by(node):
+        for tail in self.index.begun_by(node):
             if not tail.has(LayerKind.FULL) or tail.num_leases or tail.num_pins > node.num_pins:
                 continue
             self._forget(self._pool.discard([tail.name]))
@@ -323,7 +352,7 @@ class AgentCacheStore:
                     self._disk.repoint(tail.name, node.name)
 
     def _end_reading(self, wanted: WantedPart, done: Future[KVPayload]) -> None:
-        with self._lock:
+        with self.lock:
             node, kind = wanted.node, wanted.kind
             del self._reading[(node.name, kind)]
             node.num_leases -= 1
@@ -361,7 +390,7 @@ class AgentCacheStore:
         """Whether a node's files may be deleted: nothing on disk follows, nobody counts on it."""
         if not node.files or node.num_leases or node.num_pins:
             return False
-        return not any(c.files or c.payloads for c in self._index.followers(node.name))
+        return not any(c.files or c.payloads for c in self.index.followers(node.name))
 
     def _forget(self, evicted: Iterable[KVBlock]) -> None:
         for block in evicted:
@@ -373,7 +402,7 @@ class AgentCacheStore:
 
     def _prune(self, node: BlockNode) -> None:
         if not (node.payloads or node.files or node.num_leases):
-            self._index.remove(node)
+            self.index.remove(node)
 
 
 def _pool_name(name: BlockName, kind: LayerKind) -> BlockName:

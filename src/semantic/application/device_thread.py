@@ -18,6 +18,8 @@ from typing import TypeAlias, assert_never
 from semantic.application.batch_engine import BlockPoolBatchEngine, EventBatch, EventSink
 from semantic.application.generation import Job
 from semantic.application.scheduler import EngineLimits
+from semantic.domain.agents import Principal
+from semantic.domain.blocks import BlockName, BlockNamespace
 from semantic.domain.chat import Failed, Finished
 from semantic.domain.errors import (
     BackendError,
@@ -35,11 +37,23 @@ _IDLE_POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that can answer."""
+    """A model that can answer.
+
+    Attributes:
+        fingerprint: Tells it from every other model.
+        kv_format: How its attention state rests.
+    """
 
     id: str
     backend: ModelBackendPort
     tokenizer: TokenizerPort
+    fingerprint: str = ""
+    kv_format: str = "raw"
+
+    def root(self, principal: Principal) -> BlockName:
+        """Where the block names of a tenant begin for this model."""
+        kv_format = f"{self.backend.traits.kv_abi}/{self.kv_format}"
+        return BlockNamespace(self.fingerprint or self.id, kv_format, principal.salt).root()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +72,21 @@ class _Reconfigure:
 
 
 @dataclass(frozen=True, slots=True)
+class _Wake:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
 
-Command: TypeAlias = _Submit | _Cancel | _Reconfigure | _Stop
+Command: TypeAlias = _Submit | _Cancel | _Reconfigure | _Wake | _Stop
 Loader: TypeAlias = Callable[[Callable[[str], None]], LoadedModel]
-EngineFactory: TypeAlias = Callable[[LoadedModel, EngineLimits, EventSink], BlockPoolBatchEngine]
+# The last argument wakes the thread when something the engine waits for has come.
+EngineFactory: TypeAlias = Callable[
+    [LoadedModel, EngineLimits, EventSink, Callable[[], None]], BlockPoolBatchEngine
+]
 
 
 class DeviceThread:
@@ -194,6 +216,9 @@ class DeviceThread:
         self._limits = limits
         self._commands.put(_Reconfigure(limits))
 
+    def _wake(self) -> None:
+        self._commands.put(_Wake())
+
     def request_stop(self) -> None:
         """Refuse new work and end what runs; returns at once."""
         self._set_state(ModelState.STOPPED, "stopped")
@@ -215,7 +240,7 @@ class DeviceThread:
     def _run(self) -> None:
         try:
             model = self._load(lambda step: self._set_state(ModelState.LOADING, step))
-            engine = self._make_engine(model, self._limits, self._hand_out)
+            engine = self._make_engine(model, self._limits, self._hand_out, self._wake)
         except SemanticError as error:
             self._set_state(ModelState.FAILED, error.message)
             return
@@ -276,6 +301,8 @@ class DeviceThread:
                     engine.cancel(job_id)
                 case _Reconfigure(limits):
                     engine.reconfigure(limits)
+                case _Wake():
+                    continue
                 case _Stop():
                     return False
                 case _:

@@ -1,27 +1,54 @@
 """A conversation in, a stream of events out: everything between a protocol and the engine."""
 
 import asyncio
+import hashlib
 import secrets
 from dataclasses import replace
 
+from semantic.application.agent_ledger import AgentLedger, Exchange
+from semantic.application.batch_engine import PutAway
 from semantic.application.device_thread import DeviceThread, LoadedModel
 from semantic.application.generation import Job, monotonic
 from semantic.application.rendering import Prompt, render
-from semantic.application.replies import ReplyHub
-from semantic.domain.agents import Principal
-from semantic.domain.blocks import BlockNamespace
-from semantic.domain.chat import ChatRequest, Started, Usage
-from semantic.domain.errors import ContextLengthError, ModelNotFoundError, SemanticError
+from semantic.application.replies import OnFinish, ReplyHub
+from semantic.domain.agents import Pointer, Principal, check_agent_id
+from semantic.domain.chat import ChatRequest, Finished, Message, Role, Started, Usage
+from semantic.domain.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    SemanticError,
+)
+from semantic.domain.sampling import FinishReason
 from semantic.ports.inbound import Reply
 
 
 class InferenceService:
     """`InferencePort` over one device. Used on the event loop's thread."""
 
-    def __init__(self, device: DeviceThread, hub: ReplyHub, *, request_timeout_s: float) -> None:
+    def __init__(
+        self,
+        device: DeviceThread,
+        hub: ReplyHub,
+        agents: AgentLedger,
+        *,
+        request_timeout_s: float,
+        is_synced: bool = False,
+    ) -> None:
+        """Prepare; nothing runs yet.
+
+        Args:
+            device: Where replies are computed.
+            hub: Hands out what the device says.
+            agents: Where turns are logged.
+            request_timeout_s: The longest a request may take.
+            is_synced: A reply ends when its turn is safe on disk.
+        """
         self._device = device
         self._hub = hub
+        self._agents = agents
         self._request_timeout_s = request_timeout_s
+        self._is_synced = is_synced
 
     async def start(self, request: ChatRequest, principal: Principal) -> Reply:
         """Render, tokenise, check and queue a request."""
@@ -33,8 +60,9 @@ class InferenceService:
         # A long prompt takes a while to tokenise; other streams go on meanwhile.
         prompt = await asyncio.to_thread(render, request, model.tokenizer)
         job = self._job(request, principal, prompt, model)
+        on_finish = self._log_turn(request, principal, job) if _agent_id(request) else None
         started = Started(job.id, model.id, Usage(prompt_tokens=len(prompt.tokens)))
-        reply = self._hub.open(job.id, started, self._device.cancel)
+        reply = self._hub.open(job.id, started, self._device.cancel, on_finish)
         try:
             self._device.submit(job)
         except SemanticError:
@@ -42,18 +70,41 @@ class InferenceService:
             raise
         return reply
 
+    def _log_turn(self, request: ChatRequest, principal: Principal, job: Job) -> OnFinish:
+        """Make what logs the turn when the reply is there."""
+        agent_id = _agent_id(request) or job.id
+
+        async def log_turn(left: PutAway, finished: Finished, text: str) -> None:
+            if finished.reason is FinishReason.CANCELLED:
+                return
+            pointer = None
+            if left.block is not None:
+                pointer = Pointer(job.root, left.block, left.num_sealed)
+            exchange = Exchange(
+                prompt=job.tokens,
+                reply=left.tokens,
+                messages=(*request.messages, Message.of(Role.ASSISTANT, text)),
+                pointer=pointer,
+                usage=finished.usage,
+                reuse=left.reuse,
+            )
+            commit = self._agents.commit
+            _, done = await asyncio.to_thread(commit, principal.tenant, agent_id, exchange)
+            if self._is_synced:
+                await asyncio.wait_for(asyncio.wrap_future(done), self._request_timeout_s)
+
+        return log_turn
+
     def _job(
         self, request: ChatRequest, principal: Principal, prompt: Prompt, model: LoadedModel
     ) -> Job:
         job_id = secrets.token_hex(12)
         seed = request.sampling.seed
         sampling = replace(request.sampling, seed=secrets.randbits(63) if seed is None else seed)
-        traits = model.backend.traits
-        namespace = BlockNamespace(model.id, traits.kv_abi, principal.salt)
         return Job(
             id=job_id,
-            agent=request.agent.agent_id or request.agent.session or job_id,
-            root=namespace.root(),
+            agent=f"{principal.tenant}/{_agent_id(request) or job_id}",
+            root=model.root(principal),
             tokens=prompt.tokens,
             sampling=sampling,
             stop=request.stop,
@@ -86,3 +137,15 @@ class InferenceService:
                 param="max_tokens",
             )
         return wanted
+
+
+def _agent_id(request: ChatRequest) -> str | None:
+    """The agent a request names; session keys that cannot name one are hashed."""
+    hint = request.agent
+    if hint.agent_id or not hint.session:
+        return hint.agent_id
+    try:
+        check_agent_id(hint.session, "session_id")
+    except InvalidRequestError:
+        return f"session-{hashlib.sha256(hint.session.encode()).hexdigest()[:32]}"
+    return hint.session

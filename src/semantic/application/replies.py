@@ -5,18 +5,34 @@ device costs no more than the text it has not read: pieces that wait are joined.
 """
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TypeAlias
 
 from semantic.application.batch_engine import EventBatch, PutAway
 from semantic.domain.chat import Event, Failed, Finished, PrefillProgress, TextDelta
 
+_log = logging.getLogger(__name__)
+
+# Gets what a reply left behind and its text; what it awaits comes before the client's last event.
+OnFinish: TypeAlias = Callable[[PutAway, Finished, str], Awaitable[None]]
+
 
 class LiveReply:
-    """A `Reply` that is being made. Used on the event loop's thread."""
+    """A `Reply` that is being made. Used on the event loop's thread.
 
-    def __init__(self, on_cancel: Callable[[], None], first: Event) -> None:
+    Attributes:
+        put_away: What the reply left behind, once that is known.
+    """
+
+    def __init__(
+        self, on_cancel: Callable[[], None], first: Event, on_finish: OnFinish | None = None
+    ) -> None:
+        self.put_away: PutAway | None = None
         self._on_cancel = on_cancel
+        self._on_finish = on_finish
+        self._text: list[str] = []
         self._events: deque[Event] = deque([first])
         self._has_events = asyncio.Event()
         self._has_events.set()
@@ -25,6 +41,8 @@ class LiveReply:
     def push(self, event: Event) -> None:
         """Add an event, joining it to the last one where that loses nothing."""
         self._is_final = isinstance(event, Finished | Failed)
+        if isinstance(event, TextDelta):
+            self._text.append(event.text)
         last = self._events[-1] if self._events else None
         if isinstance(event, TextDelta) and isinstance(last, TextDelta):
             event = TextDelta(last.text + event.text, last.logprobs + event.logprobs)
@@ -33,6 +51,16 @@ class LiveReply:
             self._events.pop()
         self._events.append(event)
         self._has_events.set()
+
+    async def finish(self, event: Finished) -> None:
+        """Log the turn, then give the final event; a log that fails costs no reply."""
+        self._is_final = True
+        if self._on_finish is not None and self.put_away is not None:
+            try:
+                await self._on_finish(self.put_away, event, "".join(self._text))
+            except Exception:  # noqa: BLE001 - the reply goes out, whatever became of the log
+                _log.exception("a turn could not be logged")
+        self.push(event)
 
     async def __aiter__(self) -> AsyncGenerator[Event, None]:
         """Yield events up to the final one; leaving early cancels."""
@@ -61,16 +89,23 @@ class ReplyHub:
     def __init__(self) -> None:
         self._replies: dict[str, LiveReply] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._finishing: set[asyncio.Task[None]] = set()
 
     @property
     def num_open(self) -> int:
         """Replies that still expect events."""
         return len(self._replies)
 
-    def open(self, request_id: str, first: Event, cancel: Callable[[str], None]) -> LiveReply:
+    def open(
+        self,
+        request_id: str,
+        first: Event,
+        cancel: Callable[[str], None],
+        on_finish: OnFinish | None = None,
+    ) -> LiveReply:
         """Make the reply that will get a request's events. On the event loop's thread."""
         self._loop = asyncio.get_running_loop()
-        reply = LiveReply(lambda: cancel(request_id), first)
+        reply = LiveReply(lambda: cancel(request_id), first, on_finish)
         self._replies[request_id] = reply
         return reply
 
@@ -90,8 +125,13 @@ class ReplyHub:
             reply = self._replies.get(request_id)
             if reply is None:
                 continue
-            if isinstance(event, PutAway):
-                continue
-            reply.push(event)
             if isinstance(event, Finished | Failed):
                 del self._replies[request_id]
+            if isinstance(event, PutAway):
+                reply.put_away = event
+            elif isinstance(event, Finished):
+                task = asyncio.ensure_future(reply.finish(event))
+                self._finishing.add(task)
+                task.add_done_callback(self._finishing.discard)
+            else:
+                reply.push(event)

@@ -6,10 +6,12 @@ is touched by any of them.
 """
 
 import enum
+import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from semantic.domain.blocks import BlockName
+from semantic.domain.blocks import BlockName, pack_tokens
 from semantic.domain.chat import Message, ServiceClass, Usage
 from semantic.domain.errors import InvalidRequestError
 
@@ -110,6 +112,8 @@ class Turn:
         messages: What was said in this turn, question and reply.
         tokens: The ids this turn added to the conversation, as computed.
         num_tokens: Tokens of the whole conversation after it.
+        num_messages: Messages of the whole conversation after it.
+        digest: Of the conversation's tokens, see `conversation_digest`.
         pointer: Where its attention state ends; None while nothing is sealed.
         is_durable: Whether the turn and its attention state are on disk.
     """
@@ -124,7 +128,14 @@ class Turn:
     usage: Usage
     created_at: float
     reuse: Reuse = field(default_factory=Reuse)
+    num_messages: int = 0
+    digest: str = ""
     is_durable: bool = False
+
+
+def conversation_digest(tokens: Sequence[int]) -> str:
+    """Tell conversations apart by their tokens."""
+    return hashlib.sha256(pack_tokens(tokens)).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

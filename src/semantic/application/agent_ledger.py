@@ -1,0 +1,302 @@
+"""Agents and their turns: who exists, what they said, and where their attention state ends.
+
+All agents are in memory; turns are read when they are asked for. Changes are made in memory at
+once and written behind, in order.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from semantic.domain.agents import (
+    LOCAL_TENANT,
+    Agent,
+    Pointer,
+    Principal,
+    Reuse,
+    Turn,
+    conversation_digest,
+)
+from semantic.domain.chat import Message, Usage
+from semantic.domain.errors import AgentNotFoundError, InvalidRequestError, QuotaExceededError
+from semantic.ports.persistence import (
+    DropAgent,
+    LedgerChange,
+    LedgerPort,
+    LedgerState,
+    PutAgent,
+    PutTenant,
+    PutTurn,
+    Tenant,
+)
+
+WriteChanges: TypeAlias = Callable[..., Future[None]]
+_SALT_BYTES = 16
+_MAX_WALK = 64  # turns looked at to find the one a prompt continues
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a finished request adds to an agent.
+
+    Attributes:
+        prompt: All tokens of the prompt.
+        reply: The tokens of the reply.
+        messages: The whole conversation, the reply included.
+    """
+
+    prompt: Sequence[int]
+    reply: Sequence[int]
+    messages: Sequence[Message]
+    pointer: Pointer | None
+    usage: Usage
+    reuse: Reuse
+
+
+class AgentLedger:
+    """All agents of one directory. Thread-safe."""
+
+    def __init__(
+        self,
+        ledger: LedgerPort,
+        state: LedgerState,
+        write: WriteChanges,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """Take over what a ledger holds.
+
+        Args:
+            ledger: Where turns are read.
+            state: What it held at the start.
+            write: Makes changes in order; its future tells when they are written.
+            now: Seconds since the epoch.
+        """
+        self._ledger = ledger
+        self._write = write
+        self._now = now
+        self._lock = threading.RLock()
+        self._agents = {(agent.tenant, agent.id): agent for agent in state.agents}
+        self._tenants = {tenant.id: tenant for tenant in state.tenants}
+        self._unwritten: dict[str, Turn] = {}
+
+    # -- tenants --------------------------------------------------------------------------------
+
+    def principal(self, tenant: str = LOCAL_TENANT) -> Principal:
+        """Find a tenant, or make it with a salt of its own."""
+        with self._lock:
+            known = self._tenants.get(tenant)
+            if known is None:
+                known = Tenant(tenant, secrets.token_bytes(_SALT_BYTES))
+                self._tenants[tenant] = known
+                self._write(PutTenant(known))
+            return Principal(known.id, known.salt)
+
+    # -- agents ---------------------------------------------------------------------------------
+
+    def agents(self, tenant: str) -> list[Agent]:
+        """A tenant's agents, the most recently used first."""
+        with self._lock:
+            found = [agent for (owner, _), agent in self._agents.items() if owner == tenant]
+        return sorted(found, key=lambda agent: agent.last_used, reverse=True)
+
+    def recent(self, limit: int) -> list[Agent]:
+        """The most recently used agents of all tenants."""
+        with self._lock:
+            found = list(self._agents.values())
+        return sorted(found, key=lambda agent: agent.last_used, reverse=True)[:limit]
+
+    def get(self, tenant: str, agent_id: str) -> Agent:
+        """Find an agent.
+
+        Raises:
+            AgentNotFoundError: the tenant has none of this name.
+        """
+        with self._lock:
+            agent = self._agents.get((tenant, agent_id))
+        if agent is None:
+            raise AgentNotFoundError(f"there is no agent {agent_id!r}.")
+        return agent
+
+    def create(self, agent: Agent) -> Agent:
+        """Add an agent.
+
+        Raises:
+            InvalidRequestError: there is one of this name.
+        """
+        with self._lock:
+            if (agent.tenant, agent.id) in self._agents:
+                raise InvalidRequestError(f"there is an agent {agent.id!r} already.", param="id")
+            return self._put(agent)
+
+    def ensure(self, tenant: str, agent_id: str) -> Agent:
+        """Find an agent, or make one with no past."""
+        with self._lock:
+            known = self._agents.get((tenant, agent_id))
+            now = self._now()
+            return known or self._put(Agent(agent_id, now, tenant=tenant, last_used=now))
+
+    def update(self, agent: Agent) -> Agent:
+        """Replace an agent's settings.
+
+        Raises:
+            AgentNotFoundError: it is gone.
+        """
+        with self._lock:
+            known = self.get(agent.tenant, agent.id)
+            return self._put(replace(agent, head=known.head, num_turns=known.num_turns))
+
+    def fork(self, tenant: str, agent_id: str, new_id: str, turn_id: str | None = None) -> Agent:
+        """Make another agent with the same past, up to a turn if one is named.
+
+        Raises:
+            AgentNotFoundError: no such agent, or it has no such turn.
+            InvalidRequestError: the new name is taken.
+        """
+        with self._lock:
+            source = self.get(tenant, agent_id)
+            if turn_id is not None:
+                source = self._rewound(source, turn_id)
+            return self.create(source.fork(new_id, at=self._now()))
+
+    def rewind(self, tenant: str, agent_id: str, turn_id: str | None) -> Agent:
+        """Take an agent back to an earlier turn; None goes back before the first.
+
+        Raises:
+            AgentNotFoundError: no such agent, or it has no such turn.
+        """
+        with self._lock:
+            return self._put(self._rewound(self.get(tenant, agent_id), turn_id))
+
+    def delete(self, tenant: str, agent_id: str) -> Agent:
+        """Remove an agent; its turns and blocks go with the next collection of garbage.
+
+        Raises:
+            AgentNotFoundError: there is none.
+        """
+        with self._lock:
+            agent = self.get(tenant, agent_id)
+            del self._agents[(tenant, agent_id)]
+            self._write(DropAgent(tenant, agent_id))
+            return agent
+
+    def expire(self) -> list[Agent]:
+        """Remove the agents that outlived their time."""
+        now = self._now()
+        with self._lock:
+            late = [agent for agent in self._agents.values() if agent.is_expired(now)]
+            return [self.delete(agent.tenant, agent.id) for agent in late]
+
+    # -- turns ----------------------------------------------------------------------------------
+
+    def turn(self, tenant: str, turn_id: str) -> Turn | None:
+        """Find a turn."""
+        with self._lock:
+            unwritten = self._unwritten.get(turn_id)
+        return unwritten or self._ledger.turn(tenant, turn_id)
+
+    def turns(self, agent: Agent, limit: int = _MAX_WALK) -> list[Turn]:
+        """The turns of an agent, the latest first."""
+        found: list[Turn] = []
+        head = agent.head
+        while head is not None and len(found) < limit:
+            with self._lock:
+                unwritten = self._unwritten.get(head)
+            if unwritten is None:
+                return [
+                    *found,
+                    *self._ledger.turns(agent.tenant, head, limit=limit - len(found)),
+                ]
+            found.append(unwritten)
+            head = unwritten.parent
+        return found
+
+    def tokens(self, agent: Agent) -> list[int]:
+        """The whole conversation of an agent."""
+        turns = self.turns(agent, limit=agent.num_turns)
+        return [token for turn in reversed(turns) for token in turn.tokens]
+
+    def check_quota(self, agent: Agent) -> None:
+        """See that an agent may have another turn.
+
+        Raises:
+            QuotaExceededError: it may not.
+        """
+        limit = agent.quota.max_turns
+        if limit is not None and agent.num_turns >= limit:
+            raise QuotaExceededError(f"agent {agent.id} may have {limit} turns and has had them.")
+
+    def commit(self, tenant: str, agent_id: str, exchange: Exchange) -> tuple[Turn, Future[None]]:
+        """Log a turn and move its agent there; the future tells when it is written.
+
+        The turn continues the agent's latest one that the prompt begins with: where a client
+        went back, so does the agent.
+        """
+        with self._lock:
+            agent = self.ensure(tenant, agent_id)
+            parent, depth = self._continued(agent, exchange.prompt)
+            tokens = [*exchange.prompt, *exchange.reply]
+            start = parent.num_tokens if parent else 0
+            turn = Turn(
+                id=f"turn_{secrets.token_hex(12)}",
+                parent=parent.id if parent else None,
+                agent_id=agent.id,
+                messages=tuple(exchange.messages[parent.num_messages if parent else 0 :]),
+                tokens=tuple(tokens[start:]),
+                num_tokens=len(tokens),
+                pointer=exchange.pointer,
+                usage=exchange.usage,
+                created_at=self._now(),
+                reuse=exchange.reuse,
+                num_messages=len(exchange.messages),
+                digest=conversation_digest(tokens),
+            )
+            self._unwritten[turn.id] = turn
+            back = agent.rewind(turn.parent, depth, at=agent.last_used)
+            agent = back.advance(turn.id, at=turn.created_at)
+            self._agents[(tenant, agent.id)] = agent
+            done = self._write(PutTurn(tenant, turn), PutAgent(agent))
+        done.add_done_callback(lambda _: self._forget_written(turn.id))
+        return turn, done
+
+    # -- inside the lock ------------------------------------------------------------------------
+
+    def _put(self, agent: Agent) -> Agent:
+        self._agents[(agent.tenant, agent.id)] = agent
+        self._write(PutAgent(agent))
+        return agent
+
+    def _rewound(self, agent: Agent, turn_id: str | None) -> Agent:
+        if turn_id is None:
+            return agent.rewind(None, 0, at=self._now())
+        for index, turn in enumerate(self.turns(agent, limit=agent.num_turns)):
+            if turn.id == turn_id:
+                return agent.rewind(turn_id, agent.num_turns - index, at=self._now())
+        raise AgentNotFoundError(f"agent {agent.id!r} has no turn {turn_id!r}.")
+
+    def _continued(self, agent: Agent, prompt: Sequence[int]) -> tuple[Turn | None, int]:
+        """The latest turn that a prompt goes on from, and how many turns led there."""
+        for index, turn in enumerate(self.turns(agent)):
+            is_short = turn.num_tokens <= len(prompt)
+            if is_short and conversation_digest(prompt[: turn.num_tokens]) == turn.digest:
+                return turn, agent.num_turns - index
+        return None, 0
+
+    def _forget_written(self, turn_id: str) -> None:
+        with self._lock:
+            self._unwritten.pop(turn_id, None)
+
+
+def write_at_once(ledger: LedgerPort) -> WriteChanges:
+    """Write changes without a thread, for ledgers that need none."""
+
+    def write(*changes: LedgerChange) -> Future[None]:
+        ledger.apply(changes, is_synced=False)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    return write
