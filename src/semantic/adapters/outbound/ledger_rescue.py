@@ -1,0 +1,216 @@
+"""Makes a whole ledger of a damaged one and its backup.
+
+Row by row, what the damaged ledger still holds goes before the backup, which is older. A table
+that can be read from end to end is taken as it is, so that what was removed stays removed. The
+index of parts is not rescued: files of attention state say all of it again.
+"""
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from semantic.adapters.outbound.ledger_files import (
+    connect,
+    connect_read_only,
+    is_damage,
+    move,
+    remove,
+    sync_file,
+)
+from semantic.adapters.outbound.ledger_rows import agent_row, is_sound, read_agent
+from semantic.adapters.outbound.ledger_schema import (
+    AGENTS,
+    MIGRATIONS,
+    SEALED_TABLES,
+    DamagedLedgerError,
+    Table,
+    migrate,
+    version_of,
+)
+from semantic.domain.agents import Agent
+
+_Key = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Rescue:
+    """What can be done about a ledger that is damaged or gone.
+
+    Attributes:
+        ledger: Where the ledger is, or should be.
+        backup: Where its copy is, if there is one.
+        timeout_s: How long to wait for another program's lock.
+    """
+
+    ledger: Path
+    backup: Path
+    timeout_s: float
+
+    def run(self, reason: str) -> str:
+        """Put a whole ledger in place; returns what happened, for people.
+
+        What was there is moved aside, never removed.
+
+        Raises:
+            NewerLedgerError: a newer server wrote the backup.
+            sqlite3.Error: another program holds a lock, or the disk fails.
+        """
+        fresh = self.ledger.with_name(f"{self.ledger.name}.rescue")
+        remove(fresh)
+        with closing(connect(fresh, self.timeout_s)) as target:
+            target.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            target.execute("PRAGMA synchronous = OFF")
+            migrate(target, 0)
+            num_cut = self._fill(target)
+            what = _contents(target, num_cut)
+        sync_file(fresh)
+        aside = self.move_aside()
+        fresh.replace(self.ledger)
+        sync_file(self.ledger.parent)
+        return f"{self.ledger.name} {reason}{aside}; restored {what}{self._origin()}."
+
+    def _fill(self, target: sqlite3.Connection) -> int:
+        """Copy all rows that can be had; returns how many agents lost turns."""
+        with ExitStack() as stack:
+            damaged, backup = (
+                stack.enter_context(_opened(path, self.timeout_s))
+                for path in (self.ledger, self.backup)
+            )
+            target.execute("BEGIN")
+            for table in SEALED_TABLES:
+                if not (damaged and _copy(damaged, target, table)) and backup:
+                    _copy(backup, target, table)
+            num_cut = _mend_agents(target, backup)
+            target.execute("COMMIT")
+        return num_cut
+
+    def move_aside(self) -> str:
+        """Move what is in the ledger's place out of the way; returns a clause that says so."""
+        stamp = time.strftime("%Y%m%dT%H%M%S")
+        aside = self.ledger.with_name(f"{self.ledger.name}.damaged-{stamp}")
+        for number in range(2, 1000):
+            if not aside.exists():
+                break
+            aside = aside.with_name(f"{self.ledger.name}.damaged-{stamp}-{number}")
+        is_there = self.ledger.exists()
+        move(self.ledger, aside)
+        return f" and is now {aside.name}" if is_there else ""
+
+    def _origin(self) -> str:
+        if not self.backup.exists():
+            return "; there was no backup"
+        at = datetime.fromtimestamp(self.backup.stat().st_mtime, UTC)
+        return f", with the backup of {at:%Y-%m-%d %H:%M} UTC"
+
+
+@contextmanager
+def _opened(path: Path, timeout_s: float) -> Iterator[sqlite3.Connection | None]:
+    """Open what may be a ledger; None if it is not."""
+    if not path.exists() or not path.stat().st_size:
+        yield None
+        return
+    # Reading only leaves the files as they are, for whoever wants to look closer.
+    with closing(connect_read_only(path, timeout_s)) as connection:
+        version = _version_or_zero(connection)
+    if not version:
+        yield None
+        return
+    is_current = version == len(MIGRATIONS)
+    with closing((connect_read_only if is_current else connect)(path, timeout_s)) as connection:
+        if not is_current:
+            migrate(connection, version)
+        yield connection
+
+
+def _version_or_zero(connection: sqlite3.Connection) -> int:
+    try:
+        return version_of(connection)
+    except DamagedLedgerError:
+        return 0
+    except sqlite3.Error as error:
+        if is_damage(error):
+            return 0
+        raise
+
+
+def _copy(source: sqlite3.Connection, target: sqlite3.Connection, table: Table) -> bool:
+    """Add the rows that `target` lacks; returns whether all could be read and are sound."""
+    if _copy_rows(source, target, table, table.forwards):
+        return True
+    # From the other end, up to where the damage is.
+    _copy_rows(source, target, table, table.backwards)
+    return False
+
+
+def _copy_rows(
+    source: sqlite3.Connection, target: sqlite3.Connection, table: Table, query: str
+) -> bool:
+    is_whole = True
+    try:
+        for row in source.execute(query):
+            if is_sound(table, row):
+                target.execute(table.fill, row)
+            else:
+                is_whole = False
+    except sqlite3.Error as error:
+        if not is_damage(error):
+            raise
+        return False
+    return is_whole
+
+
+def _mend_agents(target: sqlite3.Connection, backup: sqlite3.Connection | None) -> int:
+    """Take back agents to where all their turns are there; returns how many."""
+    parents = {
+        (tenant, turn_id): parent
+        for tenant, turn_id, parent in target.execute("SELECT tenant, id, parent FROM turns")
+    }
+    older: dict[_Key, Agent] | None = None
+    num_cut = 0
+    for agent in _agents(target).values():
+        if _is_rooted(agent, parents):
+            continue
+        older = older if older is not None else _agents(backup) if backup else {}
+        found = older.get((agent.tenant, agent.id))
+        is_found = found is not None and _is_rooted(found, parents)
+        mended = found if found and is_found else replace(agent, head=None, num_turns=0)
+        target.execute(AGENTS.insert, agent_row(mended))
+        num_cut += 1
+    return num_cut
+
+
+def _agents(source: sqlite3.Connection) -> dict[_Key, Agent]:
+    """Read the agents that are sound, up to where there is damage."""
+    found: dict[_Key, Agent] = {}
+    try:
+        for row in source.execute(AGENTS.forwards):
+            if is_sound(AGENTS, row):
+                agent = read_agent(row)
+                found[agent.tenant, agent.id] = agent
+    except sqlite3.Error as error:
+        if not is_damage(error):
+            raise
+    return found
+
+
+def _is_rooted(agent: Agent, parents: dict[_Key, str | None]) -> bool:
+    """Whether all turns from the agent's head to its first are there."""
+    seen: set[str] = set()
+    turn = agent.head
+    while turn is not None:
+        if turn in seen or (agent.tenant, turn) not in parents:
+            return False
+        seen.add(turn)
+        turn = parents[agent.tenant, turn]
+    return True
+
+
+def _contents(target: sqlite3.Connection, num_cut: int) -> str:
+    (num_agents,) = target.execute("SELECT count(*) FROM agents").fetchone()
+    (num_turns,) = target.execute("SELECT count(*) FROM turns").fetchone()
+    cut = f", of which {num_cut} lost turns," if num_cut else ""
+    return f"{num_agents} agents{cut} and {num_turns} turns"
