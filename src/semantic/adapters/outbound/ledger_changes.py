@@ -29,14 +29,16 @@ from semantic.ports.persistence import (
 _IndexChange: TypeAlias = PutPart | DropPart | TouchParts | MarkIndexWhole
 # A new turn keeps those before it: a client may yet continue from it.
 _FORGET_TURNS = """
-WITH RECURSIVE reached (id, tenant) AS (
-    SELECT head, tenant FROM agents WHERE head IS NOT NULL
-    UNION SELECT id, tenant FROM turns WHERE created_at >= ?
-    UNION SELECT turns.parent, turns.tenant FROM reached
-        JOIN turns ON turns.id = reached.id AND turns.tenant = reached.tenant
-        WHERE turns.parent IS NOT NULL
+DELETE FROM turns WHERE (id, tenant) NOT IN (
+    WITH RECURSIVE reached (id, tenant) AS (
+        SELECT head, tenant FROM agents WHERE head IS NOT NULL
+        UNION SELECT id, tenant FROM turns WHERE created_at >= ?
+        UNION SELECT turns.parent, turns.tenant FROM reached
+            JOIN turns ON turns.id = reached.id AND turns.tenant = reached.tenant
+            WHERE turns.parent IS NOT NULL
+    )
+    SELECT id, tenant FROM reached
 )
-DELETE FROM turns WHERE (id, tenant) NOT IN (SELECT id, tenant FROM reached)
 """
 
 

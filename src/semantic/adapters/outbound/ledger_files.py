@@ -24,8 +24,9 @@ _UNWRITABLE = (
     *(sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM),
     sqlite3.SQLITE_AUTH,
 )
-# Anything but these says that the file is not what it should be.
-_NO_DAMAGE = (*_LOCKED, *_UNWRITABLE, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+# The second comes from a name or a message that is no text.
+READ_ERRORS = (sqlite3.Error, UnicodeDecodeError, DamagedLedgerError)
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT)
 
 
 def primary_code(error: sqlite3.Error) -> int:
@@ -33,9 +34,12 @@ def primary_code(error: sqlite3.Error) -> int:
     return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)) & 0xFF
 
 
-def is_damage(error: sqlite3.Error) -> bool:
+def is_damage(error: Exception) -> bool:
     """Whether an error met while reading can only come from a damaged file."""
-    return primary_code(error) not in _NO_DAMAGE
+    if isinstance(error, sqlite3.Error):
+        # A mere error is a table that should be there, or text that is none.
+        return primary_code(error) in (*_DAMAGED, sqlite3.SQLITE_ERROR)
+    return isinstance(error, DamagedLedgerError | UnicodeDecodeError)
 
 
 def refusal(path: Path, error: Exception) -> CachePersistenceError:
@@ -56,9 +60,7 @@ def refusal(path: Path, error: Exception) -> CachePersistenceError:
             f"{path} cannot be opened for writing: {_reason(error)}. Let it and its directory "
             "belong to whoever runs the server, or choose another --cache-dir."
         )
-    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or isinstance(
-        error, DamagedLedgerError
-    ):
+    if code in _DAMAGED or (code is None and is_damage(error)):
         return CachePersistenceError(
             f"{path} is damaged: {_reason(error)}. Restart the server: it then restores what can "
             "be read, and the rest from the backup."
@@ -88,12 +90,14 @@ def connect_read_only(path: Path, timeout_s: float) -> sqlite3.Connection:
 
 
 def check_pages(connection: sqlite3.Connection) -> None:
-    """Look at every page, some gigabytes a second.
+    """Look at every page, and whether tables and their indices agree.
+
+    Half a gigabyte takes about a second.
 
     Raises:
         DamagedLedgerError: one is not what it should be.
     """
-    (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     if found != "ok":
         raise DamagedLedgerError(found.replace("\n", " "))
 
@@ -109,6 +113,11 @@ def sync_file(path: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def suspect_file(path: Path) -> Path:
+    """The file that says that damage was seen, for the next start to see to it."""
+    return Path(f"{path}.suspect")
 
 
 def copy_whole(source: sqlite3.Connection, path: Path, timeout_s: float) -> None:
@@ -164,7 +173,9 @@ class Readers:
                 yield connection
             finally:
                 self._take_back(connection)
-        except (sqlite3.Error, DamagedLedgerError) as error:
+        except READ_ERRORS as error:
+            if is_damage(error):
+                self._note_damage(error)
             raise refusal(self._path, error) from error
 
     def close(self) -> None:
@@ -174,6 +185,11 @@ class Readers:
             for connection in self._idle:
                 connection.close()
             self._idle.clear()
+
+    def _note_damage(self, error: Exception) -> None:
+        # A row that has changed does not show when the pages are looked at.
+        with suppress(OSError):
+            suspect_file(self._path).write_text(_reason(error), "utf-8", "replace")
 
     def _take_back(self, connection: sqlite3.Connection) -> None:
         with self._lock:

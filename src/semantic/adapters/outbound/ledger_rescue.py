@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from semantic.adapters.outbound.ledger_files import (
+    READ_ERRORS,
     connect,
     connect_read_only,
     is_damage,
@@ -26,7 +27,6 @@ from semantic.adapters.outbound.ledger_schema import (
     AGENTS,
     MIGRATIONS,
     SEALED_TABLES,
-    DamagedLedgerError,
     Table,
     migrate,
     version_of,
@@ -123,15 +123,15 @@ def _opened(path: Path, timeout_s: float) -> Iterator[sqlite3.Connection | None]
     with closing((connect_read_only if is_current else connect)(path, timeout_s)) as connection:
         if not is_current:
             migrate(connection, version)
+        # Text that is none belongs to a row whose checksum is wrong; those after it may be right.
+        connection.text_factory = lambda data: data.decode(errors="replace")
         yield connection
 
 
 def _version_or_zero(connection: sqlite3.Connection) -> int:
     try:
         return version_of(connection)
-    except DamagedLedgerError:
-        return 0
-    except sqlite3.Error as error:
+    except READ_ERRORS as error:
         if is_damage(error):
             return 0
         raise
@@ -156,7 +156,7 @@ def _copy_rows(
                 target.execute(table.fill, row)
             else:
                 is_whole = False
-    except sqlite3.Error as error:
+    except READ_ERRORS as error:
         if not is_damage(error):
             raise
         return False
@@ -191,7 +191,7 @@ def _agents(source: sqlite3.Connection) -> dict[_Key, Agent]:
             if is_sound(AGENTS, row):
                 agent = read_agent(row)
                 found[agent.tenant, agent.id] = agent
-    except sqlite3.Error as error:
+    except READ_ERRORS as error:
         if not is_damage(error):
             raise
     return found
@@ -213,4 +213,8 @@ def _contents(target: sqlite3.Connection, num_cut: int) -> str:
     (num_agents,) = target.execute("SELECT count(*) FROM agents").fetchone()
     (num_turns,) = target.execute("SELECT count(*) FROM turns").fetchone()
     cut = f", of which {num_cut} lost turns," if num_cut else ""
-    return f"{num_agents} agents{cut} and {num_turns} turns"
+    return f"{_count(num_agents, 'agent')}{cut} and {_count(num_turns, 'turn')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

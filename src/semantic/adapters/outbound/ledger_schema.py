@@ -4,6 +4,7 @@ What the values in a row mean is in `ledger_rows.py`.
 """
 
 import sqlite3
+from contextlib import closing
 from dataclasses import dataclass
 
 APPLICATION_ID = 0x53454D41
@@ -94,6 +95,21 @@ REPLAYS = Table(
 # Turns before agents: an agent is judged by the turns that are there.
 SEALED_TABLES = (TENANTS, TURNS, AGENTS, REPLAYS)
 INSERT_PART = "INSERT OR REPLACE INTO parts VALUES (?,?,?,?,?,?,?,?)"
+
+
+def check_tables(connection: sqlite3.Connection) -> None:
+    """Compare the tables of a ledger of the latest version with those it should have.
+
+    Raises:
+        DamagedLedgerError: one is missing or different.
+    """
+    query = "SELECT name, sql FROM sqlite_master"
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as ideal:
+        migrate(ideal, 0)
+        expected = set(ideal.execute(query))
+    missing = expected.difference(connection.execute(query))
+    if missing:
+        raise DamagedLedgerError(f"the table {min(missing)[0]} is not as it should be")
 
 
 def version_of(connection: sqlite3.Connection) -> int:

@@ -14,12 +14,14 @@ from pathlib import Path
 
 from semantic.adapters.outbound.ledger_changes import forget_unreachable, is_of_index, make_change
 from semantic.adapters.outbound.ledger_files import (
+    READ_ERRORS,
     Readers,
     check_pages,
     connect,
     copy_whole,
     is_damage,
     refusal,
+    suspect_file,
     sync_file,
 )
 from semantic.adapters.outbound.ledger_queries import (
@@ -33,6 +35,7 @@ from semantic.adapters.outbound.ledger_rows import read_replay, read_turn
 from semantic.adapters.outbound.ledger_schema import (
     DamagedLedgerError,
     NewerLedgerError,
+    check_tables,
     migrate,
     version_of,
 )
@@ -75,6 +78,7 @@ class SqliteLedger:
             timeout_s: How long to wait for another program's lock.
         """
         self._path, self._backup = directory / LEDGER_FILE, directory / BACKUP_FILE
+        self._suspect = suspect_file(self._path)
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._backup_lock = threading.Lock()
@@ -97,7 +101,7 @@ class SqliteLedger:
                     f"{self._path} was written by a newer Semantic ({error}). Upgrade, or choose "
                     "another --cache-dir."
                 ) from error
-            except (DamagedLedgerError, sqlite3.Error, OSError) as error:
+            except (*READ_ERRORS, OSError) as error:
                 raise refusal(self._path, error) from error
 
     def apply(self, changes: Sequence[LedgerChange], *, is_synced: bool) -> None:
@@ -105,8 +109,8 @@ class SqliteLedger:
         with self._transaction(is_synced=is_synced) as connection:
             for change in changes:
                 make_change(connection, change)
-            if not all(is_of_index(change) for change in changes):
-                self._current.num_changes += 1
+        if not all(is_of_index(change) for change in changes):
+            self._current.num_changes += 1
 
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
         """Read one turn; None if the tenant has none of that id."""
@@ -143,11 +147,12 @@ class SqliteLedger:
         """Remove old turns that no agent reaches, and old replays; returns how many."""
         with self._transaction(is_synced=False) as connection:
             num_gone = forget_unreachable(connection, before)
-            self._current.num_changes += bool(num_gone)
         if num_gone:
+            self._current.num_changes += 1
             with self._lock, self._refusals():
-                # Gives the space back: the ledger counts against the disk budget.
-                self._current.writer.execute("PRAGMA incremental_vacuum").fetchall()
+                # Gives the space back: the ledger counts against the disk budget. `execute` would
+                # give back one page.
+                self._current.writer.executescript("PRAGMA incremental_vacuum")
         return num_gone
 
     def back_up(self) -> None:
@@ -161,7 +166,7 @@ class SqliteLedger:
             if num_changes == current.num_backed_up and self._backup.exists():
                 return
             copy = self._backup.with_name(f"{self._backup.name}.tmp")
-            with self._refusals(), current.readers.lend() as source:
+            with self._refusals(), self._source(current) as source:
                 copy_whole(source, copy, self._timeout_s)
                 copy.replace(self._backup)
                 sync_file(self._backup.parent)
@@ -192,10 +197,11 @@ class SqliteLedger:
                 rescue.move_aside()
         try:
             return self._open(problem)
-        except (DamagedLedgerError, sqlite3.Error) as error:
-            if isinstance(error, sqlite3.Error) and not is_damage(error):
+        except READ_ERRORS as error:
+            if not is_damage(error):
                 raise
             problem = rescue.run(f"was damaged ({error})")
+        self._suspect.unlink(missing_ok=True)
         return self._open(problem)
 
     def _open(self, problem: str) -> LedgerState:
@@ -212,21 +218,24 @@ class SqliteLedger:
 
     def _prepare(self, writer: sqlite3.Connection) -> None:
         """Check the file and bring it up to date."""
-        # Before there are tables, or never.
-        writer.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        version = version_of(writer)
+        if version:
+            if self._suspect.exists():
+                raise DamagedLedgerError(self._suspect.read_text())
+            check_pages(writer)
+        elif self._backup.exists():
+            raise DamagedLedgerError("it was empty")
+        else:
+            writer.execute("PRAGMA auto_vacuum = INCREMENTAL")
         writer.execute("PRAGMA secure_delete = ON")
         # A plain fsync does not reach the medium on macOS; elsewhere these say nothing.
         writer.execute("PRAGMA fullfsync = ON")
         writer.execute("PRAGMA checkpoint_fullfsync = ON")
-        version = version_of(writer)
-        if not version and self._backup.exists():
-            raise DamagedLedgerError("it was empty")
-        if version:
-            check_pages(writer)
         writer.execute("PRAGMA journal_mode = WAL").fetchone()
         writer.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}").fetchone()
         # Not only to migrate: shows now, and not at the first turn, whether it can be written.
         migrate(writer, version)
+        check_tables(writer)
         if not version:
             sync_file(self._path.parent)
 
@@ -234,7 +243,11 @@ class SqliteLedger:
     def _transaction(self, *, is_synced: bool) -> Iterator[sqlite3.Connection]:
         with self._lock, self._refusals():
             current = self._current
-            self._check_in_place(current.inode)
+            if not self._is_in_place(current):
+                raise CachePersistenceError(
+                    f"{self._path} was removed or replaced while the server runs. Restart it; it "
+                    "then goes on from the backup."
+                )
             connection = current.writer
             if current.is_synced != is_synced:
                 # EXTRA also holds where the file system has no write-ahead log.
@@ -252,15 +265,22 @@ class SqliteLedger:
                     connection.execute("ROLLBACK")
                 raise
 
-    def _check_in_place(self, inode: int) -> None:
-        """Refuse to write into a file that has lost its name: it would be gone at the end."""
+    @contextmanager
+    def _source(self, current: _Open) -> Iterator[sqlite3.Connection]:
+        """Lend a connection to copy from."""
+        if self._is_in_place(current):
+            # Changes need not wait while this one is read.
+            with current.readers.lend() as reader:
+                yield reader
+        else:
+            with self._lock:
+                yield current.writer
+
+    def _is_in_place(self, current: _Open) -> bool:
+        """Whether the open file still has its name; without it, it is gone once it is closed."""
         with suppress(FileNotFoundError):
-            if self._path.stat().st_ino == inode:
-                return
-        raise CachePersistenceError(
-            f"{self._path} was removed or replaced while the server runs. Restart it: what is not "
-            "in the ledger's place is taken from the backup."
-        )
+            return self._path.stat().st_ino == current.inode
+        return False
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -269,5 +289,5 @@ class SqliteLedger:
             yield
         except _UNSTORABLE as error:
             raise ValueError(f"a change cannot be stored: {error}") from error
-        except (sqlite3.Error, OSError, DamagedLedgerError) as error:
+        except (*READ_ERRORS, OSError) as error:
             raise refusal(self._path, error) from error
