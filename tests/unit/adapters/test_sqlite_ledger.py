@@ -1,4 +1,5 @@
 import os
+import resource
 import shutil
 import sqlite3
 import subprocess
@@ -6,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -265,6 +266,49 @@ def test_a_server_does_not_start_on_a_locked_ledger(tmp_path: Path, ledger: Sqli
     assert not list(tmp_path.glob("*damaged*"))
 
 
+@contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """No file may grow beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_write_that_fails_leaves_all_as_it_was(ledger: SqliteLedger) -> None:
+    ledger.apply([PutTurn("local", turn_of("t1"))], is_synced=False)
+    ledger.back_up()
+    large = [PutTurn("local", turn_of("t2", "t1", text="x" * 10**6))]
+
+    with full_disk(2**19), pytest.raises(CachePersistenceError, match=r"cannot"):
+        ledger.apply([PutTurn("local", turn_of("t3")), *large], is_synced=True)
+
+    assert ledger.turn("local", "t3") is None
+    assert ledger.turns("local", "t1", limit=9) == (turn_of("t1"),)
+    ledger.apply(large, is_synced=True)
+    with full_disk(2**22), pytest.raises(CachePersistenceError, match=r"cannot"):
+        ledger.apply([PutTurn("local", turn_of("t4", text="x" * 10**7))], is_synced=True)
+    assert len(ledger.turns("local", "t2", limit=9)) == 2
+    assert ledger.load().problem == ""
+    assert len(ledger.turns("local", "t2", limit=9)) == 2
+
+
+def test_a_backup_that_fails_leaves_the_one_before(tmp_path: Path, ledger: SqliteLedger) -> None:
+    ledger.apply([LOCAL], is_synced=False)
+    ledger.back_up()
+    before = (tmp_path / "ledger.backup.db").read_bytes()
+    ledger.apply([PutTurn("local", turn_of("t1", text="x" * 10**6))], is_synced=False)
+    with full_disk(2**19), pytest.raises(CachePersistenceError, match=r"cannot"):
+        ledger.back_up()
+
+    assert (tmp_path / "ledger.backup.db").read_bytes() == before
+    assert not list(tmp_path.glob("*.tmp*"))
+    ledger.back_up()
+    assert (tmp_path / "ledger.backup.db").stat().st_size > 10**6
+
+
 def test_a_removed_ledger_is_not_written_into_the_void(
     tmp_path: Path, ledger: SqliteLedger
 ) -> None:
@@ -366,6 +410,8 @@ def test_an_older_ledger_is_brought_up_to_date(
     with closing(sqlite3.connect(tmp_path / "ledger.db")) as other:
         assert other.execute("PRAGMA user_version").fetchone() == (2,)
         assert other.execute("SELECT count(*) FROM notes").fetchone() == (0,)
+    with closing(sqlite3.connect(tmp_path / "ledger.backup.db")) as other:
+        assert other.execute("PRAGMA user_version").fetchone() == (2 if is_lost else 1,)
 
 
 # -- backups ----------------------------------------------------------------------------------

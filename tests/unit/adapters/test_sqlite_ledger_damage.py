@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from semantic.adapters.outbound import ledger_schema
+from semantic.adapters.outbound.ledger_rows import agent_row, sealed
 from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.domain.agents import Turn
 from semantic.domain.errors import CachePersistenceError
@@ -267,6 +269,21 @@ def test_a_log_without_its_ledger_is_not_taken_for_another_ones(directory: Path)
 
     with closing(SqliteLedger(directory)) as ledger:
         check_backed_up(ledger.load(), all_turns(ledger))
+
+
+def test_an_agent_that_cannot_be_made_does_not_stop_the_start(directory: Path) -> None:
+    broken = agent_row(agent_of("odd", None))
+    body = broken[4].replace('"interactive"', '"unheard of"')
+    with closing(sqlite3.connect(directory / "ledger.db")) as other, other:
+        other.execute(
+            ledger_schema.AGENTS.insert, sealed(ledger_schema.AGENTS, (*broken[:4], body))
+        )
+
+    with closing(SqliteLedger(directory)) as ledger:
+        state = ledger.load()
+        assert "the row of agent odd" in state.problem
+        assert {agent.id for agent in state.agents} == set(AGENTS)
+        assert ledger.load().problem == ""
 
 
 def test_another_programs_database_is_moved_aside(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ _UNWRITABLE = (
 # The second comes from a name or a message that is no text.
 READ_ERRORS = (sqlite3.Error, UnicodeDecodeError, DamagedLedgerError)
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT)
+# A table that should be there or text that is none; a length that was never written.
+_DAMAGED_IF_READ = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_TOOBIG)
 
 
 def primary_code(error: sqlite3.Error) -> int:
@@ -37,8 +39,7 @@ def primary_code(error: sqlite3.Error) -> int:
 def is_damage(error: Exception) -> bool:
     """Whether an error met while reading can only come from a damaged file."""
     if isinstance(error, sqlite3.Error):
-        # A mere error is a table that should be there, or text that is none.
-        return primary_code(error) in (*_DAMAGED, sqlite3.SQLITE_ERROR)
+        return primary_code(error) in (*_DAMAGED, *_DAMAGED_IF_READ)
     return isinstance(error, DamagedLedgerError | UnicodeDecodeError)
 
 
@@ -92,14 +93,14 @@ def connect_read_only(path: Path, timeout_s: float) -> sqlite3.Connection:
 def check_pages(connection: sqlite3.Connection) -> None:
     """Look at every page, and whether tables and their indices agree.
 
-    Half a gigabyte takes about a second.
+    A gigabyte takes a second or two.
 
     Raises:
         DamagedLedgerError: one is not what it should be.
     """
     (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     if found != "ok":
-        raise DamagedLedgerError(found.replace("\n", " "))
+        raise DamagedLedgerError(found.splitlines()[-1])
 
 
 def sync_file(path: Path) -> None:
@@ -127,13 +128,17 @@ def copy_whole(source: sqlite3.Connection, path: Path, timeout_s: float) -> None
         DamagedLedgerError: a page of it is not what it should be.
     """
     remove(path)
-    with closing(connect(path, timeout_s)) as copy:
-        copy.execute("PRAGMA synchronous = OFF")
-        source.backup(copy)
-        # One file, without a log beside it.
-        copy.execute("PRAGMA journal_mode = DELETE").fetchone()
-        check_pages(copy)
-    sync_file(path)
+    try:
+        with closing(connect(path, timeout_s)) as copy:
+            copy.execute("PRAGMA synchronous = OFF")
+            source.backup(copy)
+            # One file, without a log beside it.
+            copy.execute("PRAGMA journal_mode = DELETE").fetchone()
+            check_pages(copy)
+        sync_file(path)
+    except BaseException:
+        remove(path)
+        raise
 
 
 def move(path: Path, target: Path) -> None:

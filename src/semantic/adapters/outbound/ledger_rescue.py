@@ -7,8 +7,7 @@ index of parts is not rescued: files of attention state say all of it again.
 
 import sqlite3
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,12 +21,14 @@ from semantic.adapters.outbound.ledger_files import (
     remove,
     sync_file,
 )
-from semantic.adapters.outbound.ledger_rows import agent_row, is_sound, read_agent
+from semantic.adapters.outbound.ledger_rows import Row, agent_row, is_sound, read_agent
 from semantic.adapters.outbound.ledger_schema import (
     AGENTS,
-    MIGRATIONS,
     SEALED_TABLES,
+    DamagedLedgerError,
+    NewerLedgerError,
     Table,
+    latest_version,
     migrate,
     version_of,
 )
@@ -107,34 +108,26 @@ class Rescue:
         return f", with the backup of {at:%Y-%m-%d %H:%M} UTC"
 
 
-@contextmanager
-def _opened(path: Path, timeout_s: float) -> Iterator[sqlite3.Connection | None]:
+def _opened(path: Path, timeout_s: float) -> AbstractContextManager[sqlite3.Connection | None]:
     """Open what may be a ledger; None if it is not."""
     if not path.exists() or not path.stat().st_size:
-        yield None
-        return
+        return nullcontext()
     # Reading only leaves the files as they are, for whoever wants to look closer.
-    with closing(connect_read_only(path, timeout_s)) as connection:
-        version = _version_or_zero(connection)
-    if not version:
-        yield None
-        return
-    is_current = version == len(MIGRATIONS)
-    with closing((connect_read_only if is_current else connect)(path, timeout_s)) as connection:
-        if not is_current:
-            migrate(connection, version)
-        # Text that is none belongs to a row whose checksum is wrong; those after it may be right.
-        connection.text_factory = lambda data: data.decode(errors="replace")
-        yield connection
-
-
-def _version_or_zero(connection: sqlite3.Connection) -> int:
+    connection = connect_read_only(path, timeout_s)
     try:
-        return version_of(connection)
-    except READ_ERRORS as error:
-        if is_damage(error):
-            return 0
-        raise
+        version = version_of(connection)
+        if 0 < version < latest_version():
+            connection.close()
+            connection = connect(path, timeout_s)
+            migrate(connection, version)
+    except (*READ_ERRORS, NewerLedgerError) as error:
+        connection.close()
+        if not is_damage(error):
+            raise
+        return nullcontext()
+    # Text that is none belongs to a row whose checksum is wrong; those after it may be right.
+    connection.text_factory = lambda data: data.decode(errors="replace")
+    return closing(connection)
 
 
 def _copy(source: sqlite3.Connection, target: sqlite3.Connection, table: Table) -> bool:
@@ -152,7 +145,7 @@ def _copy_rows(
     is_whole = True
     try:
         for row in source.execute(query):
-            if is_sound(table, row):
+            if _is_good(table, row):
                 target.execute(table.fill, row)
             else:
                 is_whole = False
@@ -163,24 +156,30 @@ def _copy_rows(
     return is_whole
 
 
+def _is_good(table: Table, row: Row) -> bool:
+    """Whether a row is as it was written, and would not stop the server from starting."""
+    if table is AGENTS:
+        try:
+            read_agent(row)
+        except DamagedLedgerError:
+            return False
+    return is_sound(table, row)
+
+
 def _mend_agents(target: sqlite3.Connection, backup: sqlite3.Connection | None) -> int:
     """Take back agents to where all their turns are there; returns how many."""
     parents = {
         (tenant, turn_id): parent
         for tenant, turn_id, parent in target.execute("SELECT tenant, id, parent FROM turns")
     }
-    older: dict[_Key, Agent] | None = None
-    num_cut = 0
-    for agent in _agents(target).values():
-        if _is_rooted(agent, parents):
-            continue
-        older = older if older is not None else _agents(backup) if backup else {}
-        found = older.get((agent.tenant, agent.id))
-        is_found = found is not None and _is_rooted(found, parents)
-        mended = found if found and is_found else replace(agent, head=None, num_turns=0)
+    cut = [agent for agent in _agents(target).values() if not _is_rooted(agent, parents)]
+    older = _agents(backup) if cut and backup else {}
+    for agent in cut:
+        mended = older.get((agent.tenant, agent.id))
+        if mended is None or not _is_rooted(mended, parents):
+            mended = replace(agent, head=None, num_turns=0)
         target.execute(AGENTS.insert, agent_row(mended))
-        num_cut += 1
-    return num_cut
+    return len(cut)
 
 
 def _agents(source: sqlite3.Connection) -> dict[_Key, Agent]:
@@ -188,7 +187,7 @@ def _agents(source: sqlite3.Connection) -> dict[_Key, Agent]:
     found: dict[_Key, Agent] = {}
     try:
         for row in source.execute(AGENTS.forwards):
-            if is_sound(AGENTS, row):
+            if _is_good(AGENTS, row):
                 agent = read_agent(row)
                 found[agent.tenant, agent.id] = agent
     except READ_ERRORS as error:

@@ -32,7 +32,7 @@ def is_sound(table: Table, row: Row) -> bool:
 
 def tenant_row(tenant: Tenant) -> Row:
     """Stand for a tenant."""
-    return _sealed(TENANTS, (tenant.id, tenant.salt))
+    return sealed(TENANTS, (tenant.id, tenant.salt))
 
 
 def read_tenant(row: Row) -> Tenant:
@@ -44,7 +44,7 @@ def read_tenant(row: Row) -> Tenant:
 def agent_row(agent: Agent) -> Row:
     """Stand for an agent."""
     body = ledger_json.encode_agent(agent)
-    return _sealed(AGENTS, (agent.tenant, agent.id, agent.head, float(agent.last_used), body))
+    return sealed(AGENTS, (agent.tenant, agent.id, agent.head, float(agent.last_used), body))
 
 
 def read_agent(row: Row) -> Agent:
@@ -61,7 +61,7 @@ def turn_row(tenant: str, turn: Turn) -> Row:
     body = ledger_json.encode_turn(ledger_json.TurnBody(turn.messages, turn.usage, turn.reuse))
     pointer = turn.pointer
     place = (pointer.root, pointer.block, pointer.num_tokens) if pointer else (None, None, None)
-    return _sealed(
+    return sealed(
         TURNS,
         (
             *(turn.id, tenant, turn.parent, turn.agent_id),
@@ -104,7 +104,7 @@ def read_pointer(row: Row) -> Pointer:
 def replay_row(replay: PutReplay) -> Row:
     """Stand for the ids of a reply."""
     tokens = pack_tokens(replay.tokens)
-    return _sealed(REPLAYS, (replay.tenant, replay.key, tokens, float(replay.at)))
+    return sealed(REPLAYS, (replay.tenant, replay.key, tokens, float(replay.at)))
 
 
 def read_replay(row: Row) -> tuple[int, ...]:
@@ -137,7 +137,8 @@ def read_parts(rows: Iterable[Row]) -> list[BlockPart]:
         raise DamagedLedgerError(f"the row of a part: {error!r}") from error
 
 
-def _sealed(table: Table, values: Row) -> Row:
+def sealed(table: Table, values: Row) -> Row:
+    """Add the checksum to a row."""
     return (*values, _checksum(table, values))
 
 

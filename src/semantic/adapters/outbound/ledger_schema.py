@@ -35,8 +35,14 @@ CREATE TABLE parts (
 CREATE TABLE facts (name TEXT NOT NULL, value INTEGER NOT NULL, PRIMARY KEY (name));
 INSERT INTO facts VALUES ('is_index_lost', 1), ('num_synced', 0);
 """
-# Each brings a ledger to the version that is its place in the row, counted from one.
+# Each brings a ledger to the version that is its place in the row, counted from one. One is due
+# whenever an older server could not read what a newer one writes, be it inside of a body.
 MIGRATIONS: tuple[str, ...] = (_FIRST,)
+
+
+def latest_version() -> int:
+    """The version that this server reads and writes."""
+    return len(MIGRATIONS)
 
 
 class NewerLedgerError(Exception):
@@ -124,8 +130,8 @@ def version_of(connection: sqlite3.Connection) -> int:
     (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if application != APPLICATION_ID and (num_tables or version):
         raise DamagedLedgerError("it is no ledger")
-    if version > len(MIGRATIONS):
-        raise NewerLedgerError(f"format {version}, this one knows {len(MIGRATIONS)}")
+    if version > latest_version():
+        raise NewerLedgerError(f"format {version}, this one knows {latest_version()}")
     return int(version)
 
 
@@ -134,5 +140,5 @@ def migrate(connection: sqlite3.Connection, version: int) -> None:
     scripts = "".join(MIGRATIONS[version:])
     connection.executescript(
         f"BEGIN IMMEDIATE; {scripts} PRAGMA application_id = {APPLICATION_ID};"
-        f"PRAGMA user_version = {len(MIGRATIONS)}; COMMIT;"
+        f"PRAGMA user_version = {latest_version()}; COMMIT;"
     )

@@ -79,6 +79,7 @@ class SqliteLedger:
         """
         self._path, self._backup = directory / LEDGER_FILE, directory / BACKUP_FILE
         self._suspect = suspect_file(self._path)
+        self._rescue = Rescue(self._path, self._backup, timeout_s)
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._backup_lock = threading.Lock()
@@ -187,22 +188,25 @@ class SqliteLedger:
         return self._opened
 
     def _load(self) -> LedgerState:
-        rescue = Rescue(self._path, self._backup, self._timeout_s)
         problem = ""
         if not self._path.exists() or not self._path.stat().st_size:
             if self._backup.exists():
-                problem = rescue.run("was missing")
+                problem = self._restore("was missing")
             else:
                 # SQLite would take a log that was left behind for the new ledger's.
-                rescue.move_aside()
+                self._rescue.move_aside()
         try:
             return self._open(problem)
         except READ_ERRORS as error:
             if not is_damage(error):
                 raise
-            problem = rescue.run(f"was damaged ({error})")
-        self._suspect.unlink(missing_ok=True)
+            problem = self._restore(f"was damaged ({error})")
         return self._open(problem)
+
+    def _restore(self, reason: str) -> str:
+        problem = self._rescue.run(reason)
+        self._suspect.unlink(missing_ok=True)
+        return problem
 
     def _open(self, problem: str) -> LedgerState:
         writer = connect(self._path, self._timeout_s)
