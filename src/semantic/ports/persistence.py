@@ -64,7 +64,8 @@ class LedgerState:
     """What a server must know from the start.
 
     Attributes:
-        is_index_lost: The parts are not known: they are to be had from `BlockFilesPort.scan`.
+        is_index_lost: Not all parts are known: they are to be had from `BlockFilesPort.scan`. So
+            in a new ledger too, and at every start until a `MarkIndexWhole`.
         problem: What was wrong with the ledger, for people; empty if nothing was.
     """
 
@@ -143,6 +144,11 @@ class TouchParts:
 
 
 @dataclass(frozen=True, slots=True)
+class MarkIndexWhole:
+    """Note that every file is in the index again; see `LedgerState.is_index_lost`."""
+
+
+@dataclass(frozen=True, slots=True)
 class PutReplay:
     """Keep the token ids of a reply under its key, per tenant."""
 
@@ -162,6 +168,7 @@ LedgerChange: TypeAlias = (
     | PutPart
     | DropPart
     | TouchParts
+    | MarkIndexWhole
     | PutReplay
 )
 
@@ -169,18 +176,25 @@ LedgerChange: TypeAlias = (
 class LedgerPort(Protocol):
     """Agents, turns, tenants, replays and the index of parts.
 
-    `apply` and `close` are called by one thread; the readings are safe on any.
+    `apply` and `close` are called by one thread; the readings and `back_up` are safe on any.
+    Readings raise CachePersistenceError where the ledger cannot be read.
     """
 
     def load(self) -> LedgerState:
-        """Read what is there; a damaged ledger is restored from its backup as far as it goes."""
+        """Read what is there; a damaged ledger is restored from its backup as far as it goes.
+
+        Raises:
+            CachePersistenceError: it cannot be opened for writing, another program has it locked,
+                or a newer server wrote it. It is as it was.
+        """
         ...
 
     def apply(self, changes: Sequence[LedgerChange], *, is_synced: bool) -> None:
         """Make changes in their order, all or none of them.
 
         Raises:
-            CachePersistenceError: they cannot be written.
+            CachePersistenceError: they cannot be written now; trying again may help.
+            ValueError: one of them cannot be stored at all, now or later.
         """
         ...
 
@@ -205,11 +219,22 @@ class LedgerPort(Protocol):
         ...
 
     def forget_unreachable(self, *, before: float) -> int:
-        """Remove turns that no agent reaches and replays, older than `before`; returns how many."""
+        """Remove turns that no agent reaches and replays, older than `before`; returns how many.
+
+        What a newer turn follows is kept.
+
+        Raises:
+            CachePersistenceError: they cannot be removed now.
+        """
         ...
 
     def back_up(self) -> None:
-        """Write a copy of agents, turns and tenants that survives damage to the ledger."""
+        """Write a copy of agents, turns and tenants that survives damage to the ledger.
+
+        Raises:
+            CachePersistenceError: it cannot be written, or the ledger is damaged; the copy before
+                is kept.
+        """
         ...
 
     def close(self) -> None:
