@@ -190,12 +190,11 @@ def measure_gather() -> bool:
     print(f"gather of {num_blocks} blocks x {layers} layers, {num_bytes / 1e9:.2f} GB, GB/s")
     for name in calls:
         print(f"  {name:<16} {rounds.median(name):6.2f}")
-    return all(
-        [
-            report(f"gather with {n}, of memcpy", rounds.ratio(n, "memcpy"), 0.5)
-            for n in ("torch", "numpy")
-        ]
-    )
+    results = [
+        report(f"gather with {name}, of memcpy", rounds.ratio(name, "memcpy"), 0.5)
+        for name in ("torch", "numpy")
+    ]
+    return all(results)
 
 
 def measure_codecs(geometry: Geometry) -> None:
