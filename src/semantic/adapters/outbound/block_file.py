@@ -227,8 +227,8 @@ def parse(header: memoryview, file_size: int) -> Head:
 def _tensor(entry: object, first: int) -> Tensor:
     match entry:
         case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(start), int(end)]}:
-            numbers = [*shape, start, end]
-            are_sizes = all(type(number) is int and number >= 0 for number in numbers)
+            numbers = (*shape, start, end)
+            are_sizes = {*map(type, numbers)} == {int} and min(numbers) >= 0
             if are_sizes and math.prod(shape) * _SIZES.get(code, -1) == end - start:
                 return Tensor(code, tuple(shape), first + start, first + end)
     raise CacheCorruptionError("the file's header describes a tensor that cannot be")

@@ -123,14 +123,14 @@ class SafetensorsCache:
         Payloads are not read, so damage to them is found when they are. What cannot be read is
         passed over and left: it says nothing of the file.
         """
-        for path in self._files(self._blocks, depth=3):
-            if path.name.startswith(self._token):
+        for entry in _files(self._blocks, depth=3):
+            if entry.name.startswith(self._token):
                 continue
             try:
-                part = self._identified(path)
+                part = self._identified(entry.path)
             except CacheCorruptionError:
                 with contextlib.suppress(OSError):
-                    self._remove(path)
+                    self._remove(Path(entry.path))
             except OSError:
                 continue
             else:
@@ -147,18 +147,16 @@ class SafetensorsCache:
     # -- places ---------------------------------------------------------------------------------
 
     def _path(self, part: BlockPart) -> Path:
-        name = part.name.hex()
-        directory = self._blocks / part.root.hex()[:16] / name[:2]
-        return directory / f"{name}.{part.kind.value}{_SUFFIX}"
+        return self._blocks / _place(part)
 
-    def _identified(self, path: Path) -> BlockPart:
+    def _identified(self, path: str) -> BlockPart:
         try:
             part = _identify(path)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             raise CacheCorruptionError("the file is a link") from error
-        if path != self._path(part):
+        if path != f"{self._blocks}/{_place(part)}":
             raise CacheCorruptionError("the file is not where it belongs")
         return part
 
@@ -188,18 +186,25 @@ class SafetensorsCache:
             if self._used is not None:
                 self._used -= num_bytes
 
-    def _files(self, directory: Path, depth: int) -> Iterator[Path]:
-        """All that is no directory, down to the depth where files belong."""
-        try:
-            with os.scandir(directory) as entries:
-                found = list(entries)
-        except OSError:
-            return
-        for entry in found:
-            if not entry.is_dir(follow_symlinks=False):
-                yield directory / entry.name
-            elif depth > 1:
-                yield from self._files(directory / entry.name, depth - 1)
+
+def _place(part: BlockPart) -> str:
+    """Where a part's file is below the directory of blocks."""
+    name = part.name.hex()
+    return f"{part.root.hex()[:16]}/{name[:2]}/{name}.{part.kind.value}{_SUFFIX}"
+
+
+def _files(directory: Path | str, depth: int) -> Iterator["os.DirEntry[str]"]:
+    """All that is no directory, down to the depth where files belong."""
+    try:
+        with os.scandir(directory) as entries:
+            found = list(entries)
+    except OSError:
+        return
+    for entry in found:
+        if not entry.is_dir(follow_symlinks=False):
+            yield entry
+        elif depth > 1:
+            yield from _files(entry.path, depth - 1)
 
 
 def _size(path: Path) -> int:
@@ -244,9 +249,9 @@ def _head(content: memoryview, file_size: int) -> Head:
     return block_file.parse(content[block_file.LENGTH_BYTES : end], file_size)
 
 
-def _identify(path: Path) -> BlockPart:
+def _identify(path: str) -> BlockPart:
     """Read a file's header and token ids, mostly at once."""
-    if path.suffix != _SUFFIX:
+    if not path.endswith(_SUFFIX):
         raise CacheCorruptionError("the file is not named like a block")
     file = os.open(path, _READ_FLAGS)
     try:
