@@ -1,0 +1,97 @@
+"""The starter model's attention state at rest: raw, 8 and 4 bits, restored and read on."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench_rest_precision import (
+    Divergence,
+    ListeningBackend,
+    divergences,
+    listening_backend,
+    text_tokens,
+)
+from semantic.adapters.outbound.fingerprint import fingerprint
+from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
+from semantic.adapters.outbound.kv_codec import KVCodec, KVFormat
+from semantic.adapters.outbound.safetensors_cache import SafetensorsCache
+from semantic.domain.blocks import BlockNamespace, BlockPart, block_name, pack_tokens
+from semantic.domain.sampling import SamplingParams
+from semantic.domain.spec import LayerKind
+from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, Sampled, SequenceId, Step
+
+pytestmark = pytest.mark.integration
+
+# As in test_starter_on_torch.py: what the library answers, greedily.
+RECORDED = {
+    "What is the capital of France? Answer in one sentence.": "The capital of France is Paris.",
+    "What is 2 + 2? Answer with one number.": "The answer is 4.",
+}
+SOURCE, RESTORED = SequenceId(0), SequenceId(1)
+
+
+@pytest.fixture(scope="module")
+def backend(starter_model_dir: Path) -> Iterator[ListeningBackend]:
+    made = listening_backend(starter_model_dir)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def found(backend: ListeningBackend, starter_model_dir: Path) -> dict[str, Divergence]:
+    return divergences(backend, text_tokens(starter_model_dir, 2048 + 48), 2048)
+
+
+def test_raw_state_changes_nothing(found: dict[str, Divergence]) -> None:
+    assert found["raw"].kls == [0.0] * 48
+
+
+def test_eight_bits_move_distributions_hardly(found: dict[str, Divergence]) -> None:
+    assert 0 < found["q8g64"].mean < 0.02
+    assert found["q8g64"].agreement >= 0.9
+
+
+def test_four_bits_move_distributions_a_little(found: dict[str, Divergence]) -> None:
+    assert found["q8g64"].mean < found["q4g64"].mean < 0.5
+    assert found["q4g64"].agreement >= 0.7
+
+
+@pytest.mark.parametrize("kv_format", ["raw", "q8g64"])
+@pytest.mark.parametrize("question", RECORDED)
+def test_greedy_text_after_a_rest_in_a_file(
+    backend: ListeningBackend,
+    starter_model_dir: Path,
+    tmp_path: Path,
+    question: str,
+    kv_format: KVFormat,
+) -> None:
+    tokenizer = HFTokenizer(starter_model_dir)
+    prompt = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": question}]))
+    rested = prompt[:-1]
+    root = BlockNamespace(fingerprint(starter_model_dir, None), kv_format).root()
+    part = BlockPart(root, block_name(root, rested), root, LayerKind.FULL, 0, pack_tokens(rested))
+    backend.open(SOURCE, prompt)
+    backend.collect(backend.launch(Step((Chunk(SOURCE, 0, tuple(rested)),))))
+    payload = backend.payload(backend.snapshot(SOURCE, 0, len(rested), LayerKind.FULL))
+    backend.close(SOURCE)
+    written = SafetensorsCache(tmp_path, KVCodec(kv_format)).write(part, payload, is_synced=False)
+    assert (written.nbytes < payload.nbytes) == (kv_format != "raw")
+    backend.open(RESTORED, prompt)
+    backend.load(RESTORED, [SafetensorsCache(tmp_path).read(written)], len(rested))
+    assert greedy_text(backend, tokenizer, prompt) == RECORDED[question]
+    backend.close(RESTORED)
+
+
+def greedy_text(backend: ListeningBackend, tokenizer: HFTokenizer, prompt: list[int]) -> str:
+    """Go on where the restored state ends: at the prompt's last token."""
+    draw = Draw(SamplingParams(temperature=0, seed=0), len(prompt))
+    chunk, reply = Chunk(RESTORED, len(prompt) - 1, (prompt[-1],), draw), b""
+    for length in range(len(prompt), len(prompt) + 40):
+        (row,) = backend.collect(backend.launch(Step((chunk,)))).rows
+        assert isinstance(row, Sampled)
+        if row.token in tokenizer.eos_ids:
+            break
+        reply += tokenizer.token_bytes(row.token)
+        chunk = Chunk(RESTORED, length, LAST_SAMPLED, draw)
+    return reply.decode()
