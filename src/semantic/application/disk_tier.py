@@ -266,6 +266,9 @@ class DiskTier:
             if not is_final:
                 return
             error = failure
+        except ValueError as failure:
+            _log.exception("a change can never be stored, and is dropped with its batch")
+            error = CachePersistenceError(f"it cannot be stored: {failure}")
         waiting, self._waiting, self._unwritten = self._waiting, [], []
         for done in waiting:
             if error is None:

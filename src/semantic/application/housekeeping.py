@@ -18,7 +18,14 @@ from semantic.domain.agents import Agent, Pointer, Tier, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.domain.spec import LayerKind
-from semantic.ports.persistence import LedgerPort, TouchParts
+from semantic.ports.persistence import (
+    BlockFilesPort,
+    LedgerChange,
+    LedgerPort,
+    MarkIndexWhole,
+    PutPart,
+    TouchParts,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +71,7 @@ class Housekeeping:
         ledger: LedgerPort,
         disk: DiskTier | None,
         *,
+        files: BlockFilesPort | None = None,
         orphan_ttl_s: float,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -71,6 +79,7 @@ class Housekeeping:
         self._agents = agents
         self._ledger = ledger
         self._disk = disk
+        self._files = files
         self._orphan_ttl_s = orphan_ttl_s
         self._now = now
         self._touched_at = now()
@@ -165,8 +174,13 @@ class Housekeeping:
 
     # -- the background -------------------------------------------------------------------------
 
-    def start(self, interval_s: float) -> None:
-        """Warm up, then look after things every so often."""
+    def start(self, interval_s: float, *, is_index_lost: bool = False) -> None:
+        """Warm up, then look after things every so often.
+
+        A lost index is read from the files first, before this returns.
+        """
+        if is_index_lost:
+            self._guarded(self.reconcile)
         self._thread = threading.Thread(
             target=self._run, args=(interval_s,), name="semantic-housekeeping", daemon=True
         )
@@ -190,6 +204,22 @@ class Housekeeping:
                 return
             self._fetch(pointer)
 
+    def reconcile(self) -> None:
+        """Compare the index with the files: a crash may have come between the two."""
+        if self._files is None or self._disk is None:
+            return
+        with self._store.lock:
+            unseen = {part.key: part for node in self._store.index for part in node.files.values()}
+        changes: list[LedgerChange] = []
+        for part in self._files.scan():
+            if unseen.pop(part.key, None) is None:
+                self._store.restore_index([part])
+                changes.append(PutPart(part))
+        with self._store.lock:
+            nodes = [(self._store.index.get(name), kind) for name, kind in unseen]
+            self._store.drop_files([WantedPart(node, kind) for node, kind in nodes if node])
+        self._disk.change(*changes, MarkIndexWhole())
+
     def tick(self) -> None:
         """Write down what was used, forget who expired, and back up the ledger."""
         self._agents.expire()
@@ -198,6 +228,7 @@ class Housekeeping:
 
     def _run(self, interval_s: float) -> None:
         self._guarded(self.warm_up)
+        self._guarded(self.reconcile)
         num_ticks = 0
         while not self._is_stopping.wait(interval_s):
             self._guarded(self.tick)

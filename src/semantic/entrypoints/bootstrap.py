@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Literal
 
 from semantic.adapters.config.settings import STARTER_MODEL, Settings
-from semantic.application.agent_store import AgentCacheStore
-from semantic.application.batch_engine import BlockPoolBatchEngine, EventSink
 from semantic.application.device_thread import DeviceThread, LoadedModel
 from semantic.application.inference import InferenceService
 from semantic.application.model_registry import ModelRegistry
 from semantic.application.replies import ReplyHub
 from semantic.application.scheduler import EngineLimits
-from semantic.domain.block_pool import BlockPool
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import ModelCacheSpec
+from semantic.entrypoints.agent_memory import AgentMemory
 
 BackendName = Literal["torch", "fake"]
 
@@ -35,21 +33,24 @@ class Server:
     device: DeviceThread
     inference: InferenceService
     models: ModelRegistry
+    memory: AgentMemory
 
 
 def bootstrap(settings: Settings) -> Server:
     """Wire the application; starts nothing.
 
     Raises:
-        InvalidRequestError: a directory cannot be made or written.
+        InvalidRequestError: a directory cannot be made or written, or another server has it.
+        CachePersistenceError: what is in the directory cannot be opened.
     """
     _prepare_directories(settings)
+    memory = AgentMemory(settings)
     backend_name: BackendName = "fake" if settings.backend == "fake" else "torch"
     model_id = _served_id(settings, backend_name)
     hub = ReplyHub()
     device = DeviceThread(
-        load=lambda on_progress: _load(settings, backend_name, on_progress),
-        make_engine=lambda model, limits, emit: _make_engine(settings, model, limits, emit),
+        load=lambda on_progress: _load(settings, memory, backend_name, on_progress),
+        make_engine=memory.make_engine,
         limits=_limits(settings),
         emit=hub.emit,
         hang_timeout_s=settings.hang_timeout_s,
@@ -59,8 +60,15 @@ def bootstrap(settings: Settings) -> Server:
         backend_name=backend_name,
         model_id=model_id,
         device=device,
-        inference=InferenceService(device, hub, request_timeout_s=settings.request_timeout_s),
+        inference=InferenceService(
+            device,
+            hub,
+            memory.agents,
+            request_timeout_s=settings.request_timeout_s,
+            is_synced=settings.durability == "sync",
+        ),
         models=ModelRegistry(device, model_id, backend_name),
+        memory=memory,
     )
 
 
@@ -83,15 +91,8 @@ def _limits(settings: Settings) -> EngineLimits:
         max_queue=settings.max_queue,
         default_max_tokens=settings.default_max_tokens,
         ageing_s=settings.ageing_s,
+        max_idle=settings.max_idle,
     )
-
-
-def _make_engine(
-    settings: Settings, model: LoadedModel, limits: EngineLimits, emit: EventSink
-) -> BlockPoolBatchEngine:
-    pool = BlockPool(model.backend.spec, settings.memory_budget_mb * 2**20)
-    store = AgentCacheStore(pool)
-    return BlockPoolBatchEngine(model.backend, model.tokenizer, store, limits, emit)
 
 
 def _served_id(settings: Settings, backend_name: BackendName) -> str:
@@ -101,16 +102,22 @@ def _served_id(settings: Settings, backend_name: BackendName) -> str:
 
 
 def _load(
-    settings: Settings, backend_name: BackendName, on_progress: Callable[[str], None]
+    settings: Settings,
+    memory: AgentMemory,
+    backend_name: BackendName,
+    on_progress: Callable[[str], None],
 ) -> LoadedModel:
     if backend_name == "fake":
         from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer
 
-        return LoadedModel("fake", FakeBackend(), FakeTokenizer())
-    return _load_torch(settings, on_progress)
+        return LoadedModel("fake", FakeBackend(), FakeTokenizer(), "fake", memory.kv_format)
+    return _load_torch(settings, memory, on_progress)
 
 
-def _load_torch(settings: Settings, on_progress: Callable[[str], None]) -> LoadedModel:
+def _load_torch(
+    settings: Settings, memory: AgentMemory, on_progress: Callable[[str], None]
+) -> LoadedModel:
+    from semantic.adapters.outbound.fingerprint import fingerprint
     from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
     from semantic.adapters.outbound.model_source import LocalModelSource
 
@@ -131,7 +138,13 @@ def _load_torch(settings: Settings, on_progress: Callable[[str], None]) -> Loade
     spec = ModelCacheSpec.from_config(config)
     options = TorchOptions(settings.dtype, settings.device, settings.weights, settings.threads)
     backend = TorchBackend(directory, spec, options)
-    return LoadedModel(_served_id(settings, "torch"), backend, HFTokenizer(directory))
+    return LoadedModel(
+        _served_id(settings, "torch"),
+        backend,
+        HFTokenizer(directory),
+        fingerprint(directory, settings.home_dir / "models" / "fingerprints.json"),
+        memory.kv_format,
+    )
 
 
 def _calm_openmp() -> None:

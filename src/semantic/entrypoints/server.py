@@ -40,6 +40,8 @@ def create_app(server: Server) -> FastAPI:
         server.device.request_stop()
         if not server.device.join(server.settings.shutdown_timeout_s):
             _log.warning("the device did not stop in time")
+        if not server.memory.close(server.settings.shutdown_timeout_s):
+            _log.warning("attention state was not all written in time")
 
     app = FastAPI(
         title="Semantic",
@@ -48,7 +50,9 @@ def create_app(server: Server) -> FastAPI:
         lifespan=lifespan,
     )
     install_error_handlers(app)
-    app.include_router(openai_router(server.inference, server.models))
+    app.include_router(
+        openai_router(server.inference, server.models, server.memory.agents.principal)
+    )
     app.include_router(health_router(server.models))
     app.add_middleware(BodyLimit, max_bytes=int(server.settings.max_body_mb * 2**20))
     if not server.settings.allow_remote:
@@ -136,6 +140,7 @@ def _banner(server: Server, url: str) -> str:
   listening  {url}   (OpenAI base URL: {url}/v1)
   model      {server.model_id} on {server.backend_name}, loading
   home       {server.settings.home_dir}
+  agents     {server.memory.summary}
 
   Try it:
   curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{{

@@ -95,10 +95,15 @@ class Device:
                 self.events.put(item)
 
         def make(
-            model: LoadedModel, limits: EngineLimits, sink: Callable[[EventBatch], None]
+            model: LoadedModel,
+            limits: EngineLimits,
+            sink: Callable[[EventBatch], None],
+            wake: Callable[[], None],
         ) -> BlockPoolBatchEngine:
             store = AgentCacheStore(BlockPool(backend.spec, 10**6))
-            return BlockPoolBatchEngine(model.backend, model.tokenizer, store, limits, sink)
+            return BlockPoolBatchEngine(
+                model.backend, model.tokenizer, store, limits, sink, on_ready=wake
+            )
 
         self.thread = DeviceThread(
             load or (lambda _: LoadedModel("fake", backend, FakeTokenizer())),

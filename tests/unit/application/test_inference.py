@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer
+from semantic.adapters.outbound.memory_ledger import MemoryLedger
+from semantic.application.agent_ledger import AgentLedger, write_at_once
 from semantic.application.agent_store import AgentCacheStore
 from semantic.application.batch_engine import BlockPoolBatchEngine
 from semantic.application.device_thread import DeviceThread, LoadedModel
@@ -18,6 +20,7 @@ from semantic.application.scheduler import EngineLimits
 from semantic.domain.agents import Principal
 from semantic.domain.block_pool import BlockPool
 from semantic.domain.chat import (
+    AgentHint,
     ChatRequest,
     Event,
     Failed,
@@ -54,12 +57,13 @@ def device() -> Iterator[tuple[DeviceThread, ReplyHub]]:
     backend = FakeBackend()
     thread = DeviceThread(
         lambda _: LoadedModel("fake", backend, FakeTokenizer()),
-        lambda model, limits, emit: BlockPoolBatchEngine(
+        lambda model, limits, emit, wake: BlockPoolBatchEngine(
             model.backend,
             model.tokenizer,
             AgentCacheStore(BlockPool(backend.spec, 10**7)),
             limits,
             emit,
+            on_ready=wake,
         ),
         EngineLimits(default_max_tokens=9, batch_window_ms=0),
         hub.emit,
@@ -74,8 +78,14 @@ def device() -> Iterator[tuple[DeviceThread, ReplyHub]]:
 
 
 @pytest.fixture
-def service(device: tuple[DeviceThread, ReplyHub]) -> InferenceService:
-    return InferenceService(*device, request_timeout_s=60)
+def agents() -> AgentLedger:
+    ledger = MemoryLedger()
+    return AgentLedger(ledger, ledger.load(), write_at_once(ledger))
+
+
+@pytest.fixture
+def service(device: tuple[DeviceThread, ReplyHub], agents: AgentLedger) -> InferenceService:
+    return InferenceService(*device, agents, request_timeout_s=60)
 
 
 async def read(reply: Reply) -> list[Event]:
@@ -162,8 +172,10 @@ async def test_a_prompt_as_long_as_the_context_leaves_no_room_for_a_reply(
         await service.start(asking("x" * (131_072 - num_around)), Principal())
 
 
-async def test_a_request_has_a_deadline(device: tuple[DeviceThread, ReplyHub]) -> None:
-    service = InferenceService(*device, request_timeout_s=0.05)
+async def test_a_request_has_a_deadline(
+    device: tuple[DeviceThread, ReplyHub], agents: AgentLedger
+) -> None:
+    service = InferenceService(*device, agents, request_timeout_s=0.05)
     request = replace(REQUEST, stop=StopRules(max_tokens=100_000, ignore_eos=True))
     async with asyncio.timeout(20):
         final = (await read(await service.start(request, Principal())))[-1]
@@ -215,3 +227,38 @@ async def test_a_request_too_many_leaves_no_reply_behind(
 def test_the_registry_reports_the_model(device: tuple[DeviceThread, ReplyHub]) -> None:
     (status,) = ModelRegistry(device[0], "fake", "fake").models()
     assert (status.id, status.state, status.max_context) == ("fake", ModelState.READY, 131_072)
+
+
+async def test_turns_of_a_named_agent_are_logged(
+    service: InferenceService, agents: AgentLedger
+) -> None:
+    greedy = SamplingParams(temperature=0)
+    request = replace(REQUEST, agent=AgentHint(agent_id="coder"), sampling=greedy)
+    text = text_of(await read(await service.start(request, Principal())))
+    said = (*REQUEST.messages, Message.of(Role.ASSISTANT, text))
+    again = replace(request, messages=(*said, Message.of(Role.USER, "go on")))
+    await read(await service.start(again, Principal()))
+    second, first = agents.turns(agents.get("local", "coder"))
+    assert first.messages == said
+    assert second.parent == first.id
+    assert second.messages[0] == Message.of(Role.USER, "go on")
+    assert second.reuse.reused >= first.num_tokens - 1
+    assert first.pointer is not None
+
+
+async def test_who_names_no_agent_leaves_no_turn(
+    service: InferenceService, agents: AgentLedger
+) -> None:
+    await read(await service.start(REQUEST, Principal()))
+    assert agents.agents("local") == []
+
+
+async def test_a_session_key_that_cannot_name_an_agent_is_hashed(
+    service: InferenceService, agents: AgentLedger
+) -> None:
+    for session in ("plain-one", "white space / and more"):
+        request = replace(REQUEST, agent=AgentHint(session=session))
+        await read(await service.start(request, Principal()))
+    names = {agent.id for agent in agents.agents("local")}
+    assert "plain-one" in names
+    assert any(name.startswith("session-") for name in names)

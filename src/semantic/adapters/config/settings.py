@@ -53,8 +53,31 @@ class Settings(BaseSettings):
     home: Path = Field(Path("~/.semantic"), description="everything the server writes is in here")
     cache_dir: Path | None = Field(None, description="attention state; default: HOME/cache")
 
+    durability: Literal["none", "write_behind", "sync"] = Field(
+        "write_behind",
+        description="none keeps nothing on disk; sync ends a reply when its turn is safe there",
+    )
+    disk_budget_mb: int = Field(
+        20480, ge=1, description="most that the cache directory may hold, other models' files too"
+    )
+    write_queue_mb: int = Field(
+        512, ge=1, description="most that waits to be written; more stays in memory unwritten"
+    )
+    kv_bits: Literal[16, 8, 4] = Field(
+        16, description="precision at which attention state rests on disk"
+    )
+    orphan_ttl_h: float = Field(
+        24, ge=0, description="unused state that no agent reaches is deleted after so many hours"
+    )
+    upkeep_interval_s: float = Field(
+        60, gt=0, description="how often expired agents are forgotten and the ledger is backed up"
+    )
+
     memory_budget_mb: int = Field(4096, ge=1, description="memory for attention state")
     max_batch_size: int = Field(16, ge=1, le=1024, description="sequences that run at once")
+    max_idle: int = Field(
+        8, ge=0, description="working copies that stay open for their agents' next turns"
+    )
     prefill_step_size: int = Field(512, ge=1, description="most prompt tokens in one step")
     target_step_ms: float = Field(
         100, gt=0, description="how long a step may take while others wait"

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, TypeAlias
 
 from fastapi import APIRouter, Header, Request
@@ -37,8 +37,10 @@ _FINISH_REASONS = {
 }
 
 
-def openai_router(inference: InferencePort, models: ModelManagementPort) -> APIRouter:
-    """Serve the endpoints under `/v1`."""
+def openai_router(
+    inference: InferencePort, models: ModelManagementPort, principal: Callable[[], Principal]
+) -> APIRouter:
+    """Serve the endpoints under `/v1` on behalf of a principal."""
     router = APIRouter(prefix="/v1", tags=["openai"])
 
     @router.post("/chat/completions", response_model=None)
@@ -49,7 +51,7 @@ def openai_router(inference: InferencePort, models: ModelManagementPort) -> APIR
     ) -> Response:
         """Answer a conversation, whole or as a stream."""
         try:
-            reply = await inference.start(body.to_domain(x_agent_id), Principal())
+            reply = await inference.start(body.to_domain(x_agent_id), principal())
         except InvalidRequestError as error:
             error.param = body.spelled(error.param)
             raise

@@ -50,6 +50,8 @@ class TurnBody:
     messages: tuple[Message, ...]
     usage: Usage
     reuse: Reuse
+    num_messages: int = 0
+    digest: str = ""
 
 
 def encode_agent(agent: Agent) -> str | bytes:
@@ -86,6 +88,8 @@ def encode_turn(body: TurnBody) -> str | bytes:
             "messages": [_message_fields(message) for message in body.messages],
             "usage": _fields_of(body.usage),
             "reuse": _fields_of(body.reuse),
+            "num_messages": body.num_messages,
+            "digest": body.digest,
         }
     )
 
@@ -99,8 +103,12 @@ def decode_turn(text: str | bytes) -> TurnBody:
 
     def make(stored: dict[str, Any]) -> TurnBody:
         messages = tuple(_message(message) for message in stored["messages"])
-        return TurnBody(
-            messages, _made(Usage, stored["usage"]), _made(Reuse, stored.get("reuse", {}))
+        return _made(
+            TurnBody,
+            stored,
+            messages=messages,
+            usage=_made(Usage, stored["usage"]),
+            reuse=_made(Reuse, stored.get("reuse", {})),
         )
 
     return _decoded("a turn", text, make)

@@ -58,7 +58,9 @@ def read_agent(row: Row) -> Agent:
 
 def turn_row(tenant: str, turn: Turn) -> Row:
     """Stand for a turn of a tenant."""
-    body = ledger_json.encode_turn(ledger_json.TurnBody(turn.messages, turn.usage, turn.reuse))
+    body = ledger_json.encode_turn(
+        ledger_json.TurnBody(turn.messages, turn.usage, turn.reuse, turn.num_messages, turn.digest)
+    )
     pointer = turn.pointer
     place = (pointer.root, pointer.block, pointer.num_tokens) if pointer else (None, None, None)
     return sealed(
@@ -91,6 +93,8 @@ def read_turn(row: Row) -> Turn:
         usage=said.usage,
         created_at=created_at,
         reuse=said.reuse,
+        num_messages=said.num_messages,
+        digest=said.digest,
         is_durable=bool(is_durable),
     )
 
