@@ -8,9 +8,10 @@ sequence's keys and values to that sequence's buffers and attends within it alon
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from semantic.adapters.outbound import torch_loading
@@ -42,6 +43,8 @@ from semantic.ports.outbound import (
     Traits,
 )
 
+Bits: TypeAlias = npt.NDArray[np.integer[Any]]
+_BITS = {2: np.int16, 4: np.int32}
 _GROWTH = 256  # tokens by which a sequence's buffers grow
 
 
@@ -96,9 +99,9 @@ class TorchBackend(EagerBackend):
         found = sort_parts(parts, sequence.length, end, self._spec, self._traits.kv_abi)
         if end > len(sequence.known):
             raise CacheCorruptionError(f"only {len(sequence.known)} of {end} tokens are known")
-        tensors = [(part, self._tensors(part)) for part in (*found.full, *found.window)]
+        contents = [(part, self._arrays(part)) for part in (*found.full, *found.window)]
         self._grow(sequence, end)
-        for part, (keys, values) in tensors:
+        for part, (keys, values) in contents:
             self._put(sequence.keys, keys, part, end)
             self._put(sequence.values, values, part, end)
         if end > sequence.length:
@@ -279,34 +282,31 @@ class TorchBackend(EagerBackend):
         if tokens and not (min(tokens) >= 0 and max(tokens) < size):
             raise InvalidRequestError(f"a token id is not in [0, {size})", param="tokens")
 
-    def _tensors(self, part: KVPayload) -> tuple[torch.Tensor, torch.Tensor]:
+    def _arrays(self, part: KVPayload) -> tuple[Bits, Bits]:
         buffers = {buffer.name: buffer for buffer in part.buffers}
         num_layers = sum(layer.kind is part.kind for layer in self._spec.layers)
         keys, values = (
-            self._tensor(
-                buffers.get(name), (num_layers, self._shape[1], part.end - part.start, dim)
-            )
+            self._array(buffers.get(name), (num_layers, self._shape[1], part.end - part.start, dim))
             for name, dim in zip(("keys", "values"), self._dims, strict=True)
         )
         return keys, values
 
-    def _put(self, target: torch.Tensor, source: torch.Tensor, part: KVPayload, end: int) -> None:
+    def _array(self, buffer: HostBuffer | None, shape: tuple[int, ...]) -> Bits:
+        num_bytes = math.prod(shape) * self._dtype.itemsize
+        data = memoryview(b"" if buffer is None else buffer.data)
+        if buffer is None or buffer.shape != shape or data.nbytes != num_bytes:
+            raise CacheCorruptionError(f"a payload lacks keys or values of shape {shape}")
+        return np.frombuffer(data, _BITS[self._dtype.itemsize]).reshape(shape)
+
+    def _put(self, target: torch.Tensor, source: Bits, part: KVPayload, end: int) -> None:
         """Write what a part holds of one kind of layers, up to `end`."""
         end = min(part.end, end)
-        source = source[:, :, : end - part.start]
-        layers = self._layers[part.kind]
+        layers, content = self._layers[part.kind], source[:, :, : end - part.start]
         if isinstance(layers, slice):
-            target[:, :, part.start : end] = source
+            _copy(content, target[:, :, part.start : end])
             return
-        for layer, content in zip(layers, source, strict=True):
-            target[layer, :, part.start : end] = content
-
-    def _tensor(self, buffer: HostBuffer | None, shape: tuple[int, ...]) -> torch.Tensor:
-        data = bytearray() if buffer is None else bytearray(buffer.data)
-        num_bytes = math.prod(shape) * self._dtype.itemsize
-        if buffer is None or buffer.shape != shape or len(data) != num_bytes:
-            raise CacheCorruptionError(f"a payload lacks keys or values of shape {shape}")
-        return torch.frombuffer(data, dtype=self._dtype).view(shape).to(self._device)
+        for layer, layer_content in zip(layers, content, strict=True):
+            _copy(layer_content, target[layer, :, part.start : end])
 
 
 def _layers_of(kind: LayerKind, spec: ModelCacheSpec) -> slice | list[int]:
@@ -319,10 +319,29 @@ def _capacity(length: int) -> int:
     return -(-length // _GROWTH) * _GROWTH
 
 
+def _bits(tensor: torch.Tensor) -> Bits:
+    """A tensor on the host as integers of the same size, sharing its memory."""
+    integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    bits: Bits = tensor.view(integers).numpy()
+    return bits
+
+
+def _copy(source: Bits, target: torch.Tensor) -> None:
+    """Write bits of the host into a tensor.
+
+    On a host numpy does it: torch would wake its threads for each piece and take far longer.
+    """
+    if target.is_cpu:
+        _bits(target)[:] = source
+    else:
+        target.copy_(torch.from_numpy(source.copy()).view(target.dtype))
+
+
 def _host_buffer(name: str, tensor: torch.Tensor) -> HostBuffer:
-    host = tensor.to("cpu", copy=True).contiguous()
-    data = host.flatten().view(torch.uint8).numpy().data
-    return HostBuffer(name, tuple(host.shape), str(host.dtype).removeprefix("torch."), data)
+    host = tensor.cpu()
+    copied = _bits(host).copy() if host is tensor or host.is_set_to(tensor) else _bits(host)
+    data = np.ascontiguousarray(copied).reshape(-1).view(np.uint8).data
+    return HostBuffer(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), data)
 
 
 def _finish(span: Span, logits: Logits) -> Row:
