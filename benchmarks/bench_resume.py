@@ -1,0 +1,211 @@
+"""How soon an agent answers again: cold, hot, from the pool, and from disk in a new process.
+
+Time to the first token of a turn that adds a few tokens to a conversation of so many. A forward
+over the new tokens alone, measured in the same process, is the floor.
+
+    python -m benchmarks.bench_resume [--lengths 1024 2048 4096 7900] [--rounds 3]
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from benchmarks import starter
+from semantic.adapters.config.settings import load_settings
+from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
+from semantic.adapters.outbound.torch_backend import TorchBackend
+from semantic.application.batch_engine import BlockPoolBatchEngine, EventBatch
+from semantic.application.device_thread import LoadedModel
+from semantic.application.generation import Job
+from semantic.application.scheduler import EngineLimits
+from semantic.domain.agents import Principal
+from semantic.domain.chat import Finished, TextDelta
+from semantic.domain.sampling import SamplingParams, StopRules
+from semantic.entrypoints.agent_memory import AgentMemory
+from semantic.ports.outbound import Chunk, Draw, SequenceId, Step
+
+NUM_NEW = 16
+GREEDY = SamplingParams(temperature=0, seed=0)
+_SLACK_S = 0.02
+
+
+@dataclass
+class Bench:
+    """An engine over a directory, and the events of the request that runs."""
+
+    memory: AgentMemory
+    engine: BlockPoolBatchEngine
+    backend: TorchBackend
+    model: LoadedModel
+    events: list[object]
+    ready: threading.Event
+
+    def ttft(self, tokens: Sequence[int], *, is_finished: bool = True) -> float:
+        """Seconds from the request to its first token."""
+        self.events.clear()
+        job = Job(
+            id=f"job{time.monotonic_ns()}",
+            agent="bench",
+            root=self.model.root(Principal()),
+            tokens=tuple(tokens),
+            sampling=GREEDY,
+            stop=StopRules(ignore_eos=True),
+            max_tokens=2,
+        )
+        started = time.perf_counter()
+        self.engine.submit(job)
+        while not any(isinstance(event, TextDelta | Finished) for event in self.events):
+            self.ready.clear()
+            if not self.engine.step():
+                self.ready.wait(1)
+        elapsed = time.perf_counter() - started
+        while is_finished and self.engine.has_work:
+            self.engine.step()
+        return elapsed
+
+    def forward(self, num_held: int) -> float:
+        """Seconds of one step over the new tokens of a sequence that holds so many."""
+        seq = SequenceId(10**6)
+        tokens = (np.arange(num_held) * 7 % 40000 + 1000).tolist()
+        self.backend.open(seq, tokens)
+        for start in range(0, num_held, 512):
+            chunk = Chunk(seq, start, tuple(tokens[start : start + 512]))
+            self.backend.collect(self.backend.launch(Step((chunk,))))
+        chunk = Chunk(seq, num_held, tuple(tokens[:NUM_NEW]), Draw(GREEDY, num_held))
+        elapsed = starter.seconds(lambda: self.backend.collect(self.backend.launch(Step((chunk,)))))
+        self.backend.close(seq)
+        return elapsed
+
+
+@contextmanager
+def bench(cache: Path, max_idle: int) -> Iterator[Bench]:
+    """An engine as the server makes it."""
+    directory = starter.starter_directory()
+    settings = load_settings({"cache_dir": str(cache), "memory_budget_mb": 3000})
+    memory = AgentMemory(settings)
+    events: list[object] = []
+    ready = threading.Event()
+
+    def emit(batch: EventBatch) -> None:
+        events.extend(event for _, event in batch)
+
+    with starter.backend(directory) as backend:
+        model = LoadedModel("starter", backend, HFTokenizer(directory), "bench", memory.kv_format)
+        limits = replace(EngineLimits(), max_idle=max_idle)
+        engine = memory.make_engine(model, limits, emit, ready.set)
+        yield Bench(memory, engine, backend, model, events, ready)
+        memory.close(60)
+
+
+def conversation(num_tokens: int, seed: int) -> list[int]:
+    """Ids that no other conversation begins with."""
+    ids: list[int] = np.random.default_rng(seed).integers(1000, 48000, num_tokens).tolist()
+    return ids
+
+
+def in_this_process(cache: Path, lengths: Sequence[int], rounds: int) -> dict[str, Any]:
+    """Cold, hot and pool; leaves the conversations on disk."""
+    figures: dict[str, Any] = {}
+    with bench(cache, max_idle=4) as made:
+        made.ttft(conversation(600, 1))  # warms up
+        for length in lengths:
+            cold, hot, pool, floor = [], [], [], []
+            for index in range(rounds):
+                base = conversation(length, 1000 * length + index)
+                cold.append(made.ttft(base))
+                floor.append(made.forward(length))
+                hot.append(made.ttft([*base, *conversation(NUM_NEW, index)]))
+                made.engine.reconfigure(replace(EngineLimits(), max_idle=0))
+                made.ttft(conversation(20, index + 50))  # its end closes what is idle
+                pool.append(made.ttft([*base, *conversation(NUM_NEW, index + 7)]))
+                made.engine.reconfigure(replace(EngineLimits(), max_idle=4))
+            figures[str(length)] = {"cold": cold, "hot": hot, "pool": pool, "forward": floor}
+        made.memory.disk and made.memory.disk.flush(60)
+    return figures
+
+
+def in_a_new_process(cache: Path, lengths: Sequence[int], rounds: int) -> dict[str, Any]:
+    """The same conversations, from disk."""
+    figures: dict[str, Any] = {}
+    with bench(cache, max_idle=0) as made:
+        made.ttft(conversation(600, 2))
+        for length in lengths:
+            disk, floor, bound = [], [], []
+            for index in range(rounds):
+                base = conversation(length, 1000 * length + index)
+                floor.append(made.forward(length))
+                nbytes = made.backend.spec.bytes_per_context(length)
+                bound.append(nbytes / bandwidth(cache))
+                disk.append(made.ttft([*base, *conversation(NUM_NEW, index + 9)]))
+            figures[str(length)] = {"disk": disk, "forward": floor, "transfer": bound}
+    return figures
+
+
+def bandwidth(cache: Path) -> float:
+    """Bytes a second of the slowest of reading, checking and copying a few block files."""
+    files = sorted(cache.glob("blocks/*/*/*.safetensors"), key=lambda f: f.stat().st_size)[-8:]
+    contents: list[bytes] = []
+    nbytes = sum(file.stat().st_size for file in files)
+    read = starter.seconds(lambda: contents.extend(file.read_bytes() for file in files))
+    check = starter.seconds(lambda: [xxhash.xxh3_128_digest(content) for content in contents])
+    arrays = [np.frombuffer(content, np.uint8) for content in contents]
+    copy = starter.seconds(lambda: [array.copy() for array in arrays])
+    return nbytes / max(read, check, copy)
+
+
+def report(here: dict[str, Any], there: dict[str, Any]) -> None:
+    """Print medians, and the ratios that have targets."""
+    print("  tokens     cold      hot     pool     disk   cold/disk  hot/forward  disk/bound")
+    for length, figures in here.items():
+        disk = there[length]
+        bounds = [
+            forward + transfer + _SLACK_S
+            for forward, transfer in zip(disk["forward"], disk["transfer"], strict=True)
+        ]
+        cold, hot, pool = (median(figures[name]) for name in ("cold", "hot", "pool"))
+        from_disk = median(disk["disk"])
+        print(
+            f"  {length:>6} {cold:8.3f} {hot:8.3f} {pool:8.3f} {from_disk:8.3f}"
+            f" {cold / from_disk:10.1f}x {hot / median(figures['forward']):11.2f}x"
+            f" {from_disk / median(bounds):10.2f}x"
+        )
+    print("  targets: at 4096 cold/disk >= 15x and disk/bound <= 1.5x; hot/forward <= 1.3x")
+
+
+def main() -> None:
+    """Run both processes and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 7900])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--child", type=Path)
+    options = parser.parse_args()
+    if options.child is not None:
+        print(json.dumps(in_a_new_process(options.child, options.lengths, options.rounds)))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        cache = Path(name)
+        here = in_this_process(cache, options.lengths, options.rounds)
+        lengths = [str(length) for length in options.lengths]
+        command = [sys.executable, "-m", "benchmarks.bench_resume", "--child", name]
+        command += ["--rounds", str(options.rounds), "--lengths", *lengths]
+        child = subprocess.run(  # noqa: S603 - our own command
+            command, check=True, capture_output=True, text=True
+        )
+        report(here, json.loads(child.stdout.splitlines()[-1]))
+
+
+if __name__ == "__main__":
+    main()
