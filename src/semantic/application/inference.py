@@ -5,8 +5,9 @@ import secrets
 from dataclasses import replace
 
 from semantic.application.device_thread import DeviceThread, LoadedModel
+from semantic.application.frozen_dates import FrozenDates
 from semantic.application.generation import Job, monotonic
-from semantic.application.rendering import Prompt, render
+from semantic.application.rendering import Prompt, Renderer
 from semantic.application.replies import ReplyHub
 from semantic.domain.agents import Principal
 from semantic.domain.blocks import BlockNamespace
@@ -22,6 +23,8 @@ class InferenceService:
         self._device = device
         self._hub = hub
         self._request_timeout_s = request_timeout_s
+        self._renderer: Renderer | None = None
+        self._dates = FrozenDates()
 
     async def start(self, request: ChatRequest, principal: Principal) -> Reply:
         """Render, tokenise, check and queue a request."""
@@ -31,7 +34,7 @@ class InferenceService:
                 f"the model {request.model!r} is not served here; this server serves {model.id!r}."
             )
         # A long prompt takes a while to tokenise; other streams go on meanwhile.
-        prompt = await asyncio.to_thread(render, request, model.tokenizer)
+        prompt = await asyncio.to_thread(self._render, request, principal, model)
         job = self._job(request, principal, prompt, model)
         started = Started(job.id, model.id, Usage(prompt_tokens=len(prompt.tokens)))
         reply = self._hub.open(job.id, started, self._device.cancel)
@@ -41,6 +44,14 @@ class InferenceService:
             self._hub.discard(job.id)
             raise
         return reply
+
+    def _render(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> Prompt:
+        renderer = self._renderer
+        if renderer is None or renderer.tokenizer is not model.tokenizer:
+            renderer = self._renderer = Renderer(model.tokenizer)
+        agent = request.agent.agent_id or request.agent.session
+        today = self._dates.of(f"{principal.tenant}/{agent}") if agent else None
+        return renderer.render(request, today=today)
 
     def _job(
         self, request: ChatRequest, principal: Principal, prompt: Prompt, model: LoadedModel

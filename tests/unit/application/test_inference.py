@@ -29,8 +29,7 @@ from semantic.domain.chat import (
     Started,
     TextDelta,
     ThinkingPart,
-    ToolResultPart,
-    ToolSpec,
+    ToolUsePart,
 )
 from semantic.domain.errors import (
     ContextLengthError,
@@ -126,7 +125,6 @@ async def test_tenants_do_not_share_state(service: InferenceService) -> None:
             ContextLengthError,
             "messages",
         ),
-        ({"tools": (ToolSpec("f", "", {}),)}, InvalidRequestError, "tools"),
         ({"output_format": JsonFormat()}, InvalidRequestError, "response_format"),
         (
             {"messages": (Message(Role.USER, (ImagePart("image/png", "x"),)),)},
@@ -134,7 +132,7 @@ async def test_tenants_do_not_share_state(service: InferenceService) -> None:
             "messages[0].content[0]",
         ),
         (
-            {"messages": (Message(Role.TOOL, (ToolResultPart("id", ()),)),)},
+            {"messages": (Message(Role.USER, (ToolUsePart("id", "f", {}),)),)},
             InvalidRequestError,
             "messages[0].content[0]",
         ),
