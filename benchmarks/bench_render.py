@@ -29,7 +29,7 @@ from semantic.domain.chat import (
 )
 from tests.templates import QWEN
 
-NUM_TOOLS, NUM_TURNS, NUM_ROUNDS = 24, 60, 9
+NUM_TOOLS, NUM_TURNS, NUM_ROUNDS = 20, 36, 9
 AIM_MS = 20
 
 

@@ -1,5 +1,10 @@
 """Chat templates in the shapes that models have, reduced to what rendering must cope with."""
 
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
 CHATML = """\
 {%- for m in messages -%}
 {{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
@@ -51,7 +56,9 @@ QWEN = """\
 {%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- elif message.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
+{{- '<|im_start|>user' }}
+{%- endif %}
 {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
 {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
 {%- endif %}
@@ -74,7 +81,7 @@ LLAMA = """\
 {{- strftime_now('%d %b %Y') + '\\n\\n' + system + '<|eot_id|>' }}
 {%- if tools is not none %}
 {%- if messages | length == 0 %}{{- raise_exception('no first user message') }}{%- endif %}
-{{- '<|start_header_id|>user<|end_header_id|>\\n\\nGiven these functions, answer with JSON.\\n\\n' }}
+{{- '<|start_header_id|>user<|end_header_id|>\\n\\nGiven these, answer with JSON.\\n\\n' }}
 {%- for t in tools %}{{- t | tojson(indent=4) }}{{- '\\n\\n' }}{%- endfor %}
 {{- messages[0]['content'] | trim + '<|eot_id|>' }}
 {%- set messages = messages[1:] %}
@@ -124,12 +131,14 @@ MISTRAL = """\
 {{- '[TOOL_CALLS] [' }}
 {%- for call in m.tool_calls %}
 {%- if call.id | length != 9 %}{{- raise_exception('ids have nine characters') }}{%- endif %}
-{{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + (', ' if not loop.last else ']') }}
+{{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}
+{{- ', ' if not loop.last else ']' }}
 {%- endfor %}
 {{- eos_token }}
 {%- elif m.role == 'assistant' %}{{- ' ' + m.content | trim + eos_token }}
 {%- elif m.role == 'tool' %}
-{{- '[TOOL_RESULTS] {"content": ' + m.content + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
+{{- '[TOOL_RESULTS] {"content": ' + m.content + ', "call_id": "' + m.tool_call_id + '"}' }}
+{{- '[/TOOL_RESULTS]' }}
 {%- endif %}
 {%- endfor %}
 """
@@ -162,3 +171,41 @@ PARTS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
+
+TEMPLATES = {
+    "chatml": (CHATML, "<|im_end|>"),
+    "qwen": (QWEN, "<|im_end|>"),
+    "llama": (LLAMA, "<|eot_id|>"),
+    "mistral": (MISTRAL, "</s>"),
+    "mistral_head": (MISTRAL_HEAD, "</s>"),
+    "gemma": (GEMMA, "<end_of_turn>"),
+    "parts": (PARTS, "<|im_end|>"),
+}
+
+_SPECIAL = [
+    "<s>",
+    "</s>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_CALLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+]
+
+
+def write_model(directory: Path, tokenizer_json: Path, name: str) -> Path:
+    """Make a model directory with a template of this name and the special tokens it writes."""
+    template, eos = TEMPLATES[name]
+    tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    tokenizer.add_special_tokens(_SPECIAL)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"chat_template": template, "bos_token": "<s>", "eos_token": eos}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory

@@ -6,9 +6,11 @@ outside is guarded here, so that no special token can come of it.
 """
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import lru_cache
 
 from semantic.application.special_text import SpecialText
 from semantic.application.template_traits import TemplateTraits, in_parts
@@ -105,6 +107,8 @@ class Composer:
     def __init__(self, traits: TemplateTraits, special: SpecialText) -> None:
         self._traits = traits
         self._special = special
+        # The same tools come with every turn, and they are the better part of many prompts.
+        self._described = lru_cache(maxsize=4096)(self._describe)
 
     def compose(self, request: ChatRequest, today: date | None = None) -> Conversation:
         """Put a request into the template's terms.
@@ -145,34 +149,36 @@ class Composer:
                 else:
                     yield Shown("user", f"<system>\n{text}\n</system>")
             case Role.ASSISTANT:
-                yield from self._show_reply(message, index)
+                yield self._show_reply(message, index)
             case Role.USER | Role.TOOL:
                 yield from self._show_input(message, index, known)
 
-    def _show_reply(self, message: Message, index: int) -> Iterator[Shown]:
+    def _show_reply(self, message: Message, index: int) -> Shown:
         text = "".join(self._texts(message, index))
         thinking = "".join(p.text for p in message.parts if isinstance(p, ThinkingPart))
         uses = [part for part in message.parts if isinstance(part, ToolUsePart)]
         whole = Shown("assistant", text, self._special.guard(thinking), source=message)
-        if not self._traits.has_tools:
-            calls = [
-                call_text(self._special.guard(use.name), self._special.guard_object(use.arguments))
-                for use in uses
-            ]
-            yield replace(whole, content=_joined([text, *calls], "\n"))
-        elif len(uses) < 2 or self._traits.has_parallel_calls:
-            yield replace(whole, calls=tuple(map(self._call, uses)))
-        else:
-            yield replace(whole, calls=(self._call(uses[0]),), source=None)
-            for use in uses[1:]:
-                yield Shown("assistant", "", calls=(self._call(use),))
+        if self._traits.has_tools and (len(uses) < 2 or self._traits.has_parallel_calls):
+            return replace(whole, calls=tuple(map(self._call, uses)))
+        # One message must stay one message, or it could not be replayed.
+        calls = [call_text(self._special.guard(use.name), self._arguments(use)) for use in uses]
+        return replace(whole, content=_joined([text, *calls], "\n"))
 
     def _call(self, use: ToolUsePart) -> JsonObject:
         function: JsonObject = {
             "name": self._special.guard(use.name),
-            "arguments": self._special.guard_object(use.arguments),
+            "arguments": self._arguments(use),
         }
         return {"id": self._id(use.id), "type": "function", "function": function}
+
+    def _arguments(self, use: ToolUsePart) -> JsonObject:
+        written = json.dumps(use.arguments, ensure_ascii=False)
+        try:
+            written.encode()
+        except UnicodeEncodeError:
+            # The model wrote half a surrogate pair; that must not refuse every later turn.
+            return self._special.guard_object(json.loads(written.encode(errors="replace")))
+        return self._special.guard_object(use.arguments)
 
     def _show_input(self, message: Message, index: int, known: _Known) -> Iterator[Shown]:
         """Results become messages of their own, text around them stays the user's."""
@@ -230,6 +236,10 @@ class Composer:
                 raise InvalidRequestError("this part does not belong here.", param=where)
 
     def _function(self, tool: ToolSpec) -> JsonObject:
+        return self._described(tool.name, tool.description, json.dumps(tool.parameters))
+
+    def _describe(self, name: str, description: str, parameters: str) -> JsonObject:
+        tool = ToolSpec(name, description, json.loads(parameters))
         return self._special.guard_object(function_of(tool))
 
     def _id(self, given: str) -> str:

@@ -8,6 +8,7 @@ import json
 
 from semantic.domain.chat import JsonObject, JsonValue
 
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 _BILLING_PREFIX = "x-anthropic-billing-header:"
 _LARGEST_EXACT = 2**53  # beyond it, JavaScript rounds integers
 _SCHEMA_ORDER = ("type", "description", "enum", "properties", "items", "required")
@@ -32,7 +33,7 @@ def canonical_json(value: JsonValue) -> str:
         >>> canonical_json({"b": 1000.0, "a": "\u00e9"}) == canonical_json({"a": "é", "b": 1e3})
         True
     """
-    return json.dumps(_by_value(value), sort_keys=True, separators=(",", ":"))
+    return _ENCODER.encode(_by_value(value))
 
 
 def in_schema_order(value: JsonValue) -> JsonValue:

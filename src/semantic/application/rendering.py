@@ -19,7 +19,8 @@ from semantic.domain.chat import ChatRequest, Message, Role
 from semantic.domain.errors import InvalidRequestError
 from semantic.ports.outbound import TokenizerPort
 
-_SOMEONE = Message.of(Role.USER, "\ufdd3")  # begins like no real message
+# First messages that white space before them merges with in different ways, if at all.
+_BEGINNINGS = tuple(Message.of(Role.USER, text) for text in ("\ufdd3", "a", "1"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Renderer:
         walk = self._walk(text)
         num_replayed = self._replayer.replay(walk, conversation, replay) if replay else 0
         num_kept = self._walk_to_end(walk, text, conversation)
-        num_head = self._num_head(request, conversation, walk)
+        num_head = self._num_head(request, conversation, len(walk.tokens))
         return Prompt(
             tuple(walk.tokens),
             tuple(sorted({num_head, num_kept, len(walk.tokens)} - {0})),
@@ -119,19 +120,25 @@ class Renderer:
         walk.advance(len(text))
         return num_tokens + common_prefix(list(cut), walk.tokens[num_tokens:])
 
-    def _num_head(self, request: ChatRequest, conversation: Conversation, walk: TokenWalk) -> int:
+    def _num_head(self, request: ChatRequest, conversation: Conversation, num_tokens: int) -> int:
         """Return how many tokens are the same whatever the first message says."""
 
         def search() -> int:
             leading = request.messages[: num_leading_system(request.messages)]
-            other = replace(request, messages=(*leading, _SOMEONE))
-            text = self._write(self._composer.compose(other, conversation.today))
-            alone = self._walk(text)
-            alone.advance(len(text))
-            return common_prefix(alone.tokens, walk.tokens)
+            first, *others = (
+                self._tokens(replace(request, messages=(*leading, message)), conversation.today)
+                for message in _BEGINNINGS
+            )
+            return min(common_prefix(first, other) for other in others)
 
         known = self._heads.find(head_digest(conversation).digest(), search)
-        return min(known, len(walk.tokens))
+        return min(known, num_tokens)
+
+    def _tokens(self, request: ChatRequest, today: date | None) -> list[int]:
+        text = self._write(self._composer.compose(request, today))
+        walk = self._walk(text)
+        walk.advance(len(text))
+        return walk.tokens
 
 
 def _require_whole_characters(text: str) -> None:

@@ -97,17 +97,13 @@ class PromptDigest:
 
     def update(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
-        ids = array("I", tokens)
-        if sys.byteorder == "big":
-            ids.byteswap()
-        self._hash.update(ids.tobytes())
+        self._hash.update(_packed(tokens))
 
     def followed_by(self, tokens: Sequence[int]) -> bytes:
         """Return the digest of all tokens so far and these; changes nothing."""
-        grown = PromptDigest(b"")
-        grown._hash = self._hash.copy()
-        grown.update(tokens)
-        return grown._hash.digest()
+        grown = self._hash.copy()
+        grown.update(_packed(tokens))
+        return grown.digest()
 
 
 def prompt_digest(root: bytes, tokens: Sequence[int]) -> bytes:
@@ -165,6 +161,13 @@ def emitted_tokens(
             num_kept, num_bytes = index + 1, position
     rest = tokenizer.encode_plain(whole[num_bytes:].decode()) if num_bytes < len(whole) else []
     return (*tokens[:num_kept], *rest)
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    ids = array("I", tokens)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
 
 
 def _thinking_of(message: Message) -> JsonValue:

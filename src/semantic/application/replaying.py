@@ -79,7 +79,7 @@ class Replayer:
         digest, num_digested, num_replayed = PromptDigest(replay.root), 0, 0
         places = list(self._reply_places(conversation))
         limits = [place.start for place in places[1:]] + [sys.maxsize]
-        for place, limit in zip(places, limits, strict=True):
+        for place, limit in zip(places, limits, strict=False):
             start = place.start
             if start < walk.position:
                 continue

@@ -53,32 +53,34 @@ class TemplateTraits:
 
 def probe(tokenizer: TokenizerPort) -> TemplateTraits:
     """Find out what a tokenizer's template can show."""
-    wants_parts = not _Probe(tokenizer).shows(_user("probea"))
+    wants_parts = not _Probe(tokenizer).shows(_user("probeask"))
     ask = _Probe(tokenizer, wants_parts=wants_parts)
-    a, b, c = _user("probea"), _assistant("probeb"), _user("probec")
-    system = _message("system", "probes")
+    a, b, c = _user("probeask"), _assistant("probesaid"), _user("probeagain")
+    system = _message("system", "proberule")
     has_system = ask.shows(system, a, b, c)
     ids = _LONG_IDS if _has_tools(ask, _LONG_IDS, has_system) else _SHORT_IDS
     has_tools = _has_tools(ask, ids, has_system)
-    thought = _assistant("probeb", reasoning_content="probet", thinking="probet")
+    thought = _assistant("probesaid", reasoning_content="probemused", thinking="probemused")
     return TemplateTraits(
         wants_parts=wants_parts,
         has_system=has_system,
         has_system_anywhere=ask.shows(a, b, system, c) and ask.shows(a, system),
-        is_alternating=not ask.shows(a, _user("probed")),
+        is_alternating=not ask.shows(a, _user("probemore")),
         has_tools=has_tools,
         has_parallel_calls=has_tools and _has_parallel_calls(ask, ids),
         wants_short_ids=has_tools and ids is _SHORT_IDS,
         keeps_loop_thinking=has_tools and _keeps_loop_thinking(ask, ids[0]),
-        keeps_old_thinking=ask.shows(a, thought, c, words=("probea", "probet", "probeb", "probec")),
+        keeps_old_thinking=ask.shows(
+            a, thought, c, words=("probeask", "probemused", "probesaid", "probeagain")
+        ),
     )
 
 
 def lost_generation_prompt(tokenizer: TokenizerPort, *, is_thinking: bool | None) -> str:
     """Return the end of the generation prompt that is not written before an earlier reply."""
     ask = _Probe(tokenizer)
-    ask = _Probe(tokenizer, wants_parts=not ask.shows(_user("probea")))
-    a, b, c = _user("probea"), _assistant("probeb"), _user("probec")
+    ask = _Probe(tokenizer, wants_parts=not ask.shows(_user("probeask")))
+    a, b, c = _user("probeask"), _assistant("probesaid"), _user("probeagain")
     prompt = ask.text((a,), is_thinking=is_thinking, add_generation_prompt=True)
     later = ask.text((a, b, c), is_thinking=is_thinking)
     num_kept = 0
@@ -133,25 +135,33 @@ def in_parts(message: JsonObject) -> JsonObject:
 
 
 def _has_tools(ask: _Probe, ids: Sequence[str], has_system: bool) -> bool:
-    messages = [_user("probea"), _calling(ids[0]), _result(ids[0]), _assistant("probef")]
-    words = ["probetool", "probea", "probetool", "probearg", "proberesult", "probef", "probec"]
+    messages = [_user("probeask"), _calling(ids[0]), _result(ids[0]), _assistant("probelast")]
+    words = [
+        "probetool",
+        "probeask",
+        "probetool",
+        "probearg",
+        "proberesult",
+        "probelast",
+        "probeagain",
+    ]
     if has_system and not ask.shows(
-        _message("system", "probes"), *messages, _user("probec"), words=words, has_tools=True
+        _message("system", "proberule"), *messages, _user("probeagain"), words=words, has_tools=True
     ):
         return False
-    return ask.shows(*messages, _user("probec"), words=words, has_tools=True)
+    return ask.shows(*messages, _user("probeagain"), words=words, has_tools=True)
 
 
 def _has_parallel_calls(ask: _Probe, ids: Sequence[str]) -> bool:
-    messages = [_user("probea"), _calling(*ids), _result(ids[0]), _result(ids[1])]
-    words = ["probea", "probearg", "probearg", "proberesult", "proberesult"]
+    messages = [_user("probeask"), _calling(*ids), _result(ids[0]), _result(ids[1])]
+    words = ["probeask", "probearg", "probearg", "proberesult", "proberesult"]
     return ask.shows(*messages, words=words, has_tools=True)
 
 
 def _keeps_loop_thinking(ask: _Probe, call_id: str) -> bool:
-    calling = {**_calling(call_id), "reasoning_content": "probet", "thinking": "probet"}
-    words = ("probea", "probet", "probearg", "proberesult")
-    return ask.shows(_user("probea"), calling, _result(call_id), words=words, has_tools=True)
+    calling = {**_calling(call_id), "reasoning_content": "probemused", "thinking": "probemused"}
+    words = ("probeask", "probemused", "probearg", "proberesult")
+    return ask.shows(_user("probeask"), calling, _result(call_id), words=words, has_tools=True)
 
 
 def _message(role: str, content: str) -> JsonObject:
