@@ -29,6 +29,7 @@ from semantic.domain.chat import (
     Started,
     TextDelta,
     ThinkingPart,
+    ToolSpec,
     ToolUsePart,
 )
 from semantic.domain.errors import (
@@ -179,6 +180,13 @@ async def test_old_thinking_is_not_shown_to_the_model(service: InferenceService)
     assert isinstance(first, Started)
     assert isinstance(second, Started)
     assert first.usage == second.usage
+
+
+async def test_tools_are_part_of_the_prompt(service: InferenceService) -> None:
+    with_tool = replace(REQUEST, tools=(ToolSpec("f", "", {}),))
+    starts = [(await read(await service.start(r, Principal())))[0] for r in (REQUEST, with_tool)]
+    plain, longer = (s.usage.prompt_tokens for s in starts if isinstance(s, Started))
+    assert longer > plain
 
 
 async def test_a_refused_submission_leaves_no_reply_behind(

@@ -35,14 +35,10 @@ def test_numbers_too_large_for_a_float_are_told_apart() -> None:
 
 
 def test_the_order_of_a_schemas_keys_does_not_matter() -> None:
-    one: JsonObject = {
-        "type": "object",
-        "properties": {"b": {"enum": ["y", "x"], "type": "string"}, "a": {}},
-    }
-    other: JsonObject = {
-        "properties": {"a": {}, "b": {"type": "string", "enum": ["y", "x"]}},
-        "type": "object",
-    }
+    inner: JsonObject = {"enum": ["y", "x"], "type": "string"}
+    turned: JsonObject = dict(reversed(inner.items()))
+    one: JsonObject = {"type": "object", "properties": {"b": inner, "a": {}}}
+    other: JsonObject = {"properties": {"a": {}, "b": turned}, "type": "object"}
     assert json.dumps(in_schema_order(one)) == json.dumps(in_schema_order(other))
     assert json.dumps(in_schema_order({"enum": ["y", "x"]})) == '{"enum": ["y", "x"]}'
 
