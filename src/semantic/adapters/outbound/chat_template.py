@@ -13,6 +13,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from semantic.domain.chat import JsonObject
 from semantic.domain.errors import InvalidRequestError
 
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+_HARMLESS_METHODS = frozenset({"startswith", "endswith", "strip", "lstrip", "rstrip", "split"})
 _SWITCHES = ("enable_thinking", "thinking")
 
 
@@ -87,10 +89,20 @@ def _clock(today: date | None) -> Callable[[str], str]:
     return strftime_now
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with a short way to what templates read most: a message's own keys."""
+
+    def getattr(self, obj: object, attribute: str) -> object:
+        """As the sandbox does; a key that is no attribute of a dict needs none of its checks."""
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute]
+        if type(obj) is str and attribute in _HARMLESS_METHODS:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+
 def _compile(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     try:
