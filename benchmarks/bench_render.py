@@ -82,9 +82,7 @@ def measure(name: str, tokenizer: HFTokenizer) -> float:
 def main() -> int:
     """Print the table; fails if the aim is missed."""
     directory = starter_directory()
-    print(
-        f"{'template':>10} {'tokens':>8} {'first ms':>10} {'again, CPU':>12} {'again, clock':>13}"
-    )
+    print(f"{'template':>10} {'tokens':>8} {'first ms':>10} {'again (CPU)':>12} {'(clock)':>13}")
     measured = [measure("starter", HFTokenizer(directory))]
     with tempfile.TemporaryDirectory() as name:
         other = Path(name)

@@ -12,7 +12,13 @@ from tokenizers import Tokenizer
 
 from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
 from semantic.application.rendering import Prompt, Renderer
-from semantic.application.replay import Replay, ReplayBook, keys_to_remember, prompt_digest
+from semantic.application.replay import (
+    Replay,
+    ReplayBook,
+    emitted_tokens,
+    keys_to_remember,
+    prompt_digest,
+)
 from semantic.application.special_text import SpecialText
 from semantic.application.tool_prompt import call_text
 from semantic.domain.chat import (
@@ -166,7 +172,11 @@ def specials(model: Model, prompt: Prompt) -> list[int]:
 
 
 def spoken(model: Model, prompt: Prompt) -> str:
-    return b"".join(map(model.tokenizer.token_bytes, prompt.tokens)).decode()
+    return decoded(model, prompt.tokens)
+
+
+def decoded(model: Model, tokens: Sequence[int]) -> str:
+    return b"".join(map(model.tokenizer.token_bytes, tokens)).decode()
 
 
 def conversation_saying(text: str) -> ChatRequest:
@@ -260,7 +270,7 @@ def test_the_head_is_the_same_for_all_and_ends_at_a_boundary(model: Model) -> No
     (head,) = {prompt.tokens[:num_head] for prompt in prompts}
     assert all(num_head in prompt.boundaries for prompt in prompts)
     assert all(prompt.boundaries[-1] == len(prompt.tokens) for prompt in prompts)
-    shared = b"".join(map(model.tokenizer.token_bytes, head)).decode()
+    shared = decoded(model, head)
     assert "You are a coder." in shared
     assert '"ToolSearch"' in shared
     before = spoken(model, prompts[0]).rpartition(texts[0])[0]
@@ -410,6 +420,22 @@ def test_a_reply_cut_short_is_ended_by_the_template(qwen: Model) -> None:
     qwen.remember(prompt, say("Once upon a"), sampled)
     second = qwen.prompt(ask(*first.messages, say("Once upon a"), user("ok")))
     whole = (*prompt.tokens, *sampled, qwen.end)
+    assert second.tokens[: len(whole)] == whole
+
+
+@pytest.mark.parametrize("stop", [" more", "ore", "é"])
+def test_a_reply_ended_by_a_stop_string_replays_what_was_emitted(models: Models, stop: str) -> None:
+    model = Model(models[STARTER])
+    prompt = model.prompt(ask(user("hi")))
+    said = "Tell me no"
+    sampled = model.sample(said) + model.tokenizer.encode_plain(" more café")
+    emitted = (said + " more café").partition(stop)[0]
+    kept = emitted_tokens(sampled, emitted, model.tokenizer)
+    assert decoded(model, kept) == emitted
+    assert list(kept[: len(model.sample(said))]) == model.sample(said)
+    model.remember(prompt, say(emitted), kept)
+    second = model.prompt(ask(user("hi"), say(emitted), user("ok")))
+    whole = (*prompt.tokens, *kept, model.end)
     assert second.tokens[: len(whole)] == whole
 
 
