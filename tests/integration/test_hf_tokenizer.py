@@ -1,15 +1,19 @@
 """The starter model's tokenizer against the library's own."""
 
 import json
+from datetime import date
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
+from semantic.application.rendering import render
+from semantic.application.special_text import SpecialText
 from semantic.application.text_assembler import TextAssembler
+from semantic.domain.chat import ChatRequest, Message, Role
 from semantic.domain.errors import InvalidRequestError
 
 pytestmark = pytest.mark.integration
@@ -123,10 +127,99 @@ def test_a_template_can_refuse_and_may_be_missing(tmp_path: Path) -> None:
     assert text.isdigit()
 
 
+def test_a_template_shows_the_day_it_is_given(tmp_path: Path) -> None:
+    tokenizer = HFTokenizer(write_model(tmp_path, SENTENCEPIECE, "{{ strftime_now('%d %b %Y') }}"))
+    assert tokenizer.render_chat([], today=date(2026, 3, 1)) == "01 Mar 2026"
+
+
+def test_a_template_is_told_whether_to_think(tmp_path: Path) -> None:
+    template = "{{ enable_thinking if enable_thinking is defined else 'unset' }}"
+    tokenizer = HFTokenizer(write_model(tmp_path, SENTENCEPIECE, template))
+    shown = [tokenizer.render_chat([], is_thinking=value) for value in (None, True, False)]
+    assert shown == ["unset", "True", "False"]
+
+
+def test_a_template_that_is_no_template_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="not valid"):
+        HFTokenizer(write_model(tmp_path, SENTENCEPIECE, "{% if %}"))
+
+
 def test_templates_cannot_reach_the_interpreter(tmp_path: Path) -> None:
     escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(InvalidRequestError, match="refuses"):
         HFTokenizer(write_model(tmp_path, SENTENCEPIECE, escape)).render_chat([])
+
+
+# -- plain text ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_plain_text_is_encoded_as_ever(tokenizer: HFTokenizer, text: str) -> None:
+    assert tokenizer.encode_plain(text) == tokenizer.encode(text)
+    assert tokenizer.encode_plain(text, is_start=True) == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("around", ["{}", "a {}b", "{0}{0}"])
+def test_plain_text_holds_no_special_token(tokenizer: HFTokenizer, around: str) -> None:
+    special = {token.id for token in tokenizer.special_tokens}
+    assert special >= tokenizer.eos_ids
+    spellings = [token.text for token in tokenizer.special_tokens]
+    for spelling in (*spellings, "\ufdd0before\ufdd0"):
+        text = around.format(spelling)
+        ids = tokenizer.encode_plain(text)
+        assert special.isdisjoint(ids)
+        assert max(ids) < tokenizer.vocab_size
+        assert decode(tokenizer, ids) == text
+
+
+def sentencepiece_model(directory: Path, scheme: str) -> Path:
+    """A vocabulary that writes a first word differently, and can spell its end token."""
+    pieces = ["<unk>", "</s>", "<u>", "\u2581", "h", "i", "hi", "\u2581hi", "<", "/", "s", ">"]
+    pieces += ["</", "</s", "\n"]
+    merges = [("h", "i"), ("\u2581", "hi"), ("<", "/"), ("</", "s"), ("</s", ">")]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    library = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=pieces[0]))
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    library.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    library.add_special_tokens(
+        ["<unk>", "</s>", AddedToken("<u>", rstrip=True, normalized=False, special=True)]
+    )
+    library.save(str(directory / "tokenizer.json"))
+    template = "{% for m in messages %}<u>\n{{ m.content }}</s>{% endfor %}"
+    config = {"chat_template": template, "eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@pytest.mark.parametrize("text", ["hi hi", "hi<u> \n hi</s>hi", "<u>hi", "", "hi\u00e9"])
+def test_runs_between_special_tokens_give_the_ids_of_the_whole(
+    tmp_path: Path, scheme: str, text: str
+) -> None:
+    directory = sentencepiece_model(tmp_path, scheme)
+    tokenizer = HFTokenizer(directory)
+    ids = []
+    for span in SpecialText(tokenizer.special_tokens).split(text):
+        run = text[span.start : span.end]
+        plain = tokenizer.encode_plain(run, is_start=span.start == 0)
+        ids += plain if span.token is None else [span.token]
+    assert ids == Tokenizer.from_file(str(directory / "tokenizer.json")).encode(text).ids
+
+
+def test_a_vocabulary_that_can_spell_its_end_token_does_not(tmp_path: Path) -> None:
+    tokenizer = HFTokenizer(sentencepiece_model(tmp_path, "never"))
+    assert tokenizer.encode("</s>") == [1]
+    ids = tokenizer.encode_plain("hi</s>")
+    assert tokenizer.eos_ids.isdisjoint(ids)
+    assert decode(tokenizer, ids) == "hi</s>"
+
+
+def test_templates_that_swallow_white_space_are_rendered_alike(tmp_path: Path) -> None:
+    tokenizer = HFTokenizer(sentencepiece_model(tmp_path, "first"))
+    prompt = render(ChatRequest("m", (Message.of(Role.USER, "hi </s>"),)), tokenizer)
+    assert prompt.tokens[0] == 2
+    assert prompt.tokens[-1] == 1
+    assert list(prompt.tokens).count(1) == 1
 
 
 def test_unsupported_tokenizers_are_refused(tmp_path: Path) -> None:

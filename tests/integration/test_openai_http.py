@@ -237,13 +237,6 @@ BAD_REQUESTS: list[tuple[str, Any, int, str | None, str]] = [
         "images",
     ),
     (
-        "tools",
-        body(tools=[{"type": "function", "function": {"name": "f"}}]),
-        400,
-        "tools",
-        "not supported yet",
-    ),
-    (
         "a schema",
         body(response_format={"type": "json_object"}),
         400,

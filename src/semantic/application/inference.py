@@ -8,8 +8,9 @@ from dataclasses import replace
 from semantic.application.agent_ledger import AgentLedger, Exchange
 from semantic.application.batch_engine import PutAway
 from semantic.application.device_thread import DeviceThread, LoadedModel
+from semantic.application.frozen_dates import FrozenDates
 from semantic.application.generation import Job, monotonic
-from semantic.application.rendering import Prompt, render
+from semantic.application.rendering import Prompt, Renderer
 from semantic.application.replies import OnFinish, ReplyHub
 from semantic.domain.agents import Pointer, Principal, check_agent_id
 from semantic.domain.chat import ChatRequest, Finished, Message, Role, Started, Usage
@@ -20,6 +21,7 @@ from semantic.domain.errors import (
     SemanticError,
 )
 from semantic.domain.sampling import FinishReason
+from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.inbound import Reply
 
 
@@ -49,6 +51,8 @@ class InferenceService:
         self._agents = agents
         self._request_timeout_s = request_timeout_s
         self._is_synced = is_synced
+        self._renderer: Renderer | None = None
+        self._dates = FrozenDates()
 
     async def start(self, request: ChatRequest, principal: Principal) -> Reply:
         """Render, tokenise, check and queue a request."""
@@ -58,7 +62,7 @@ class InferenceService:
                 f"the model {request.model!r} is not served here; this server serves {model.id!r}."
             )
         # A long prompt takes a while to tokenise; other streams go on meanwhile.
-        prompt = await asyncio.to_thread(render, request, model.tokenizer)
+        prompt = await asyncio.to_thread(self._render, request, principal, model)
         job = self._job(request, principal, prompt, model)
         on_finish = self._log_turn(request, principal, job) if _agent_id(request) else None
         started = Started(job.id, model.id, Usage(prompt_tokens=len(prompt.tokens)))
@@ -95,6 +99,14 @@ class InferenceService:
 
         return log_turn
 
+    def _render(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> Prompt:
+        renderer = self._renderer
+        if renderer is None or renderer.tokenizer is not model.tokenizer:
+            renderer = self._renderer = Renderer(model.tokenizer)
+        agent = request.agent.agent_id or request.agent.session
+        today = self._dates.of(f"{principal.tenant}/{agent}") if agent else None
+        return renderer.render(request, today=today)
+
     def _job(
         self, request: ChatRequest, principal: Principal, prompt: Prompt, model: LoadedModel
     ) -> Job:
@@ -111,7 +123,7 @@ class InferenceService:
             max_tokens=self._max_tokens(
                 request, len(prompt.tokens), model.backend.spec.max_context
             ),
-            boundaries=prompt.boundaries,
+            boundaries=_block_ends(prompt, model.backend.spec),
             service_class=request.service_class,
             weight=principal.weight,
             deadline=monotonic() + self._request_timeout_s,
@@ -149,3 +161,10 @@ def _agent_id(request: ChatRequest) -> str | None:
     except InvalidRequestError:
         return f"session-{hashlib.sha256(hint.session.encode()).hexdigest()[:32]}"
     return hint.session
+
+
+def _block_ends(prompt: Prompt, spec: ModelCacheSpec) -> tuple[int, ...]:
+    """Where blocks end early: after the shared head; everywhere if only there can be resumed."""
+    if spec.kinds == (LayerKind.FULL,):
+        return (prompt.num_head,) if prompt.num_head else ()
+    return prompt.boundaries

@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Final, Literal, NewType, Protocol, TypeAlias
 
@@ -278,6 +279,21 @@ class ModelBackendPort(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class SpecialToken:
+    """A token that steers the model; only the chat template may write it.
+
+    Attributes:
+        strips_left: White space before it is part of it.
+        strips_right: White space after it is part of it.
+    """
+
+    id: int
+    text: str
+    strips_left: bool = False
+    strips_right: bool = False
+
+
 class TokenizerPort(Protocol):
     """Text to token ids and back. Immutable, safe on any thread."""
 
@@ -295,6 +311,20 @@ class TokenizerPort(Protocol):
         """Tokenise; special tokens written in the text become their ids, none is added."""
         ...
 
+    @property
+    def special_tokens(self) -> tuple[SpecialToken, ...]:
+        """The tokens that `encode` finds in a text and `encode_plain` never makes."""
+        ...
+
+    def encode_plain(self, text: str, *, is_start: bool = False) -> list[int]:
+        """Tokenise text as it is: no id of the result is special, whatever the text spells.
+
+        Args:
+            text: What stands between two special tokens.
+            is_start: Nothing comes before it; some vocabularies write a first word differently.
+        """
+        ...
+
     def token_bytes(self, token: int) -> bytes:
         """What a token contributes to the text; empty for special and unknown tokens."""
         ...
@@ -305,8 +335,17 @@ class TokenizerPort(Protocol):
         tools: Sequence[JsonObject] = (),
         *,
         add_generation_prompt: bool = True,
+        today: date | None = None,
+        is_thinking: bool | None = None,
     ) -> str:
         """Apply the model's chat template.
+
+        Args:
+            messages: In the shape templates expect: role, content, tool_calls, and so on.
+            tools: Function definitions, for templates that show them.
+            add_generation_prompt: End where a reply begins.
+            today: The date shown by templates that show one; None is the real one.
+            is_thinking: For templates that know the switch; None leaves it to them.
 
         Raises:
             InvalidRequestError: the template refuses the conversation, or there is none.

@@ -32,8 +32,8 @@ from semantic.domain.chat import (
     Started,
     TextDelta,
     ThinkingPart,
-    ToolResultPart,
     ToolSpec,
+    ToolUsePart,
 )
 from semantic.domain.errors import (
     ContextLengthError,
@@ -136,7 +136,6 @@ async def test_tenants_do_not_share_state(service: InferenceService) -> None:
             ContextLengthError,
             "messages",
         ),
-        ({"tools": (ToolSpec("f", "", {}),)}, InvalidRequestError, "tools"),
         ({"output_format": JsonFormat()}, InvalidRequestError, "response_format"),
         (
             {"messages": (Message(Role.USER, (ImagePart("image/png", "x"),)),)},
@@ -144,7 +143,7 @@ async def test_tenants_do_not_share_state(service: InferenceService) -> None:
             "messages[0].content[0]",
         ),
         (
-            {"messages": (Message(Role.TOOL, (ToolResultPart("id", ()),)),)},
+            {"messages": (Message(Role.USER, (ToolUsePart("id", "f", {}),)),)},
             InvalidRequestError,
             "messages[0].content[0]",
         ),
@@ -193,6 +192,13 @@ async def test_old_thinking_is_not_shown_to_the_model(service: InferenceService)
     assert isinstance(first, Started)
     assert isinstance(second, Started)
     assert first.usage == second.usage
+
+
+async def test_tools_are_part_of_the_prompt(service: InferenceService) -> None:
+    with_tool = replace(REQUEST, tools=(ToolSpec("f", "", {}),))
+    starts = [(await read(await service.start(r, Principal())))[0] for r in (REQUEST, with_tool)]
+    plain, longer = (s.usage.prompt_tokens for s in starts if isinstance(s, Started))
+    assert longer > plain
 
 
 async def test_a_refused_submission_leaves_no_reply_behind(

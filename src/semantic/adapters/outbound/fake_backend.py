@@ -11,6 +11,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from typing import Literal
 
 import numpy as np
@@ -32,6 +33,7 @@ from semantic.ports.outbound import (
     RowFailed,
     Sampled,
     SequenceId,
+    SpecialToken,
     Step,
     StepOutput,
     Ticket,
@@ -338,6 +340,7 @@ class FakeTokenizer:
 
     vocab_size = VOCAB_SIZE
     eos_ids = frozenset({END_TOKEN})
+    special_tokens = (SpecialToken(START_TOKEN, "<|start|>"), SpecialToken(END_TOKEN, "<|end|>"))
 
     def encode(self, text: str) -> list[int]:
         """Tokenise; the special tokens are written as in the chat template."""
@@ -349,6 +352,10 @@ class FakeTokenizer:
                 ids += run.encode()
         return ids
 
+    def encode_plain(self, text: str, *, is_start: bool = False) -> list[int]:  # noqa: ARG002
+        """Return the text's bytes."""
+        return list(text.encode())
+
     def token_bytes(self, token: int) -> bytes:
         """Return the byte a token stands for."""
         return bytes((token,)) if 0 <= token < END_TOKEN else b""
@@ -356,12 +363,12 @@ class FakeTokenizer:
     def render_chat(
         self,
         messages: Sequence[JsonObject],
-        tools: Sequence[JsonObject] = (),
+        tools: Sequence[JsonObject] = (),  # noqa: ARG002
         *,
         add_generation_prompt: bool = True,
+        today: date | None = None,  # noqa: ARG002
+        is_thinking: bool | None = None,  # noqa: ARG002
     ) -> str:
         """Write each message as role, newline, content between the special tokens."""
-        if tools:
-            raise InvalidRequestError("the fake model has no tools.", param="tools")
         turns = [f"<|start|>{m['role']}\n{m['content']}<|end|>" for m in messages]
         return "".join(turns) + ("<|start|>assistant\n" if add_generation_prompt else "")

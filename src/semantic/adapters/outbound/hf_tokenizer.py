@@ -5,21 +5,21 @@ Reads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json` and, w
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
-from datetime import datetime
+from datetime import date
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
 
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
+from semantic.adapters.outbound.chat_template import ChatTemplate, template_source
 from semantic.domain.chat import JsonObject
 from semantic.domain.errors import InvalidRequestError
+from semantic.ports.outbound import SpecialToken
 
 _SPACE_MARK = "\u2581"  # SentencePiece writes a space as this
+_BEFORE = "\ufdd0before\ufdd0"  # stands for what comes before a run of text
 
 
 class HFTokenizer:
@@ -35,14 +35,19 @@ class HFTokenizer:
         self._tokenizer = Tokenizer.from_file(str(path))
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token_id for token_id, token in added.items() if token.special}
+        self.special_tokens = tuple(
+            SpecialToken(token_id, token.content, token.lstrip, token.rstrip)
+            for token_id, token in added.items()
+            if token.special
+        )
+        self._plain = _PlainEncoder(path, self.special_tokens)
         self._piece_bytes = _piece_decoder(json.loads(path.read_text("utf-8")).get("decoder"))
         config = _read_json(directory / "tokenizer_config.json")
         self._eos_ids = self._find_eos(config, _read_json(directory / "generation_config.json"))
-        self._template_values = {
-            key: _token_text(config.get(key))
-            for key in ("bos_token", "eos_token", "pad_token", "unk_token")
-        }
-        self._template = _compile_template(_template_source(directory, config))
+        named = ("bos_token", "eos_token", "pad_token", "unk_token")
+        self._template = ChatTemplate(
+            template_source(directory, config), {key: _token_text(config.get(key)) for key in named}
+        )
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)
 
     @property
@@ -59,6 +64,10 @@ class HFTokenizer:
         """Tokenise; special tokens in the text become their ids, none is added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def encode_plain(self, text: str, *, is_start: bool = False) -> list[int]:
+        """Tokenise text as it is: no id of the result is special."""
+        return self._plain.encode(text, is_start=is_start)
+
     def _token_bytes(self, token: int) -> bytes:
         """Return what a token contributes to the text."""
         piece = self._tokenizer.id_to_token(token)
@@ -72,27 +81,58 @@ class HFTokenizer:
         tools: Sequence[JsonObject] = (),
         *,
         add_generation_prompt: bool = True,
+        today: date | None = None,
+        is_thinking: bool | None = None,
     ) -> str:
         """Apply the model's chat template."""
-        if self._template is None:
-            raise InvalidRequestError("this model has no chat template.", param="messages")
-        try:
-            return self._template.render(
-                messages=list(messages),
-                tools=list(tools) or None,
-                add_generation_prompt=add_generation_prompt,
-                **self._template_values,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise InvalidRequestError(
-                f"the model's chat template refuses this conversation: {error}", param="messages"
-            ) from error
+        return self._template.render(
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            today=today,
+            is_thinking=is_thinking,
+        )
 
     def _find_eos(self, config: JsonObject, generation: JsonObject) -> frozenset[int]:
         ids = generation.get("eos_token_id")
         found = {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
         named = self._tokenizer.token_to_id(_token_text(config.get("eos_token")))
         return frozenset(found | ({named} if named is not None else set()))
+
+
+class _PlainEncoder:
+    """The same vocabulary, blind to special tokens."""
+
+    def __init__(self, path: Path, special: Sequence[SpecialToken]) -> None:
+        self._tokenizer = Tokenizer.from_file(str(path))
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.add_tokens([AddedToken(_BEFORE, normalized=False)])
+        # A vocabulary may have nothing but the unknown token for a character.
+        unknown = getattr(self._tokenizer.model, "unk_token", None)
+        forbidden = {token.text: token.id for token in special if token.text != unknown}
+        forbidden[_BEFORE] = self._tokenizer.get_vocab()[_BEFORE]
+        self._forbidden = set(forbidden.values())
+        self._first_letters = re.compile(
+            "|".join(f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})" for text in forbidden)
+        )
+
+    def encode(self, text: str, *, is_start: bool) -> list[int]:
+        ids = self._ids(text, is_start=is_start)
+        if self._forbidden.isdisjoint(ids):
+            return ids
+        # Its ordinary vocabulary holds a special token's text: cut each spelling in two.
+        pieces = self._first_letters.split(text)
+        ids = [
+            token
+            for number, piece in enumerate(pieces)
+            for token in self._ids(piece, is_start=is_start and number == 0)
+        ]
+        return [token for token in ids if token not in self._forbidden]
+
+    def _ids(self, text: str, *, is_start: bool) -> list[int]:
+        if is_start:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._tokenizer.encode(_BEFORE + text, add_special_tokens=False).ids[1:]
 
 
 def _read_json(path: Path) -> JsonObject:
@@ -105,39 +145,6 @@ def _token_text(value: object) -> str:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""
-
-
-def _template_source(directory: Path, config: JsonObject) -> str | None:
-    beside = directory / "chat_template.jinja"
-    if beside.is_file():
-        return beside.read_text("utf-8")
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        by_name = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-        source = by_name.get("default")
-    return source if isinstance(source, str) else None
-
-
-def _compile_template(source: str | None) -> jinja2.Template | None:
-    if source is None:
-        return None
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda pattern: (
-        datetime.now().astimezone().strftime(pattern)
-    )
-    return environment.from_string(source)
-
-
-def _to_json(value: object, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, **options)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
 
 
 def _piece_decoder(decoder: object) -> Callable[[str], bytes]:

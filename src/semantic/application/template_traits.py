@@ -1,0 +1,192 @@
+"""What a chat template can show, found out by asking it.
+
+Templates differ in what they refuse, drop or move elsewhere, and none says so. Small
+conversations of words that occur nowhere else tell: they must come out in the order they went in.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from semantic.domain.chat import JsonObject, JsonValue
+from semantic.domain.errors import InvalidRequestError
+from semantic.ports.outbound import TokenizerPort
+
+_LONG_IDS = ("call_firstprobe", "call_secondprobe")
+_SHORT_IDS = ("probe0001", "probe0002")
+_FUNCTION: JsonObject = {
+    "name": "probetool",
+    "description": "A probe.",
+    "parameters": {
+        "type": "object",
+        "properties": {"word": {"type": "string", "description": "A word."}},
+        "required": ["word"],
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """What rendering must know of a template.
+
+    Attributes:
+        wants_parts: Content must be a list of parts instead of a text.
+        has_system: A leading system message is shown before the first user message.
+        has_system_anywhere: Later ones are shown where they stand.
+        is_alternating: Two messages of one role in a row are refused.
+        has_tools: Tools are shown before the first user message, calls and results in place.
+        has_parallel_calls: A message may hold more than one call.
+        wants_short_ids: Only ids of nine letters and digits are accepted.
+        keeps_loop_thinking: Thinking since the last question is shown.
+        keeps_old_thinking: Thinking before it is shown too.
+    """
+
+    wants_parts: bool
+    has_system: bool
+    has_system_anywhere: bool
+    is_alternating: bool
+    has_tools: bool
+    has_parallel_calls: bool
+    wants_short_ids: bool
+    keeps_loop_thinking: bool
+    keeps_old_thinking: bool
+
+
+def probe(tokenizer: TokenizerPort) -> TemplateTraits:
+    """Find out what a tokenizer's template can show."""
+    wants_parts = not _Probe(tokenizer).shows(_user("probeask"))
+    ask = _Probe(tokenizer, wants_parts=wants_parts)
+    a, b, c = _user("probeask"), _assistant("probesaid"), _user("probeagain")
+    system = _message("system", "proberule")
+    has_system = ask.shows(system, a, b, c)
+    ids = _LONG_IDS if _has_tools(ask, _LONG_IDS, has_system) else _SHORT_IDS
+    has_tools = _has_tools(ask, ids, has_system)
+    thought = _assistant("probesaid", reasoning_content="probemused", thinking="probemused")
+    return TemplateTraits(
+        wants_parts=wants_parts,
+        has_system=has_system,
+        has_system_anywhere=ask.shows(a, b, system, c) and ask.shows(a, system),
+        is_alternating=not ask.shows(a, _user("probemore")),
+        has_tools=has_tools,
+        has_parallel_calls=has_tools and _has_parallel_calls(ask, ids),
+        wants_short_ids=has_tools and ids is _SHORT_IDS,
+        keeps_loop_thinking=has_tools and _keeps_loop_thinking(ask, ids[0]),
+        keeps_old_thinking=ask.shows(
+            a, thought, c, words=("probeask", "probemused", "probesaid", "probeagain")
+        ),
+    )
+
+
+def lost_generation_prompt(tokenizer: TokenizerPort, *, is_thinking: bool | None) -> str:
+    """Return the end of the generation prompt that is not written before an earlier reply."""
+    ask = _Probe(tokenizer)
+    ask = _Probe(tokenizer, wants_parts=not ask.shows(_user("probeask")))
+    a, b, c = _user("probeask"), _assistant("probesaid"), _user("probeagain")
+    prompt = ask.text((a,), is_thinking=is_thinking, add_generation_prompt=True)
+    later = ask.text((a, b, c), is_thinking=is_thinking)
+    num_kept = 0
+    for one, other in zip(prompt, later, strict=False):
+        if one != other:
+            break
+        num_kept += 1
+    return prompt[num_kept:]
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    tokenizer: TokenizerPort
+    wants_parts: bool = False
+
+    def text(
+        self,
+        messages: Sequence[JsonObject],
+        *,
+        has_tools: bool = False,
+        is_thinking: bool | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Render; empty if the template refuses."""
+        shown = [in_parts(message) if self.wants_parts else message for message in messages]
+        try:
+            return self.tokenizer.render_chat(
+                shown,
+                [{"type": "function", "function": _FUNCTION}] if has_tools else (),
+                add_generation_prompt=add_generation_prompt,
+                is_thinking=is_thinking,
+            )
+        except InvalidRequestError:
+            return ""
+
+    def shows(
+        self, *messages: JsonObject, words: Sequence[str] = (), has_tools: bool = False
+    ) -> bool:
+        """Whether all contents, or the given words, come out in order."""
+        text, position = self.text(messages, has_tools=has_tools), 0
+        for word in words or [str(message["content"]) for message in messages]:
+            found = text.find(word, position)
+            if found < 0:
+                return False
+            position = found + len(word)
+        return True
+
+
+def in_parts(message: JsonObject) -> JsonObject:
+    """Return a template's message with its content as a list of one text."""
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _has_tools(ask: _Probe, ids: Sequence[str], has_system: bool) -> bool:
+    messages = [_user("probeask"), _calling(ids[0]), _result(ids[0]), _assistant("probelast")]
+    words = [
+        "probetool",
+        "probeask",
+        "probetool",
+        "probearg",
+        "proberesult",
+        "probelast",
+        "probeagain",
+    ]
+    if has_system and not ask.shows(
+        _message("system", "proberule"), *messages, _user("probeagain"), words=words, has_tools=True
+    ):
+        return False
+    return ask.shows(*messages, _user("probeagain"), words=words, has_tools=True)
+
+
+def _has_parallel_calls(ask: _Probe, ids: Sequence[str]) -> bool:
+    messages = [_user("probeask"), _calling(*ids), _result(ids[0]), _result(ids[1])]
+    words = ["probeask", "probearg", "probearg", "proberesult", "proberesult"]
+    return ask.shows(*messages, words=words, has_tools=True)
+
+
+def _keeps_loop_thinking(ask: _Probe, call_id: str) -> bool:
+    calling = {**_calling(call_id), "reasoning_content": "probemused", "thinking": "probemused"}
+    words = ("probeask", "probemused", "probearg", "proberesult")
+    return ask.shows(_user("probeask"), calling, _result(call_id), words=words, has_tools=True)
+
+
+def _message(role: str, content: str) -> JsonObject:
+    return {"role": role, "content": content}
+
+
+def _user(content: str) -> JsonObject:
+    return _message("user", content)
+
+
+def _assistant(content: str, **more: str) -> JsonObject:
+    return {**_message("assistant", content), **more}
+
+
+def _calling(*ids: str) -> JsonObject:
+    calls: list[JsonValue] = [
+        {
+            "id": call_id,
+            "type": "function",
+            "function": {"name": "probetool", "arguments": {"word": "probearg"}},
+        }
+        for call_id in ids
+    ]
+    return {**_message("assistant", ""), "tool_calls": calls}
+
+
+def _result(call_id: str) -> JsonObject:
+    return {**_message("tool", "proberesult"), "tool_call_id": call_id, "name": "probetool"}
