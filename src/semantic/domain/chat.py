@@ -173,11 +173,13 @@ class AgentHint:
 
     Attributes:
         agent_id: Named explicitly; decides.
-        session: A client's own session or cache key; tells agents of one tenant apart.
+        session: A session named explicitly; decides too.
+        client_key: A client's own session or cache key; its agents share it.
     """
 
     agent_id: str | None = None
     session: str | None = None
+    client_key: str | None = None
 
 
 class ServiceClass(enum.Enum):
