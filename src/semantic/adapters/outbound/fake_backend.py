@@ -325,6 +325,8 @@ class FakeTokenizer:
 
     vocab_size = VOCAB_SIZE
     eos_ids = frozenset({END_TOKEN})
+    special_tokens: Mapping[str, int] = {"<|end|>": END_TOKEN, "<|start|>": START_TOKEN}
+    chat_template = None
 
     def encode(self, text: str) -> list[int]:
         """Tokenise; the special tokens are written as in the chat template."""

@@ -5,7 +5,7 @@ Reads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json` and, w
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -35,6 +35,7 @@ class HFTokenizer:
         self._tokenizer = Tokenizer.from_file(str(path))
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token_id for token_id, token in added.items() if token.special}
+        self._special_tokens = {added[token_id].content: token_id for token_id in self._special}
         self._piece_bytes = _piece_decoder(json.loads(path.read_text("utf-8")).get("decoder"))
         config = _read_json(directory / "tokenizer_config.json")
         self._eos_ids = self._find_eos(config, _read_json(directory / "generation_config.json"))
@@ -42,7 +43,8 @@ class HFTokenizer:
             key: _token_text(config.get(key))
             for key in ("bos_token", "eos_token", "pad_token", "unk_token")
         }
-        self._template = _compile_template(_template_source(directory, config))
+        self._chat_template = _template_source(directory, config)
+        self._template = _compile_template(self._chat_template)
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)
 
     @property
@@ -54,6 +56,16 @@ class HFTokenizer:
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end a reply."""
         return self._eos_ids
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Texts that are single ids and no part of a reply's text."""
+        return self._special_tokens
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source."""
+        return self._chat_template
 
     def encode(self, text: str) -> list[int]:
         """Tokenise; special tokens in the text become their ids, none is added."""
