@@ -5,7 +5,7 @@ Parsers read these formats and grammars enforce them; both take the markers from
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from semantic.domain.chat import OutputFormat, ToolChoice, ToolMode, ToolSpec
 
@@ -120,7 +120,7 @@ class ReplyShape:
     format: ReplyFormat
     output: OutputFormat | None = None
     tools: tuple[ToolSpec, ...] = ()
-    tool_choice: ToolChoice = ToolChoice()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
     is_thinking_open: bool = False
     may_think: bool = True
 

@@ -96,7 +96,7 @@ class LLGuidanceGrammar:
                 param = f"tools[{index}].parameters"
                 return InvalidRequestError(f"the schema of tool {tool.name!r} {fault}", param=param)
         if isinstance(shape.output, RegexFormat):
-            detail = reason.partition("error:")[2].strip().splitlines() or [reason]
+            detail = reason.rpartition("error: ")[2].splitlines() or [reason]
             return InvalidRequestError(
                 f"the pattern {shape.output.pattern!r} cannot be enforced: {detail[0]}.",
                 param="response_format",

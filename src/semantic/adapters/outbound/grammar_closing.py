@@ -21,10 +21,11 @@ from semantic.domain.errors import BackendError
 _MAX_VERIFIED = 40
 _MAX_QUOTES = 16
 _MAX_CHOICES = 16
-_MAX_EXPLORED = 80
+_MAX_ROLLOUT = 40
+_MAX_EXPLORED = 160
 _MAX_OF_A_KIND = 5
-_MAX_PLAN = 4096
-_PREFERRED = b']}"0123456789tfna -,.:_'
+_MAX_PLAN = 1024
+_PREFERRED = b',]})"0123456789tfna -.:_'
 _TEXT_PROBE = b"zQ {:"  # allowed together only where text is free
 
 _STRING_SYNTAX = bytes(range(0x20)) + b'"\\\x7f'  # what means something in a JSON string
@@ -67,7 +68,8 @@ class Vocabulary:
         """The tokens a matcher allows next."""
         words = np.zeros((1, self.num_words), np.int32)
         fill_next_token_bitmask(matcher, words)
-        return words.view(np.uint8)[0]
+        mask: Bits = words.view(np.uint8)[0]
+        return mask
 
     def bytes_in(self, mask: Bits) -> bytes:
         """The single bytes a mask allows."""
@@ -148,11 +150,7 @@ class Planner:
 
     def _shortened(self, matcher: LLMatcher, tokens: list[int]) -> list[int]:
         fewer = self._vocabulary.fewest(tokens)
-        if len(fewer) < len(tokens):
-            state = matcher.deep_copy()
-            if state.consume_tokens(fewer) and state.is_accepting():
-                return fewer
-        return tokens
+        return fewer if len(fewer) < len(tokens) and _completes(matcher, fewer) else tokens
 
     def _best_step(self, state: LLMatcher, limit: int) -> list[int] | None:
         """Of several ways on, the one whose plain completion is the shortest."""
@@ -171,13 +169,15 @@ class Planner:
         copy = state.deep_copy()
         length = 0
         following: list[int] = step
-        while copy.consume_tokens(following):
+        for _ in range(_MAX_ROLLOUT):
+            if not copy.consume_tokens(following):
+                return None
             length += len(following)
             if copy.is_accepting():
                 return length
             steps = self._steps(copy)
             self._num_explored += 1
-            if length >= limit or not steps or self._num_explored > _MAX_EXPLORED:
+            if length >= limit or not steps:
                 return None
             following = steps[0]
         return None
@@ -195,8 +195,9 @@ class Planner:
             return [way_out]
         mask = self._vocabulary.mask(state)
         ids = self._vocabulary.byte_ids
+        special = mask & self._vocabulary.is_special
         steps = [[int(ids[byte])] for byte in self._bytes(self._vocabulary.bytes_in(mask))]
-        return steps + [[token] for token in _ids(mask & self._vocabulary.is_special)]
+        return steps + ([[token] for token in _ids(special)] if special.any() else [])
 
     def _way_out(self, state: LLMatcher) -> list[int] | None:
         """A text that is known to lead on, if it does so here."""
@@ -204,11 +205,8 @@ class Planner:
             # Where it may stand twice it is mere text, as in a JSON string.
             if len(tokens) <= state.validate_tokens([*tokens, *tokens]) < 2 * len(tokens):
                 return tokens
-        for tokens in map(list, self._closing.endings):
-            copy = state.deep_copy()
-            if copy.consume_tokens(tokens) and copy.is_accepting():
-                return tokens
-        return None
+        endings = map(list, self._closing.endings)
+        return next((tokens for tokens in endings if _completes(state, tokens)), None)
 
     def _bytes(self, allowed: bytes) -> bytes:
         if self._closing.is_json:
@@ -229,6 +227,14 @@ def _thinned(allowed: bytes) -> bytes:
         if len(members) > _MAX_OF_A_KIND:
             allowed = bytes(b for b in allowed if b not in members[1:-1])
     return allowed
+
+
+def _completes(matcher: LLMatcher, tokens: list[int]) -> bool:
+    # Asked first, since running into an error is slow.
+    if matcher.validate_tokens(tokens) < len(tokens):
+        return False
+    copy = matcher.deep_copy()
+    return copy.consume_tokens(tokens) and copy.is_accepting()
 
 
 def _is_text(allowed: bytes) -> bool:
@@ -326,20 +332,21 @@ class BudgetedConstraint:
     def _verify(self, mask: Bits, plan: list[int], room: int) -> Bits:
         """Of the allowed tokens, those from which a completion is known to fit."""
         vocabulary = self._vocabulary
-        kept = np.zeros_like(mask)
         if int(np.bitwise_count(mask).sum()) <= _MAX_VERIFIED:
-            candidates = _ids(mask)
-        elif self._closing.has_free_strings and _is_text(vocabulary.bytes_in(mask)):
-            # More text does not move its end away, but for a key that must differ from others.
-            # A line break tells free text from a JSON string.
-            is_prose = b"\n" in vocabulary.bytes_in(mask)
-            if len(plan) + 2 <= room:
-                kept = mask & (vocabulary.is_prose if is_prose else vocabulary.is_plain)
-            quoting = [token for token in vocabulary.quote_ids if _has(mask, token)]
-            candidates = quoting[:_MAX_QUOTES]
-        else:
-            return kept
-        return kept | vocabulary.pack([t for t in candidates if self._fits(t, room - 1)])
+            return self._fitting(_ids(mask), room)
+        single = vocabulary.bytes_in(mask)
+        if not self._closing.has_free_strings or not _is_text(single):
+            return np.zeros_like(mask)
+        # More text does not move its end away, but for a key that must differ from others.
+        has_room = len(plan) + 2 <= room
+        if b"\n" in single:  # no JSON string may hold it: this is prose
+            return mask & vocabulary.is_prose if has_room else np.zeros_like(mask)
+        quoting = [token for token in vocabulary.quote_ids if _has(mask, token)]
+        kept = self._fitting(quoting[:_MAX_QUOTES], room)
+        return kept | (mask & vocabulary.is_plain) if has_room else kept
+
+    def _fitting(self, tokens: list[int], room: int) -> Bits:
+        return self._vocabulary.pack([t for t in tokens if self._fits(t, room - 1)])
 
     def _fits(self, token: int, room: int) -> bool:
         copy = self._matcher.deep_copy()

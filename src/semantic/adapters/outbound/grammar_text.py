@@ -48,10 +48,9 @@ def unanchored(pattern: str) -> str:
 
 def _body(lark: Lark, shape: ReplyShape) -> str:
     tools, output = shape.offered, shape.output
-    call_format = CALLS[shape.format.tools]
     if not tools:
-        assert output is not None
         return _answer(lark, shape, output)
+    call_format = CALLS[shape.format.tools]
     one = call_format.call(lark, tools)
     calls = call_format.several(lark, one) if shape.tool_choice.is_parallel else one
     if shape.must_call:
@@ -61,8 +60,8 @@ def _body(lark: Lark, shape: ReplyShape) -> str:
     return call_format.among_text(lark, one)
 
 
-def _answer(lark: Lark, shape: ReplyShape, output: OutputFormat) -> str:
-    rule = output_grammar(lark, output)
+def _answer(lark: Lark, shape: ReplyShape, output: OutputFormat | None) -> str:
+    rule = "TEXT" if output is None else output_grammar(lark, output)
     if shape.format.tools is not ToolFormat.HARMONY:
         return rule
     markers = lark.markers("<|channel|>", "final", "<|message|>")

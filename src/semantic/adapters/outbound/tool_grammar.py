@@ -98,8 +98,7 @@ class _MarkedCall:
         return f"{call} ({between}{call})*"
 
     def among_text(self, lark: Lark, call: str) -> str:
-        assert call == "call"
-        return f"({lark.text_until('until_call', self._start)} call_rest)* TEXT"
+        return f"({lark.text_until('until_call', self._start)} {call}_rest)* TEXT"
 
     def body(self, lark: Lark, tool: ToolSpec) -> str:
         raise NotImplementedError
@@ -125,16 +124,14 @@ class _MistralList(_MarkedCall):
         one = _any_of([_json_call(lark, tool, "arguments") for tool in tools])
         entry = lark.rule("entry", one)
         lark.rule("call_rest", f'"[" {entry} "]"')
-        lark.rule("calls_rest", f'"[" {entry} (", " {entry})* "]"')
+        lark.rule("call_list", f'"[" {entry} (", " {entry})* "]"')
         return lark.rule("call", f"{lark.marker(self._start)} call_rest")
 
     def several(self, lark: Lark, call: str) -> str:
-        assert call == "call"
-        return f"{lark.marker(self._start)} calls_rest"
+        return f"{lark.marker(self._start)} {call}_list"
 
     def among_text(self, lark: Lark, call: str) -> str:
-        assert call == "call"
-        return f"({lark.text_until('until_call', self._start)} calls_rest | TEXT)"
+        return f"({lark.text_until('until_call', self._start)} {call}_list | TEXT)"
 
 
 class _MistralArgs(_MarkedCall):
@@ -217,8 +214,7 @@ class _Pythonic(_LlamaJson):
         return lark.rule("call", '"[" entry "]"')
 
     def several(self, lark: Lark, call: str) -> str:
-        assert call == "call"
-        return lark.rule("calls", '"[" entry (", " entry)* "]"')
+        return lark.rule(f"{call}_list", '"[" entry (", " entry)* "]"')
 
     def among_text(self, lark: Lark, call: str) -> str:
         return super().among_text(lark, self.several(lark, call))
