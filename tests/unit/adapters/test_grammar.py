@@ -1,5 +1,8 @@
 """Constraints over the byte vocabulary of the fake model, which every server has."""
 
+import json
+import re
+
 import numpy as np
 import pytest
 
@@ -185,6 +188,42 @@ def test_a_model_without_an_end_token_cannot_be_constrained() -> None:
 
     with pytest.raises(InvalidRequestError, match="no end token"):
         LLGuidanceGrammar(Endless()).constrain(SHAPES["object"], 10)
+
+
+def test_the_shortest_reply_leaves_out_what_is_optional(grammar: LLGuidanceGrammar) -> None:
+    names = ["zeta", "name", "kind", "alpha", "mid", "beta", "omega", "total", "rho", "end"]
+    properties: JsonObject = {name: {"type": "string"} for name in names}
+    schema: JsonObject = {
+        "type": "object",
+        "properties": {**properties, "count": {"type": "integer", "minimum": 7}},
+        "required": ["mid", "count"],
+        "additionalProperties": False,
+    }
+    shape = ReplyShape(PLAIN, JsonFormat(schema))
+    assert shortest(grammar, shape) == len('{"mid": "", "count": 9}')
+
+
+def test_strings_with_patterns_and_lengths_are_completed_too(grammar: LLGuidanceGrammar) -> None:
+    schema: JsonObject = {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
+            "text": {"type": "string", "minLength": 5, "maxLength": 20},
+            "day": {"type": "string", "format": "date"},
+        },
+        "required": ["id", "text", "day"],
+        "additionalProperties": False,
+    }
+    shape = ReplyShape(PLAIN, JsonFormat(schema))
+    least = len('{"id": "AAA-0000", "text": "aaaaa", "day": "2000-01-01"}')
+    for max_tokens in (least, least + 5, least + 60):
+        for seed in range(3):
+            constraint = grammar.constrain(shape, max_tokens)
+            assert constraint is not None
+            value = json.loads(write_at_random(constraint, TOKENIZER, max_tokens, seed).text)
+            assert re.fullmatch("[A-Z]{3}-[0-9]{4}", value["id"])
+            assert 5 <= len(value["text"]) <= 20
+            assert re.fullmatch("[0-9]{4}-[0-9]{2}-[0-9]{2}", value["day"])
 
 
 @pytest.mark.parametrize(

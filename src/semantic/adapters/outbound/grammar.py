@@ -7,12 +7,13 @@ import re
 import threading
 from functools import lru_cache
 
-from llguidance import LLMatcher, LLTokenizer
-from llguidance._tokenizer import TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from semantic.adapters.outbound.grammar_bounds import has_patterns, pattern_growth, schema_growth
-from semantic.adapters.outbound.grammar_closing import BudgetedConstraint, Closing, Vocabulary
+from semantic.adapters.outbound.grammar_budget import BudgetedConstraint
+from semantic.adapters.outbound.grammar_planner import Closing
 from semantic.adapters.outbound.grammar_text import exits, shape_grammar, tool_names
+from semantic.adapters.outbound.grammar_vocabulary import Vocabulary
 from semantic.adapters.outbound.schema_faults import schema_fault
 from semantic.domain.chat import ChoiceFormat, JsonFormat, JsonObject, RegexFormat, ToolMode
 from semantic.domain.errors import InvalidRequestError

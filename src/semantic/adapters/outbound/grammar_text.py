@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from llguidance import regex_to_lark
 
-from semantic.adapters.outbound.tool_grammar import CALLS, Lark, free_text_exits
+from semantic.adapters.outbound.lark import Lark
+from semantic.adapters.outbound.tool_grammar import CALLS, free_text_exits
 from semantic.domain.chat import ChoiceFormat, JsonFormat, OutputFormat, RegexFormat, ToolSpec
 from semantic.domain.reply_format import ReplyShape, ToolFormat
 
