@@ -138,7 +138,7 @@ class BlockPoolBatchEngine:
 
     def submit(self, job: Job) -> None:
         """Queue a job; one that could not run even alone is answered with an error."""
-        assembler = TextAssembler(self._tokenizer.token_bytes, job.stop.strings)
+        assembler = TextAssembler(self._tokenizer.token_bytes, job.stop.strings, job.visible)
         block_tokens = self._backend.spec.block_tokens
         generation = Generation(job, next(self._orders), assembler, self._clock(), block_tokens)
         self._generations[job.id] = generation

@@ -1,7 +1,7 @@
 """One request inside the engine: what was asked, and how far it got."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -34,6 +34,7 @@ class Job:
         is_stateful: Stateful jobs of one agent run one after another.
         deadline: On the engine's clock; None waits for ever.
         constraint: Restricts the tokens of the reply; the engine advances it.
+        visible: Special tokens that count as text; see `ReplyFormat.visible_ids`.
     """
 
     id: str
@@ -49,6 +50,7 @@ class Job:
     weight: float = 1.0
     deadline: float | None = None
     constraint: TokenConstraint | None = None
+    visible: Mapping[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

@@ -5,7 +5,7 @@ never lost; the pieces joined are exactly the decoding of all tokens. Stop strin
 """
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from semantic.domain.chat import ScoredToken, TextDelta
 from semantic.domain.sampling import StopMatcher, TokenLogprob
@@ -14,12 +14,20 @@ from semantic.domain.sampling import StopMatcher, TokenLogprob
 class TextAssembler:
     """The text of one reply. Not thread-safe; one per request.
 
+    Special tokens are no text, except the `visible` ones: those the reply's parser looks for.
+
     Attributes:
         stop: The stop string that was hit, if any; nothing more may be fed then.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes], stops: Sequence[str] = ()) -> None:
-        self._token_bytes = token_bytes
+    def __init__(
+        self,
+        token_bytes: Callable[[int], bytes],
+        stops: Sequence[str] = (),
+        visible: Mapping[int, bytes] | None = None,
+    ) -> None:
+        self._plain_bytes = token_bytes
+        self._visible = visible or {}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._matcher = StopMatcher(stops)
         self._logprobs: list[ScoredToken] = []
@@ -46,6 +54,9 @@ class TextAssembler:
             return None
         logprobs, self._logprobs = tuple(self._logprobs), []
         return TextDelta(text, logprobs)
+
+    def _token_bytes(self, token: int) -> bytes:
+        return self._visible.get(token) or self._plain_bytes(token)
 
     def _scored(self, logprob: TokenLogprob) -> ScoredToken:
         top = tuple((self._token_bytes(token), value) for token, value in logprob.top)

@@ -1,13 +1,14 @@
 """What the core asks of models, tokenizers and places where models come from."""
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Final, Literal, NewType, Protocol, TypeAlias
 
 from semantic.domain.chat import JsonObject
+from semantic.domain.reply_format import ReplyShape
 from semantic.domain.sampling import SamplingParams, TokenLogprob
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 
@@ -307,6 +308,16 @@ class TokenizerPort(Protocol):
         """Tokens that end a reply."""
         ...
 
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """Texts that are single ids and no part of a reply's text, e.g. ``<|im_end|>``."""
+        ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source; None if the model has none."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Tokenise; special tokens written in the text become their ids, none is added."""
         ...
@@ -362,6 +373,22 @@ class TokenConstraint(Protocol):
 
     def accept(self, token: int) -> None:
         """Advance by the token that was chosen; mutates."""
+        ...
+
+
+class GrammarPort(Protocol):
+    """Turns what a reply must look like into a constraint. Immutable, safe on any thread."""
+
+    def constrain(self, shape: ReplyShape, max_tokens: int) -> TokenConstraint | None:
+        """Compile a shape for one reply of at most `max_tokens`; None if nothing is enforced.
+
+        The reply is complete before its budget is spent: near the end only tokens are allowed
+        from which it can still be completed.
+
+        Raises:
+            InvalidRequestError: a schema or pattern cannot be enforced (it says where), no such
+                tool is offered, or even the shortest valid reply does not fit `max_tokens`.
+        """
         ...
 
 

@@ -70,3 +70,13 @@ def test_logprobs_come_with_the_text_they_complete() -> None:
         ScoredToken(b"\xc3", -1.0, ((b"\xc3", -1.0),)),
         ScoredToken(b"\xa9", -2.0),
     )
+
+
+def test_special_tokens_are_text_only_where_they_are_visible() -> None:
+    assembler = TextAssembler([b"", b"hi", b""].__getitem__, (), {0: b"<tool_call>"})
+    logprob = TokenLogprob(0, -1.0, ((2, -2.0),))
+    delta = assembler.feed(0, logprob)
+    assert delta is not None
+    assert delta.text == "<tool_call>"
+    assert delta.logprobs == (ScoredToken(b"<tool_call>", -1.0, ((b"", -2.0),)),)
+    assert assembler.feed(2) is None

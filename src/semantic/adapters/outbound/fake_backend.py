@@ -9,7 +9,7 @@ writes lower-case gibberish.
 import string
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Literal
@@ -341,6 +341,8 @@ class FakeTokenizer:
     vocab_size = VOCAB_SIZE
     eos_ids = frozenset({END_TOKEN})
     special_tokens = (SpecialToken(START_TOKEN, "<|start|>"), SpecialToken(END_TOKEN, "<|end|>"))
+    special_ids: Mapping[str, int] = {token.text: token.id for token in special_tokens}
+    chat_template = None
 
     def encode(self, text: str) -> list[int]:
         """Tokenise; the special tokens are written as in the chat template."""

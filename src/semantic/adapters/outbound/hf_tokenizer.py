@@ -6,7 +6,7 @@ Reads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json` and, w
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
@@ -40,13 +40,15 @@ class HFTokenizer:
             for token_id, token in added.items()
             if token.special
         )
+        self._special_ids = {token.text: token.id for token in self.special_tokens}
         self._plain = _PlainEncoder(path, self.special_tokens)
         self._piece_bytes = _piece_decoder(json.loads(path.read_text("utf-8")).get("decoder"))
         config = _read_json(directory / "tokenizer_config.json")
         self._eos_ids = self._find_eos(config, _read_json(directory / "generation_config.json"))
         named = ("bos_token", "eos_token", "pad_token", "unk_token")
+        self._chat_template = template_source(directory, config)
         self._template = ChatTemplate(
-            template_source(directory, config), {key: _token_text(config.get(key)) for key in named}
+            self._chat_template, {key: _token_text(config.get(key)) for key in named}
         )
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)
 
@@ -59,6 +61,16 @@ class HFTokenizer:
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end a reply."""
         return self._eos_ids
+
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """Texts that are single ids and no part of a reply's text."""
+        return self._special_ids
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source."""
+        return self._chat_template
 
     def encode(self, text: str) -> list[int]:
         """Tokenise; special tokens in the text become their ids, none is added."""

@@ -1,0 +1,139 @@
+"""What constraining replies costs: the share of a decode step that masks take.
+
+Four sequences of the starter model decode under a schema; the time spent in the constraints is set
+against the rest of the step. Applying a mask to the logits is the backend's, and counted with it.
+Target: under 15 %.
+"""
+
+import sys
+import time
+from statistics import median
+
+from benchmarks.starter import backend, prompt_tokens, starter_directory
+from semantic.adapters.outbound.grammar import LLGuidanceGrammar
+from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
+from semantic.application.agent_store import AgentCacheStore
+from semantic.application.batch_engine import BlockPoolBatchEngine
+from semantic.application.generation import Job
+from semantic.application.scheduler import EngineLimits
+from semantic.domain.block_pool import BlockPool
+from semantic.domain.blocks import BlockNamespace
+from semantic.domain.chat import JsonFormat, JsonObject
+from semantic.domain.errors import DrainingError
+from semantic.domain.reply_format import ReplyFormat, ReplyShape
+from semantic.domain.sampling import SamplingParams, StopRules
+from semantic.ports.outbound import ModelBackendPort, TokenConstraint
+
+NUM_ROWS = 4
+NUM_STEPS = 120
+TARGET = 0.15
+_ENTRY: JsonObject = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "year": {"type": "integer"},
+        "kind": {"enum": ["city", "river", "person"]},
+        "notes": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["name", "year", "kind"],
+    "additionalProperties": False,
+}
+SCHEMA: JsonObject = {
+    "type": "object",
+    "properties": {"entries": {"type": "array", "minItems": 12, "items": _ENTRY}},
+    "required": ["entries"],
+    "additionalProperties": False,
+}
+
+
+class TimedConstraint:
+    """Counts the time spent in a constraint."""
+
+    spent_s = 0.0
+
+    def __init__(self, inner: TokenConstraint) -> None:
+        self._inner = inner
+
+    def allowed(self) -> bytes | None:
+        """Compute the mask on the clock."""
+        started = time.perf_counter()
+        mask = self._inner.allowed()
+        TimedConstraint.spent_s += time.perf_counter() - started
+        return mask
+
+    def accept(self, token: int) -> None:
+        """Advance on the clock."""
+        started = time.perf_counter()
+        self._inner.accept(token)
+        TimedConstraint.spent_s += time.perf_counter() - started
+
+
+def step_times(
+    device: ModelBackendPort,
+    tokenizer: HFTokenizer,
+    prompt: list[int],
+    grammar: LLGuidanceGrammar | None,
+    max_tokens: int,
+    num_steps: int,
+) -> tuple[list[float], list[float]]:
+    """Seconds of each decode step, and of those the seconds in the constraints."""
+    store = AgentCacheStore(BlockPool(device.spec, 2**28))
+    engine = BlockPoolBatchEngine(device, tokenizer, store, EngineLimits(), lambda _: None)
+    shape = ReplyShape(ReplyFormat(), JsonFormat(SCHEMA))
+    for row in range(NUM_ROWS):
+        inner = grammar.constrain(shape, max_tokens) if grammar else None
+        engine.submit(
+            Job(
+                id=str(row),
+                agent=str(row),
+                root=BlockNamespace("bench", "bench").root(),
+                tokens=tuple(prompt[row:]),
+                sampling=SamplingParams(temperature=1, seed=row),
+                stop=StopRules(ignore_eos=True),
+                max_tokens=max_tokens,
+                constraint=TimedConstraint(inner) if inner else None,
+            )
+        )
+    steps: list[float] = []
+    masks: list[float] = []
+    while engine.has_work and len(steps) < num_steps:
+        TimedConstraint.spent_s = 0.0
+        started = time.perf_counter()
+        engine.step()
+        steps.append(time.perf_counter() - started)
+        masks.append(TimedConstraint.spent_s)
+    engine.abandon(DrainingError("the benchmark is over"))
+    return steps[NUM_ROWS * 2 :], masks[NUM_ROWS * 2 :]
+
+
+def main() -> int:
+    """Print the shares; 1 if the target is missed."""
+    directory = starter_directory()
+    tokenizer = HFTokenizer(directory)
+    grammar = LLGuidanceGrammar(tokenizer)
+    prompt = prompt_tokens(directory, 128)
+    with backend(directory) as device:
+        step_times(device, tokenizer, prompt, None, NUM_STEPS, NUM_STEPS)
+        free = step_times(device, tokenizer, prompt, None, NUM_STEPS, NUM_STEPS)
+        roomy = step_times(device, tokenizer, prompt, grammar, 2000, NUM_STEPS)
+        tight = step_times(device, tokenizer, prompt, grammar, 2 * NUM_STEPS, 2 * NUM_STEPS)
+    print(f"{NUM_ROWS} sequences, median {1000 * median(free[0]):.1f} ms a free step")
+    share = report("far from the end of the budget", *roomy)
+    report("all through to the end of a tight budget", *tight)
+    print(f"target: under {100 * TARGET:.0f} % far from the end")
+    print("FAIL" if share >= TARGET else "PASS")
+    return int(share >= TARGET)
+
+
+def report(title: str, steps: list[float], masks: list[float]) -> float:
+    """Print what the constraints took; returns their share."""
+    share = sum(masks) / sum(steps)
+    print(
+        f"  {title}: {100 * share:.1f} % of a step; median {1e6 * median(masks) / NUM_ROWS:.0f} us "
+        f"a row, worst step {1000 * max(masks):.1f} ms"
+    )
+    return share
+
+
+if __name__ == "__main__":
+    sys.exit(main())

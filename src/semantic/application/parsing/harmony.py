@@ -1,0 +1,157 @@
+"""GPT-OSS replies: messages on channels, each with a header and a body.
+
+``<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…``
+"""
+
+import enum
+import re
+from collections.abc import Callable, Sequence
+
+from semantic.application.parsing.json_arguments import JsonArguments
+from semantic.application.parsing.pending_text import PendingText, find_first, num_undecided
+from semantic.application.parsing.tool_calls import CallNumbers
+from semantic.domain.chat import Event, TextDelta, ThinkingDelta, ThinkingEnded, ToolSpec
+
+_HEADERS = ("<|start|>", "<|channel|>")
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_MESSAGE = "<|message|>"
+_RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_MAX_HEADER = 512
+
+
+class _Body(enum.Enum):
+    TEXT = enum.auto()
+    THINKING = enum.auto()
+    CALL = enum.auto()  # announced once its arguments begin
+    ARGUMENTS = enum.auto()
+
+
+class HarmonySplitter:
+    """Analysis is thinking; a message to a known function is a call; all else is text."""
+
+    def __init__(
+        self, tools: Sequence[ToolSpec], numbers: CallNumbers, sign: Callable[[], str]
+    ) -> None:
+        self._names = {tool.name for tool in tools}
+        self._numbers = numbers
+        self._sign = sign
+        self._pending = PendingText()
+        self._body = _Body.TEXT
+        self._is_header = False
+        self._has_thought = False
+        self._name = ""
+        self._arguments = JsonArguments()
+
+    def feed(self, delta: TextDelta) -> list[Event]:
+        """Take more text."""
+        self._pending.feed(delta)
+        return self._run(is_final=False)
+
+    def finish(self) -> list[Event]:
+        """Decide what is left; a header that was cut off says nothing."""
+        events = self._run(is_final=True)
+        self._pending.drop(len(self._pending.text))
+        return events
+
+    def _run(self, *, is_final: bool) -> list[Event]:
+        events: list[Event] = []
+        while True:
+            before = (self._is_header, self._body, len(self._pending.text))
+            events += self._header() if self._is_header else self._read(is_final=is_final)
+            if before == (self._is_header, self._body, len(self._pending.text)):
+                break
+        return events + (self._end_body() if is_final else [])
+
+    # -- headers --------------------------------------------------------------------------------
+
+    def _header(self) -> list[Event]:
+        text = self._pending.text
+        end = text.find(_MESSAGE, 0, _MAX_HEADER)
+        if end < 0 and len(text) >= _MAX_HEADER:
+            self._is_header, self._body = False, _Body.TEXT
+            marker = find_first(text, _HEADERS)
+            return [*self._pending.take(len(marker[1]) if marker else 1)]
+        if end >= 0:
+            self._begin_body(self._pending.drop(end + len(_MESSAGE)))
+        return []
+
+    def _begin_body(self, header: str) -> None:
+        self._is_header = False
+        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+        self._name = recipient[1] if recipient else ""
+        if self._name in self._names:
+            self._body = _Body.CALL
+        elif channel and channel[1] == "analysis":
+            self._body = _Body.THINKING
+        else:
+            self._body = _Body.TEXT
+
+    # -- bodies ---------------------------------------------------------------------------------
+
+    def _read(self, *, is_final: bool) -> list[Event]:
+        text = self._pending.text
+        found = find_first(text, (*_HEADERS, *_ENDS))
+        if found is None:
+            held = 0 if is_final else num_undecided(text, (*_HEADERS, *_ENDS))
+            return self._content(len(text) - held, is_final=is_final)
+        events = self._content(found[0], is_final=True)
+        if len(self._pending.text) > len(text) - found[0]:
+            return events  # what the body is has become known; the next round reads it
+        events += self._end_body()
+        if found[1] in _HEADERS:
+            self._is_header = True
+        else:
+            self._pending.drop(len(found[1]))
+        return events
+
+    def _content(self, size: int, *, is_final: bool) -> list[Event]:
+        """Give out the next `size` characters of a body; `is_final` if it ends there."""
+        match self._body:
+            case _Body.TEXT:
+                return [*self._pending.take(size)]
+            case _Body.THINKING:
+                thought = self._pending.drop(size)
+                self._has_thought = self._has_thought or bool(thought)
+                return [ThinkingDelta(thought)] if thought else []
+            case _Body.CALL:
+                return self._begin_call(size, is_final=is_final)
+            case _Body.ARGUMENTS:
+                return self._more_arguments(size, is_final=is_final)
+
+    def _begin_call(self, size: int, *, is_final: bool) -> list[Event]:
+        beginning = self._pending.text[:size].lstrip()
+        if not beginning:
+            self._pending.drop(size if is_final else 0)
+            return []
+        if not beginning.startswith("{"):
+            self._body = _Body.TEXT
+            return []
+        self._arguments, self._body = JsonArguments(), _Body.ARGUMENTS
+        return [self._numbers.start(self._name)]
+
+    def _more_arguments(self, size: int, *, is_final: bool) -> list[Event]:
+        arguments = self._arguments
+        was_done = arguments.is_done
+        if was_done:
+            self._pending.drop(size)  # whitespace, or what no client could use
+            return []
+        used, given = arguments.feed(self._pending.text[:size], is_final=is_final)
+        self._pending.drop(used)
+        events = self._numbers.delta(given)
+        if arguments.is_broken or (is_final and not arguments.is_done):
+            events += [*self._numbers.delta(arguments.close()), self._numbers.end()]
+            self._body = _Body.TEXT
+        elif arguments.is_done:
+            events.append(self._numbers.end())
+        return events
+
+    def _end_body(self) -> list[Event]:
+        body = self._body
+        self._body = _Body.TEXT
+        if body is _Body.CALL:
+            return self._numbers.whole(self._name, "{}")
+        if body is _Body.THINKING and self._has_thought:
+            self._has_thought = False
+            return [ThinkingEnded(self._sign())]
+        return []

@@ -1,0 +1,230 @@
+"""A call's arguments as they stream: JSON in, valid JSON out.
+
+What was given out can be closed at any time by `close`, so a call that breaks off never leaves a
+client with half an object. To that end a key is held until its value begins, and a number or
+literal until it is complete.
+"""
+
+import enum
+import re
+
+_SPACE = " \t\r\n"
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_WORD = re.compile(r"[A-Za-z0-9+.\-]+")
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?\Z")
+_LITERALS = {
+    "true": "true", "false": "false", "null": "null",
+    "True": "true", "False": "false", "None": "null",
+}  # fmt: skip
+_ESCAPES = '"\\/bfnrt'
+_HEX = frozenset("0123456789abcdefABCDEF")
+_MAX_DEPTH = 128
+_MAX_WORD = 400
+
+
+class _Want(enum.Enum):
+    """What the grammar of JSON expects next."""
+
+    START = enum.auto()
+    KEY = enum.auto()
+    COLON = enum.auto()
+    VALUE = enum.auto()
+    NEXT = enum.auto()
+    STRING = enum.auto()
+
+
+class JsonArguments:
+    """One JSON object, read character by character.
+
+    Attributes:
+        is_done: The object is complete; what follows it was not read.
+        is_broken: The text is no JSON from here on; what follows was not read.
+    """
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.is_broken = False
+        self._want = _Want.START
+        self._stack: list[str] = []  # the brackets that must close what is open
+        self._held = ""  # comma and key that wait for their value
+        self._is_key = False
+        self._surrogate = ""  # half of a pair, waiting for the other
+        self._out: list[str] = []
+
+    def feed(self, text: str, *, is_final: bool = False) -> tuple[int, str]:
+        """Read on.
+
+        Returns:
+            How many characters were read, and what they add to the arguments. The rest must be
+            fed again, with more behind it.
+        """
+        at = 0
+        while at < len(text) and not self._is_over():
+            used = self._string(text, at) if self._want is _Want.STRING else self._token(text, at)
+            if used == 0 and not self._is_over():
+                self.is_broken = is_final  # undecided, and nothing more will come
+                break
+            at += used
+        out, self._out = "".join(self._out), []
+        return at, out
+
+    def close(self) -> str:
+        """What completes the arguments given out so far; nothing may be fed afterwards."""
+        text = ""
+        if self._want is _Want.START:
+            text = "{"
+            self._stack.append("}")
+        elif self._want is _Want.STRING and not self._is_key:
+            text = self._lone_surrogate() + '"'
+        text += "".join(reversed(self._stack))
+        self._stack.clear()
+        self.is_done = True
+        return text
+
+    def _is_over(self) -> bool:
+        return self.is_done or self.is_broken
+
+    # -- outside strings ------------------------------------------------------------------------
+
+    def _token(self, text: str, at: int) -> int:
+        char = text[at]
+        if char in _SPACE:
+            return 1
+        match self._want:
+            case _Want.START:
+                return self._open(char) if char == "{" else self._break()
+            case _Want.KEY:
+                return self._key(char)
+            case _Want.COLON:
+                if char != ":":
+                    return self._break()
+                self._held += ": "
+                self._want = _Want.VALUE
+                return 1
+            case _Want.VALUE:
+                return self._value(text, at)
+            case _:
+                return self._next(char)
+
+    def _key(self, char: str) -> int:
+        if char == '"':
+            self._held += char
+            self._is_key, self._want = True, _Want.STRING
+            return 1
+        return self._shut(char) if char == "}" else self._break()
+
+    def _value(self, text: str, at: int) -> int:
+        char = text[at]
+        if char in "{[":
+            return self._open(char)
+        if char == '"':
+            self._emit(char)
+            self._is_key, self._want = False, _Want.STRING
+            return 1
+        if char == "]" and self._stack[-1] == "]":
+            return self._shut(char)
+        return self._word(text, at)
+
+    def _word(self, text: str, at: int) -> int:
+        """A number or literal; decided by the character after it."""
+        match = _WORD.match(text, at)
+        if match is None or len(match[0]) > _MAX_WORD:
+            return self._break()
+        if match.end() == len(text):
+            return 0
+        value = _LITERALS.get(match[0]) or (match[0] if _NUMBER.match(match[0]) else "")
+        if not value:
+            return self._break()
+        self._emit(value)
+        self._want = _Want.NEXT
+        return len(match[0])
+
+    def _next(self, char: str) -> int:
+        if char == ",":
+            self._held = ", "
+            self._want = _Want.KEY if self._stack[-1] == "}" else _Want.VALUE
+            return 1
+        return self._shut(char)
+
+    def _open(self, char: str) -> int:
+        if len(self._stack) >= _MAX_DEPTH:
+            return self._break()
+        self._emit(char)
+        self._stack.append("}" if char == "{" else "]")
+        self._want = _Want.KEY if char == "{" else _Want.VALUE
+        return 1
+
+    def _shut(self, char: str) -> int:
+        if char != self._stack[-1]:
+            return self._break()
+        self._held = ""  # a trailing comma
+        self._out.append(self._stack.pop())
+        self._want = _Want.NEXT
+        self.is_done = not self._stack
+        return 1
+
+    def _emit(self, text: str) -> None:
+        self._out.append(self._held + text)
+        self._held = ""
+
+    def _break(self) -> int:
+        self.is_broken = True
+        return 0
+
+    # -- inside strings -------------------------------------------------------------------------
+
+    def _string(self, text: str, at: int) -> int:
+        char = text[at]
+        if char == "\\":
+            return self._escape(text, at)
+        if char == '"':
+            self._content(self._lone_surrogate() + char)
+            self._want = _Want.COLON if self._is_key else _Want.NEXT
+            return 1
+        plain = _PLAIN.match(text, at)
+        if plain is None:  # a control character that should have been escaped
+            self._content(self._lone_surrogate() + f"\\u{ord(char):04x}")
+            return 1
+        self._content(self._lone_surrogate() + plain[0])
+        return len(plain[0])
+
+    def _escape(self, text: str, at: int) -> int:
+        if at + 1 == len(text):
+            return 0
+        char = text[at + 1]
+        if char == "u":
+            return self._unicode_escape(text, at)
+        # A backslash that escapes nothing was meant as one.
+        escaped = f"\\{char}" if char in _ESCAPES else "\\\\"
+        self._content(self._lone_surrogate() + escaped)
+        return 2 if char in _ESCAPES else 1
+
+    def _unicode_escape(self, text: str, at: int) -> int:
+        digits = text[at + 2 : at + 6]
+        if not all(digit in _HEX for digit in digits):
+            self._content(self._lone_surrogate() + "\\\\")
+            return 1
+        if len(digits) < 4:
+            return 0
+        code = int(digits, 16)
+        escaped = f"\\u{digits}"
+        if 0xD800 <= code < 0xDC00:
+            self._content(self._lone_surrogate())
+            self._surrogate = escaped
+        elif 0xDC00 <= code < 0xE000:
+            high, self._surrogate = self._surrogate, ""
+            self._content(high + escaped if high else "\\ufffd")
+        else:
+            self._content(self._lone_surrogate() + escaped)
+        return 6
+
+    def _lone_surrogate(self) -> str:
+        """Half a pair is no character."""
+        lone, self._surrogate = self._surrogate, ""
+        return "\\ufffd" if lone else ""
+
+    def _content(self, text: str) -> None:
+        if self._is_key:
+            self._held += text
+        else:
+            self._out.append(text)

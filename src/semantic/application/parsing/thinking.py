@@ -1,0 +1,106 @@
+"""Thinking between two markers at the beginning of a reply."""
+
+import enum
+from collections.abc import Callable
+
+from semantic.application.parsing.pending_text import PendingText, num_undecided
+from semantic.domain.chat import Event, TextDelta, ThinkingDelta, ThinkingEnded
+from semantic.domain.reply_format import Markers
+
+
+class _Place(enum.Enum):
+    BEFORE = enum.auto()  # thinking may begin here
+    INSIDE = enum.auto()
+    AFTER = enum.auto()  # what follows is the answer
+
+
+class ThinkingSplitter:
+    """Splits thinking off; whitespace next to the markers belongs to neither side.
+
+    Markers are known at the beginning only: an answer may talk about them.
+    """
+
+    def __init__(self, markers: Markers, *, is_open: bool, sign: Callable[[], str]) -> None:
+        self._markers = markers
+        self._sign = sign
+        self._pending = PendingText()
+        self._place = _Place.INSIDE if is_open else _Place.BEFORE
+        self._may_repeat_start = is_open
+        self._is_after_marker = False
+        self._has_thought = False
+
+    def feed(self, delta: TextDelta) -> list[Event]:
+        """Take more text."""
+        self._pending.feed(delta)
+        return self._run(is_final=False)
+
+    def finish(self) -> list[Event]:
+        """Return what was held back, at the end of the reply."""
+        return self._run(is_final=True)
+
+    def _run(self, *, is_final: bool) -> list[Event]:
+        events: list[Event] = []
+        while True:
+            place = self._place
+            match place:
+                case _Place.BEFORE:
+                    self._before(is_final=is_final)
+                case _Place.INSIDE:
+                    events += self._inside(is_final=is_final)
+                case _Place.AFTER:
+                    return [*events, *self._pending.take(len(self._pending.text))]
+            if place is self._place:
+                return events
+
+    def _before(self, *, is_final: bool) -> None:
+        text = self._pending.text
+        stripped = text.lstrip()
+        start = self._markers.start
+        if stripped.startswith(start):
+            self._pending.drop(len(text) - len(stripped) + len(start))
+            self._place, self._may_repeat_start = _Place.INSIDE, False
+        elif is_final or not start.startswith(stripped):
+            if self._is_after_marker:
+                self._pending.drop(len(text) - len(stripped))
+            self._place = _Place.AFTER
+
+    def _inside(self, *, is_final: bool) -> list[Event]:
+        if not self._has_thought and not self._skip_beginning(is_final=is_final):
+            return []
+        text, end = self._pending.text, self._markers.end
+        found = text.find(end)
+        if found >= 0:
+            events = self._thought(found)
+            self._pending.drop(len(self._pending.text) - len(text) + found + len(end))
+            return [*events, *self._end()]
+        size = len(text) if is_final else len(text) - num_undecided(text, (end,))
+        events = self._thought(size)
+        if is_final:
+            self._pending.drop(len(self._pending.text))
+            events += self._end()
+        return events
+
+    def _skip_beginning(self, *, is_final: bool) -> bool:
+        """Drop whitespace, and a start marker the prompt wrote already; False to wait for more."""
+        text, start = self._pending.text, self._markers.start
+        stripped = text.lstrip()
+        if self._may_repeat_start and stripped.startswith(start):
+            self._may_repeat_start = False
+            stripped = stripped[len(start) :].lstrip()
+        elif self._may_repeat_start and start.startswith(stripped) and not is_final:
+            return False
+        self._may_repeat_start = self._may_repeat_start and not stripped
+        self._pending.drop(len(text) - len(stripped))
+        return True
+
+    def _thought(self, size: int) -> list[Event]:
+        """Give out thinking up to `size`, less the whitespace at its end, which stays pending."""
+        size = len(self._pending.text[:size].rstrip())
+        text = self._pending.drop(size)
+        self._has_thought = self._has_thought or bool(text)
+        return [ThinkingDelta(text)] if text else []
+
+    def _end(self) -> list[Event]:
+        self._place, self._is_after_marker = _Place.BEFORE, True
+        had_thought, self._has_thought = self._has_thought, False
+        return [ThinkingEnded(self._sign())] if had_thought else []

@@ -1,0 +1,215 @@
+"""Shapes of replies, the check that a reply has its shape, and models that pick at random."""
+
+import json
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from semantic.application.parsing import ReplyParser, fold_message
+from semantic.domain.chat import (
+    ChoiceFormat,
+    Finished,
+    JsonFormat,
+    JsonObject,
+    RegexFormat,
+    TextDelta,
+    ToolChoice,
+    ToolMode,
+    ToolSpec,
+    ToolUsePart,
+    Usage,
+)
+from semantic.domain.reply_format import Markers, ReplyFormat, ReplyShape, ToolFormat
+from semantic.domain.sampling import FinishReason
+from semantic.ports.outbound import TokenConstraint, TokenizerPort
+
+PERSON: JsonObject = {
+    "type": "object",
+    "properties": {
+        "notes": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"kind": {"enum": ["good", "bad"]}, "text": {"type": "string"}},
+                "required": ["kind", "text"],
+                "additionalProperties": False,
+            },
+        },
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "email": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TREE: JsonObject = {
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "number"},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+            },
+            "required": ["value", "children"],
+            "additionalProperties": False,
+        }
+    },
+    "type": "object",
+    "properties": {"root": {"$ref": "#/$defs/node"}},
+    "required": ["root"],
+    "additionalProperties": False,
+}
+DATE = r"^\d{4}-\d{2}-\d{2}$"
+WORDS = r"[a-z ]+\."
+CHOICES = ("yes", "no", "maybe later", "yesterday")
+WEATHER = ToolSpec(
+    "get_weather",
+    "The weather of a city.",
+    {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+)
+SEND = ToolSpec(
+    "send",
+    "Send a message.",
+    {
+        "type": "object",
+        "properties": {"to": {"type": "string"}, "urgent": {"type": "boolean"}},
+        "additionalProperties": False,
+    },
+    is_strict=True,
+)
+TOOLS = (WEATHER, SEND)
+NAMED = ToolChoice(ToolMode.NAMED, "get_weather")
+REQUIRED = ToolChoice(ToolMode.REQUIRED)
+PLAIN = ReplyFormat()
+THINKING = ReplyFormat(thinking=Markers("<think>", "</think>"))
+
+SHAPES: Mapping[str, ReplyShape] = {
+    "schema": ReplyShape(PLAIN, JsonFormat(PERSON)),
+    "recursive schema": ReplyShape(PLAIN, JsonFormat(TREE)),
+    "object": ReplyShape(PLAIN, JsonFormat()),
+    "date": ReplyShape(PLAIN, RegexFormat(DATE)),
+    "words": ReplyShape(PLAIN, RegexFormat(WORDS)),
+    "choice": ReplyShape(PLAIN, ChoiceFormat(CHOICES)),
+    "forced tool": ReplyShape(PLAIN, tools=TOOLS, tool_choice=NAMED),
+    "required tool": ReplyShape(PLAIN, tools=TOOLS, tool_choice=REQUIRED),
+    "strict tools": ReplyShape(PLAIN, tools=TOOLS),
+    "tools or JSON": ReplyShape(PLAIN, JsonFormat(PERSON), tools=TOOLS),
+    "JSON after thinking": ReplyShape(THINKING, JsonFormat(PERSON), is_thinking_open=True),
+    "JSON, maybe after thinking": ReplyShape(THINKING, JsonFormat(PERSON)),
+}
+
+
+def tool_shapes() -> dict[str, ReplyShape]:
+    """Forced and required calls in every format."""
+    return {
+        f"{tools.value} {choice.mode.value}": ReplyShape(
+            ReplyFormat(tools), tools=TOOLS, tool_choice=choice
+        )
+        for tools in ToolFormat
+        for choice in (NAMED, REQUIRED, ToolChoice())
+    }
+
+
+def check_reply(text: str, shape: ReplyShape) -> None:
+    """Fail if a reply has not the shape it must have."""
+    parser = ReplyParser(shape.format, shape.offered, is_thinking_open=shape.is_thinking_open)
+    end = Finished(FinishReason.END_TURN, Usage(1))
+    message = fold_message([*parser.push(TextDelta(text)), *parser.push(end)])
+    calls = [part for part in message.parts if isinstance(part, ToolUsePart)]
+    if shape.must_call:
+        assert calls, text
+        assert message.text == "", text
+    for call in calls:
+        check_value(call.arguments, next(t for t in TOOLS if t.name == call.name).parameters)
+        assert shape.tool_choice.name in (None, call.name)
+    if shape.output is not None and not calls:
+        _check_output(message.text, shape)
+
+
+def _check_output(text: str, shape: ReplyShape) -> None:
+    match shape.output:
+        case JsonFormat(schema):
+            value = json.loads(text)
+            check_value(value, schema or {"type": "object"})
+        case RegexFormat(pattern):
+            assert re.fullmatch(pattern, text), text
+        case ChoiceFormat(choices):
+            assert text in choices
+
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "object": (dict,),
+    "array": (list,),
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+}
+
+
+def check_value(value: object, schema: JsonObject, root: JsonObject | None = None) -> None:
+    """A validator for the keywords that the schemas here use."""
+    root = schema if root is None else root
+    if "$ref" in schema:
+        schema = root["$defs"]["node"]  # type: ignore[index,call-overload,assignment]
+    if isinstance(branches := schema.get("anyOf"), list):
+        kinds = [_KINDS[branch["type"]] for branch in branches]  # type: ignore[index,call-overload]
+        assert any(isinstance(value, kind) for kind in kinds)
+    if isinstance(choices := schema.get("enum"), list):
+        assert value in choices
+    if isinstance(kind := schema.get("type"), str):
+        assert isinstance(value, _KINDS[kind])
+    if isinstance(value, dict):
+        _check_properties(value, schema, root)
+    if isinstance(value, list) and isinstance(items := schema.get("items"), dict):
+        for item in value:
+            check_value(item, items, root)
+
+
+def _check_properties(value: JsonObject, schema: JsonObject, root: JsonObject) -> None:
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    assert isinstance(properties, dict)
+    assert isinstance(required, list)
+    assert set(required) <= set(value)
+    if schema.get("additionalProperties") is False:
+        assert set(value) <= set(properties)
+    for key, inner in value.items():
+        if isinstance(known := properties.get(key), dict):
+            check_value(inner, known, root)
+
+
+@dataclass
+class Reply:
+    """What a random model wrote."""
+
+    text: str
+    num_tokens: int
+    is_ended: bool
+
+
+def write_at_random(
+    constraint: TokenConstraint, tokenizer: TokenizerPort, max_tokens: int, seed: int,
+    visible: Mapping[int, bytes] | None = None,
+) -> Reply:  # fmt: skip
+    """Let a model that picks any allowed token write a reply."""
+    rng = random.Random(seed)  # noqa: S311 - a test's choice
+    raw = b""
+    for count in range(max_tokens):
+        mask = constraint.allowed()
+        assert mask is not None
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+        token = int(rng.choice(np.flatnonzero(bits).tolist()))
+        constraint.accept(token)
+        if token in tokenizer.eos_ids:
+            return Reply(raw.decode(), count + 1, is_ended=True)
+        raw += (visible or {}).get(token) or tokenizer.token_bytes(token)
+    return Reply(raw.decode(), max_tokens, is_ended=False)

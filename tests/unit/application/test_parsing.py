@@ -1,0 +1,355 @@
+"""Replies of every format, whole, in pieces, and gone wrong."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semantic.application.parsing import ReplyParser, fold_message
+from semantic.domain.chat import (
+    Event,
+    Failed,
+    Finished,
+    Message,
+    PrefillProgress,
+    Role,
+    ScoredToken,
+    TextDelta,
+    TextPart,
+    ThinkingDelta,
+    ThinkingEnded,
+    ThinkingPart,
+    ToolCallDelta,
+    ToolCallEnded,
+    ToolCallStarted,
+    ToolUsePart,
+    Usage,
+)
+from semantic.domain.errors import BackendError
+from semantic.domain.reply_format import ReplyFormat, ToolFormat
+from semantic.domain.sampling import FinishReason
+from tests.unit.application.parsing_rig import (
+    END,
+    FORMATS,
+    MISHAPS,
+    THINK,
+    TOOLS,
+    TWO_CALLS,
+    parse,
+    text_of,
+)
+
+pytestmark = pytest.mark.unit
+
+THINKING = ReplyFormat(thinking=THINK)
+HARMONY = ReplyFormat(ToolFormat.HARMONY)
+FRAGMENTS = [
+    *TWO_CALLS.values(),
+    *MISHAPS,
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "```"),
+    *("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "analysis", "final", "\n"),
+    *('{"name": "send"', '"arguments": {', "hello ", "[send(", "<function=send>", "\\", '"'),
+    *(" ", "{", "}", "é"),
+]  # fmt: skip
+replies = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=8), max_size=8).map("".join)
+
+
+def calls_of(events: list[Event]) -> list[tuple[str, object]]:
+    message = fold_message(events)
+    return [(p.name, p.arguments) for p in message.parts if isinstance(p, ToolUsePart)]
+
+
+def check_calls(events: list[Event]) -> None:
+    """Every call starts, gives one JSON object and ends, before anything else comes."""
+    arguments: str | None = None
+    num_calls = 0
+    for event in events:
+        match event:
+            case ToolCallStarted(index):
+                assert arguments is None
+                assert index == num_calls
+                arguments, num_calls = "", num_calls + 1
+            case ToolCallDelta(index, more):
+                assert arguments is not None
+                assert index == num_calls - 1
+                arguments += more
+            case ToolCallEnded(index):
+                assert arguments is not None
+                assert index == num_calls - 1
+                assert isinstance(json.loads(arguments), dict)
+                arguments = None
+            case _:
+                assert arguments is None
+    assert arguments is None
+
+
+@pytest.mark.parametrize("tools", ToolFormat)
+def test_two_calls_are_found_and_nothing_else(tools: ToolFormat) -> None:
+    events = parse(TWO_CALLS[tools], ReplyFormat(tools))
+    assert calls_of(events) == [("get_weather", {"city": "Zürich", "days": 2}), ("send", {})]
+    assert text_of(events) == ""
+    assert events[-1] == Finished(FinishReason.TOOL_USE, Usage(1))
+
+
+@pytest.mark.parametrize("tools", [t for t in ToolFormat if t is not ToolFormat.HARMONY])
+def test_without_tools_on_offer_markup_is_text(tools: ToolFormat) -> None:
+    events = parse(TWO_CALLS[tools], ReplyFormat(tools), tools=())
+    assert events == [TextDelta(TWO_CALLS[tools]), END]
+
+
+@pytest.mark.parametrize("reply_format", FORMATS, ids=str)
+@given(text=replies, data=st.data())
+def test_however_the_text_is_cut_the_events_are_the_same(
+    reply_format: ReplyFormat, text: str, data: st.DataObject
+) -> None:
+    tools = data.draw(st.sampled_from([TOOLS, ()]))
+    is_open = data.draw(st.booleans())
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=12) | st.just(range(len(text))))
+    whole = parse(text, reply_format, tools, is_thinking_open=is_open)
+    assert parse(text, reply_format, tools, cuts, is_thinking_open=is_open) == whole
+    check_calls(whole)
+
+
+@given(replies)
+def test_without_tools_no_text_is_lost(text: str) -> None:
+    for tools in ToolFormat:
+        if tools is not ToolFormat.HARMONY:
+            assert text_of(parse(text, ReplyFormat(tools), tools=())) == text
+
+
+@given(replies)
+def test_thinking_and_text_are_all_that_was_said(text: str) -> None:
+    events = parse(text, THINKING, tools=())
+    thought = "".join(event.text for event in events if isinstance(event, ThinkingDelta))
+    said = "".join((thought + text_of(events)).split())
+    spoken = "".join(text.split())
+    for marker in (THINK.start, THINK.end):
+        said, spoken = said.replace(marker, ""), spoken.replace(marker, "")
+    assert said == spoken
+
+
+@pytest.mark.parametrize("mishap", [m for m in MISHAPS if "|channel|" not in m and "cut" not in m])
+@pytest.mark.parametrize("tools", [t for t in ToolFormat if t is not ToolFormat.HARMONY])
+def test_what_is_no_call_comes_back_as_it_was(tools: ToolFormat, mishap: str) -> None:
+    events = parse(mishap, ReplyFormat(tools))
+    if not calls_of(events):
+        assert events == [TextDelta(mishap), END]
+
+
+def test_an_unknown_tool_is_text() -> None:
+    text = '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'
+    assert parse(text, ReplyFormat()) == [TextDelta(text), END]
+
+
+def test_a_call_is_announced_before_its_arguments_are_complete() -> None:
+    parser = ReplyParser(ReplyFormat(), TOOLS, new_id=lambda: "7")
+    events = parser.push(TextDelta('<tool_call>{"name": "send", "arguments": {"a": "x'))
+    assert events == [ToolCallStarted(0, "7", "send"), ToolCallDelta(0, '{"a": "x')]
+
+
+@pytest.mark.parametrize(
+    "written, arguments",
+    [
+        ('{"a": "x', {"a": "x"}),
+        ('{"a": {"b": [1, 2', {"a": {"b": [1]}}),
+        ('{"a": 1, "b', {"a": 1}),
+        ('{"a": 1, "b": ', {"a": 1}),
+        ('{"a": tru', {}),
+        ('{"a": "\\u00', {"a": ""}),
+        ('{"a": "\\ud83d', {"a": "\ufffd"}),
+        ('{"a": "\\ud83d\\ude00"}', {"a": "😀"}),
+        ('{"a": "\\ude00"}', {"a": "\ufffd"}),
+        ('{"a": "line\nbreak\tand \\d"}', {"a": "line\nbreak\tand \\d"}),
+        ('{"a": True, "b": None, "c": [1, ], }', {"a": True, "b": None, "c": [1]}),
+        ('{"a": NaN}', {}),
+        ('{"a": 01}', {}),
+        ("{", {}),
+        ('{"a": ' + "[" * 500, {"a": None}),
+    ],
+)
+def test_announced_arguments_are_always_json(written: str, arguments: dict[str, object]) -> None:
+    events = parse(f'<tool_call>{{"name": "send", "arguments": {written}', ReplyFormat())
+    check_calls(events)
+    ((_, found),) = calls_of(events)
+    if arguments == {"a": None}:
+        assert isinstance(found, dict)
+        assert json.dumps(found).count("[") == 127
+    else:
+        assert found == arguments
+
+
+def test_what_follows_broken_arguments_is_text() -> None:
+    text = '<tool_call>{"name": "send", "arguments": {"a": 1, oops}}</tool_call>'
+    events = parse(text, ReplyFormat())
+    assert calls_of(events) == [("send", {"a": 1})]
+    assert text_of(events) == "oops}}</tool_call>"
+
+
+def test_a_marker_inside_an_argument_does_not_end_the_call() -> None:
+    written = {"text": "say </tool_call> and <tool_call>"}
+    text = f'<tool_call>{{"name": "send", "arguments": {json.dumps(written)}}}</tool_call>'
+    assert calls_of(parse(text, ReplyFormat())) == [("send", written)]
+
+
+def test_a_reply_cut_off_in_a_call_keeps_its_reason() -> None:
+    parser = ReplyParser(ReplyFormat(), TOOLS)
+    parser.push(TextDelta('<tool_call>{"name": "send", "arguments": {"a'))
+    *_, last = parser.push(Finished(FinishReason.MAX_TOKENS, Usage(1)))
+    assert last == Finished(FinishReason.MAX_TOKENS, Usage(1))
+
+
+def test_a_failure_ends_the_open_call_first() -> None:
+    parser = ReplyParser(ReplyFormat(), TOOLS)
+    parser.push(TextDelta('<tool_call>{"name": "send", "arguments": {"a": "b'))
+    failed = Failed(BackendError("gone"))
+    assert parser.push(failed) == [ToolCallDelta(0, '"}'), ToolCallEnded(0), failed]
+
+
+def test_events_that_are_no_text_pass_through() -> None:
+    progress = PrefillProgress(1, 2)
+    assert ReplyParser(THINKING, TOOLS).push(progress) == [progress]
+
+
+def test_text_around_calls_has_no_stray_whitespace() -> None:
+    text = 'Let me see.\n\n<tool_call>{"name": "send"}</tool_call>\n\nDone.'
+    events = parse(text, ReplyFormat())
+    assert [e.text for e in events if isinstance(e, TextDelta)] == ["Let me see.", "Done."]
+    assert calls_of(events) == [("send", {})]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "Bob", "age": 3}', "[1, 2, 3]", "[see (a)]", "{", "[", " plain"]
+)
+@pytest.mark.parametrize("tools", [ToolFormat.LLAMA_JSON, ToolFormat.PYTHONIC])
+def test_an_answer_that_only_looks_like_a_call_is_text(tools: ToolFormat, text: str) -> None:
+    assert parse(text, ReplyFormat(tools)) == [TextDelta(text), END]
+
+
+def test_qwens_values_are_typed_by_the_schema_and_may_hold_tags() -> None:
+    code = "<a>\n</parameter> is no end</a>\n</function> neither"
+    text = (
+        f"<tool_call>\n<function=get_weather>\n<parameter=city>\n{code}\n</parameter>\n"
+        "<parameter=days>\n[1, 2]\n</parameter>\n</function>\n</tool_call>"
+    )
+    events = parse(text, ReplyFormat(ToolFormat.QWEN_XML))
+    assert calls_of(events) == [("get_weather", {"city": code, "days": [1, 2]})]
+
+
+def test_python_values_of_all_kinds() -> None:
+    text = "[send(a=-1.5, b=[True, null], c={'d': (1, 'x')}, e=\"]\\\")\")]"
+    events = parse(text, ReplyFormat(ToolFormat.PYTHONIC))
+    assert calls_of(events) == [
+        ("send", {"a": -1.5, "b": [True, None], "c": {"d": [1, "x"]}, "e": ']")'})
+    ]
+
+
+@pytest.mark.parametrize("value", ["f()", "1e999", "b'x'", "{1: 2}", "x + y", "-1e999", "..."])
+def test_python_that_is_no_literal_is_text(value: str) -> None:
+    text = f"[send(a={value})]"
+    assert parse(text, ReplyFormat(ToolFormat.PYTHONIC)) == [TextDelta(text), END]
+
+
+def test_gemmas_nested_values() -> None:
+    text = (
+        "<start_function_call>call:send{a:{b:[1,<escape>x, y}<escape>,true]},c:word}"
+        "<end_function_call>"
+    )
+    events = parse(text, ReplyFormat(ToolFormat.FUNCTION_GEMMA))
+    assert calls_of(events) == [("send", {"a": {"b": [1, "x, y}", True]}, "c": "word"})]
+
+
+# -- thinking ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, is_open",
+    [
+        ("<think>\nhm, so\n</think>\n\nYes.", False),
+        ("hm, so\n</think>\n\nYes.", True),
+        ("<think>\nhm, so</think>Yes.", True),
+    ],
+)
+def test_thinking_is_split_off(text: str, is_open: bool) -> None:
+    events = parse(text, THINKING, tools=(), is_thinking_open=is_open)
+    assert events == [ThinkingDelta("hm, so"), ThinkingEnded("signed"), TextDelta("Yes."), END]
+
+
+def test_empty_thinking_leaves_no_trace() -> None:
+    assert parse("<think>\n\n</think>\n\nYes.", THINKING) == [TextDelta("Yes."), END]
+
+
+def test_thinking_that_never_ends_is_thinking() -> None:
+    events = parse("hm, </thin", THINKING, is_thinking_open=True)
+    assert events == [ThinkingDelta("hm, </thin"), ThinkingEnded("signed"), END]
+
+
+def test_an_answer_may_talk_about_the_markers() -> None:
+    text = "Use <think> and </think>."
+    assert parse(text, THINKING, tools=()) == [TextDelta(text), END]
+
+
+def test_calls_follow_thinking() -> None:
+    events = parse("<think>a</think>\n" + TWO_CALLS[ToolFormat.HERMES], THINKING)
+    assert events[:2] == [ThinkingDelta("a"), ThinkingEnded("signed")]
+    assert len(calls_of(events)) == 2
+    assert text_of(events) == ""
+
+
+def test_harmonys_channels() -> None:
+    text = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary"
+        "<|message|>Let me look.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    )
+    assert parse(text, HARMONY) == [
+        ThinkingDelta("hm"),
+        ThinkingEnded("signed"),
+        TextDelta("Let me look.Yes."),
+        END,
+    ]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, ()])
+def test_harmonys_messages_to_others_are_text(tools: tuple[()]) -> None:
+    text = "<|channel|>commentary to=functions.nobody<|message|>{}<|call|>"
+    assert parse(text, HARMONY, tools) == [TextDelta("{}"), END]
+    text = "<|channel|>commentary to=functions.send<|message|>print()<|call|>"
+    assert parse(text, HARMONY, tools) == [TextDelta("print()"), END]
+
+
+def test_a_harmony_call_cut_off_is_closed() -> None:
+    text = '<|channel|>commentary to=functions.send<|message|>{"a": "b'
+    assert calls_of(parse(text, HARMONY)) == [("send", {"a": "b"})]
+    assert calls_of(parse(text[: text.index("{")], HARMONY)) == [("send", {})]
+
+
+# -- log-probabilities, and the message -------------------------------------------------------
+
+
+def test_logprobs_stay_with_their_text() -> None:
+    tokens = [ScoredToken(bytes((65 + i,)), -float(i)) for i in range(4)]
+    parser = ReplyParser(THINKING, TOOLS)
+    pieces = ["<think>a", "</think>", "Hi <to", "ol>"]
+    events = [
+        event
+        for piece, token in zip(pieces, tokens, strict=True)
+        for event in parser.push(TextDelta(piece, (token,)))
+    ]
+    texts = [event for event in [*events, *parser.push(END)] if isinstance(event, TextDelta)]
+    assert text_of(texts) == "Hi <tool>"
+    assert [token for event in texts for token in event.logprobs] == tokens[2:]
+
+
+def test_folding_gives_the_message() -> None:
+    text = '<think>hm</think>On it. <tool_call>{"name": "send", "arguments": {"a": 1}}</tool_call>'
+    assert fold_message(parse(text, THINKING)) == Message(
+        Role.ASSISTANT,
+        (ThinkingPart("hm", "signed"), TextPart("On it."), ToolUsePart("0", "send", {"a": 1})),
+    )
+    open_thinking = fold_message([ThinkingDelta("a"), ThinkingDelta("b")])
+    assert open_thinking.parts == (ThinkingPart("ab"),)
+    assert fold_message([TextDelta("a"), ThinkingDelta("b"), TextDelta("c")]).parts == (
+        TextPart("a"),
+        ThinkingPart("b"),
+        TextPart("c"),
+    )

@@ -1,0 +1,73 @@
+import pytest
+
+from semantic.application.parsing import detect_reply_format
+from semantic.domain.reply_format import Markers, ReplyFormat, ToolFormat
+
+pytestmark = pytest.mark.unit
+
+THINK = Markers("<think>", "</think>")
+
+
+@pytest.mark.parametrize(
+    "template, special, expected",
+    [
+        (None, (), ReplyFormat()),
+        ("{{ messages }}", ("<tool_call>",), ReplyFormat()),
+        ("{% if tools %}<tool_call>", (), ReplyFormat(ToolFormat.HERMES, is_native=True)),
+        (
+            "{{ tools }}<tool_call></think>",
+            (),
+            ReplyFormat(ToolFormat.HERMES, THINK, is_native=True),
+        ),
+        (
+            "{{ tools }}<tool_call><function=f><parameter=p>",
+            (),
+            ReplyFormat(ToolFormat.QWEN_XML, is_native=True),
+        ),
+        (
+            '{{ tools }}{"name": function name, "parameters": dictionary}',
+            ("<|python_tag|>",),
+            ReplyFormat(ToolFormat.LLAMA_JSON, is_native=True),
+        ),
+        ("{{ tools }}[func_name1(p=1)]", (), ReplyFormat(ToolFormat.PYTHONIC, is_native=True)),
+        ("{{ tools }}[TOOL_CALLS]", (), ReplyFormat(ToolFormat.MISTRAL, is_native=True)),
+        (
+            "{{ tools }}[TOOL_CALLS]",
+            ("[ARGS]", "[THINK]"),
+            ReplyFormat(ToolFormat.MISTRAL_ARGS, Markers("[THINK]", "[/THINK]"), is_native=True),
+        ),
+        ("{{ tools }}```tool_code", (), ReplyFormat(ToolFormat.GEMMA_CODE, is_native=True)),
+        (
+            "{{ tools }}<start_function_call>",
+            (),
+            ReplyFormat(ToolFormat.FUNCTION_GEMMA, is_native=True),
+        ),
+        ("{{ tools }}<|tool_call>", (), ReplyFormat(ToolFormat.GEMMA_4, is_native=True)),
+        (
+            "<|start|><|channel|>analysis<|message|>",
+            (),
+            ReplyFormat(ToolFormat.HARMONY, is_native=True),
+        ),
+        ("{{ tools }} in a way of its own", (), ReplyFormat()),
+        ("<think>", (), ReplyFormat(thinking=THINK)),
+    ],
+)  # fmt: skip
+def test_the_template_tells_the_format(
+    template: str | None, special: tuple[str, ...], expected: ReplyFormat
+) -> None:
+    assert detect_reply_format(template, special) == expected
+
+
+def test_only_special_tokens_the_parser_needs_become_visible() -> None:
+    special = {"<think>": 5, "[TOOL_CALLS]": 6, "<s>": 1}
+    mistral = ReplyFormat(ToolFormat.MISTRAL, THINK)
+    assert mistral.visible_ids(special, has_tools=True) == {5: b"<think>", 6: b"[TOOL_CALLS]"}
+    assert mistral.visible_ids(special, has_tools=False) == {5: b"<think>"}
+    harmony = ReplyFormat(ToolFormat.HARMONY)
+    assert harmony.visible_ids({"<|end|>": 2}, has_tools=False) == {2: b"<|end|>"}
+
+
+def test_a_prompt_may_open_the_thinking() -> None:
+    assert ReplyFormat(thinking=THINK).is_opened_by("<|assistant|><think>\n")
+    assert not ReplyFormat(thinking=THINK).is_opened_by("<think>\n\n</think>\n\n")
+    assert not ReplyFormat().is_opened_by("<think>")
