@@ -11,13 +11,13 @@ from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
 from semantic.adapters.outbound.torch_backend import TorchBackend
 from semantic.adapters.outbound.torch_loading import TorchOptions
 from semantic.application.agent_store import AgentCacheStore
-from semantic.application.batch_engine import BlockPoolBatchEngine, EventBatch
+from semantic.application.batch_engine import BlockPoolBatchEngine, EngineEvent, EventBatch
 from semantic.application.generation import Job
 from semantic.application.parsing import detect_reply_format
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.block_pool import BlockPool
 from semantic.domain.blocks import BlockNamespace
-from semantic.domain.chat import Event, Finished, TextDelta
+from semantic.domain.chat import Finished, TextDelta
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
@@ -129,7 +129,7 @@ class Served:
             directory, ModelCacheSpec.from_config(config), TorchOptions(dtype="bfloat16")
         )
         self._tokenizer = tokenizer
-        self._events: dict[str, list[Event]] = {}
+        self._events: dict[str, list[EngineEvent]] = {}
         store = AgentCacheStore(BlockPool(self.backend.spec, 2**28))
         self._engine = BlockPoolBatchEngine(
             self.backend, tokenizer, store, EngineLimits(), self._take

@@ -236,13 +236,6 @@ BAD_REQUESTS: list[tuple[str, Any, int, str | None, str]] = [
         "messages[0].content[0]",
         "images",
     ),
-    (
-        "a schema",
-        body(response_format={"type": "json_object"}),
-        400,
-        "response_format",
-        "not supported yet",
-    ),
     ("a body that is no object", [1, 2], 400, None, "object"),
 ]
 

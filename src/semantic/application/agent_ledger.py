@@ -35,6 +35,7 @@ from semantic.ports.persistence import (
 )
 
 WriteChanges: TypeAlias = Callable[..., Future[None]]
+ANONYMOUS_TTL_S = 24 * 3600.0
 _SALT_BYTES = 16
 _MAX_WALK = 64  # turns looked at to find the one a prompt continues
 
@@ -132,12 +133,24 @@ class AgentLedger:
                 raise InvalidRequestError(f"there is an agent {agent.id!r} already.", param="id")
             return self._put(agent)
 
-    def ensure(self, tenant: str, agent_id: str) -> Agent:
-        """Find an agent, or make one with no past."""
+    def ensure(self, tenant: str, agent_id: str, *, is_anonymous: bool = False) -> Agent:
+        """Find an agent, or make one with no past; one that nobody named expires."""
         with self._lock:
             known = self._agents.get((tenant, agent_id))
+            if known is not None:
+                return known
             now = self._now()
-            return known or self._put(Agent(agent_id, now, tenant=tenant, last_used=now))
+            ttl_s = ANONYMOUS_TTL_S if is_anonymous else None
+            return self._put(
+                Agent(
+                    agent_id,
+                    now,
+                    tenant=tenant,
+                    last_used=now,
+                    ttl_s=ttl_s,
+                    is_anonymous=is_anonymous,
+                )
+            )
 
     def update(self, agent: Agent) -> Agent:
         """Replace an agent's settings.
@@ -229,14 +242,16 @@ class AgentLedger:
         if limit is not None and agent.num_turns >= limit:
             raise QuotaExceededError(f"agent {agent.id} may have {limit} turns and has had them.")
 
-    def commit(self, tenant: str, agent_id: str, exchange: Exchange) -> tuple[Turn, Future[None]]:
+    def commit(
+        self, tenant: str, agent_id: str, exchange: Exchange, *, is_anonymous: bool = False
+    ) -> tuple[Turn, Future[None]]:
         """Log a turn and move its agent there; the future tells when it is written.
 
         The turn continues the agent's latest one that the prompt begins with: where a client
         went back, so does the agent.
         """
         with self._lock:
-            agent = self.ensure(tenant, agent_id)
+            agent = self.ensure(tenant, agent_id, is_anonymous=is_anonymous)
             parent, depth = self._continued(agent, exchange.prompt)
             tokens = [*exchange.prompt, *exchange.reply]
             start = parent.num_tokens if parent else 0

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
 from semantic.application.batch_engine import BlockPoolBatchEngine, EventBatch, EventSink
@@ -28,8 +28,9 @@ from semantic.domain.errors import (
     OverloadedError,
     SemanticError,
 )
+from semantic.domain.reply_format import ReplyFormat
 from semantic.ports.inbound import ModelState
-from semantic.ports.outbound import ModelBackendPort, TokenizerPort
+from semantic.ports.outbound import GrammarPort, ModelBackendPort, TokenizerPort
 
 _log = logging.getLogger(__name__)
 _IDLE_POLL_S = 0.05
@@ -42,6 +43,8 @@ class LoadedModel:
     Attributes:
         fingerprint: Tells it from every other model.
         kv_format: How its attention state rests.
+        reply_format: How it writes thinking and tool calls.
+        grammar: Enforces the form of its replies; None enforces nothing.
     """
 
     id: str
@@ -49,6 +52,8 @@ class LoadedModel:
     tokenizer: TokenizerPort
     fingerprint: str = ""
     kv_format: str = "raw"
+    reply_format: ReplyFormat = field(default_factory=ReplyFormat)
+    grammar: GrammarPort | None = None
 
     def root(self, principal: Principal) -> BlockName:
         """Where the block names of a tenant begin for this model."""

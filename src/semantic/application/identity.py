@@ -17,7 +17,6 @@ from semantic.domain.blocks import TOKEN_BYTES, pack_tokens
 from semantic.domain.chat import AgentHint
 from semantic.domain.errors import AgentNotFoundError, InvalidRequestError
 
-ANONYMOUS_TTL_S = 24 * 3600.0
 _MAX_TURNS = 100_000
 
 

@@ -1,27 +1,25 @@
 """A conversation in, a stream of events out: everything between a protocol and the engine."""
 
 import asyncio
-import hashlib
-import secrets
-from dataclasses import replace
+from collections import Counter
+from concurrent.futures import Future
 
 from semantic.application.agent_ledger import AgentLedger, Exchange
-from semantic.application.batch_engine import PutAway
 from semantic.application.device_thread import DeviceThread, LoadedModel
-from semantic.application.frozen_dates import FrozenDates
-from semantic.application.generation import Job, monotonic
-from semantic.application.rendering import Prompt, Renderer
-from semantic.application.replies import OnFinish, ReplyHub
-from semantic.domain.agents import Pointer, Principal, check_agent_id
-from semantic.domain.chat import ChatRequest, Finished, Message, Role, Started, Usage
-from semantic.domain.errors import (
-    ContextLengthError,
-    InvalidRequestError,
-    ModelNotFoundError,
-    SemanticError,
+from semantic.application.identity import Identities
+from semantic.application.parsing import ReplyParser
+from semantic.application.preparation import Preparation, Prepared
+from semantic.application.replay import (
+    ReplayStore,
+    emitted_tokens,
+    keys_to_remember,
+    prompt_digest,
 )
+from semantic.application.replies import FinishedReply, ReplyHub
+from semantic.domain.agents import Pointer, Principal
+from semantic.domain.chat import ChatRequest, Started, Usage
+from semantic.domain.errors import ModelNotFoundError, SemanticError
 from semantic.domain.sampling import FinishReason
-from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.inbound import Reply
 
 
@@ -33,6 +31,7 @@ class InferenceService:
         device: DeviceThread,
         hub: ReplyHub,
         agents: AgentLedger,
+        replays: ReplayStore,
         *,
         request_timeout_s: float,
         is_synced: bool = False,
@@ -43,128 +42,104 @@ class InferenceService:
             device: Where replies are computed.
             hub: Hands out what the device says.
             agents: Where turns are logged.
+            replays: Where the tokens of replies are kept.
             request_timeout_s: The longest a request may take.
             is_synced: A reply ends when its turn is safe on disk.
         """
         self._device = device
         self._hub = hub
         self._agents = agents
+        self._replays = replays
+        self._identities = Identities(agents)
+        self._preparation = Preparation(
+            device, agents, self._identities, replays, request_timeout_s=request_timeout_s
+        )
         self._request_timeout_s = request_timeout_s
         self._is_synced = is_synced
-        self._renderer: Renderer | None = None
-        self._dates = FrozenDates()
+        self._busy: Counter[str] = Counter()
 
     async def start(self, request: ChatRequest, principal: Principal) -> Reply:
         """Render, tokenise, check and queue a request."""
+        model = self._model(request)
+
+        def is_busy(agent_id: str) -> bool:
+            return self._busy[f"{principal.tenant}/{agent_id}"] > 0
+
+        # A long prompt takes a while to tokenise; other streams go on meanwhile.
+        prepared = await asyncio.to_thread(
+            self._preparation.prepare, request, principal, model, is_busy
+        )
+        job, shape = prepared.job, prepared.shape
+        started = Started(job.id, model.id, Usage(prompt_tokens=len(job.tokens)))
+        parser = ReplyParser(shape.format, shape.offered, is_thinking_open=shape.is_thinking_open)
+        reply = self._hub.open(
+            job.id,
+            started,
+            self._device.cancel,
+            parser,
+            on_finish=lambda finished: self._log_turn(prepared, finished),
+            on_end=lambda: self._leave(job.agent),
+        )
+        self._busy[job.agent] += 1
+        try:
+            self._device.submit(job)
+        except SemanticError:
+            self._hub.discard(job.id)
+            self._leave(job.agent)
+            raise
+        return reply
+
+    async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:
+        """Count the tokens of the prompt that a request would make."""
+        model = self._model(request)
+        return await asyncio.to_thread(self._preparation.count_tokens, request, principal, model)
+
+    def _model(self, request: ChatRequest) -> LoadedModel:
         model = self._device.ready_model()
         if request.model != model.id:
             raise ModelNotFoundError(
                 f"the model {request.model!r} is not served here; this server serves {model.id!r}."
             )
-        # A long prompt takes a while to tokenise; other streams go on meanwhile.
-        prompt = await asyncio.to_thread(self._render, request, principal, model)
-        job = self._job(request, principal, prompt, model)
-        on_finish = self._log_turn(request, principal, job) if _agent_id(request) else None
-        started = Started(job.id, model.id, Usage(prompt_tokens=len(prompt.tokens)))
-        reply = self._hub.open(job.id, started, self._device.cancel, on_finish)
-        try:
-            self._device.submit(job)
-        except SemanticError:
-            self._hub.discard(job.id)
-            raise
-        return reply
+        return model
 
-    def _log_turn(self, request: ChatRequest, principal: Principal, job: Job) -> OnFinish:
-        """Make what logs the turn when the reply is there."""
-        agent_id = _agent_id(request) or job.id
+    def _leave(self, agent: str) -> None:
+        self._busy[agent] -= 1
+        if self._busy[agent] <= 0:
+            del self._busy[agent]
 
-        async def log_turn(left: PutAway, finished: Finished, text: str) -> None:
-            if finished.reason is FinishReason.CANCELLED:
-                return
-            pointer = None
-            if left.block is not None:
-                pointer = Pointer(job.root, left.block, left.num_sealed)
-            exchange = Exchange(
-                prompt=job.tokens,
-                reply=left.tokens,
-                messages=(*request.messages, Message.of(Role.ASSISTANT, text)),
-                pointer=pointer,
-                usage=finished.usage,
-                reuse=left.reuse,
-            )
-            commit = self._agents.commit
-            _, done = await asyncio.to_thread(commit, principal.tenant, agent_id, exchange)
-            if self._is_synced:
-                await asyncio.wait_for(asyncio.wrap_future(done), self._request_timeout_s)
+    async def _log_turn(self, prepared: Prepared, finished: FinishedReply) -> None:
+        """Log a turn, and keep its tokens for when the client sends the reply again."""
+        if finished.event.reason is FinishReason.CANCELLED:
+            return
+        done = await asyncio.to_thread(self._commit, prepared, finished)
+        if self._is_synced:
+            await asyncio.wait_for(asyncio.wrap_future(done), self._request_timeout_s)
 
-        return log_turn
-
-    def _render(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> Prompt:
-        renderer = self._renderer
-        if renderer is None or renderer.tokenizer is not model.tokenizer:
-            renderer = self._renderer = Renderer(model.tokenizer)
-        agent = request.agent.agent_id or request.agent.session
-        today = self._dates.of(f"{principal.tenant}/{agent}") if agent else None
-        return renderer.render(request, today=today)
-
-    def _job(
-        self, request: ChatRequest, principal: Principal, prompt: Prompt, model: LoadedModel
-    ) -> Job:
-        job_id = secrets.token_hex(12)
-        seed = request.sampling.seed
-        sampling = replace(request.sampling, seed=secrets.randbits(63) if seed is None else seed)
-        return Job(
-            id=job_id,
-            agent=f"{principal.tenant}/{_agent_id(request) or job_id}",
-            root=model.root(principal),
-            tokens=prompt.tokens,
-            sampling=sampling,
-            stop=request.stop,
-            max_tokens=self._max_tokens(
-                request, len(prompt.tokens), model.backend.spec.max_context
-            ),
-            boundaries=_block_ends(prompt, model.backend.spec),
-            service_class=request.service_class,
-            weight=principal.weight,
-            deadline=monotonic() + self._request_timeout_s,
+    def _commit(self, prepared: Prepared, finished: FinishedReply) -> Future[None]:
+        job, left, tenant = prepared.job, finished.put_away, prepared.principal.tenant
+        self._remember(prepared, finished)
+        block = left.block
+        exchange = Exchange(
+            prompt=job.tokens,
+            reply=left.tokens,
+            messages=(*prepared.request.messages, finished.message),
+            pointer=None if block is None else Pointer(job.root, block, left.num_sealed),
+            usage=finished.event.usage,
+            reuse=left.reuse,
         )
+        identity = prepared.identity
+        turn, done = self._agents.commit(
+            tenant, identity.agent_id, exchange, is_anonymous=identity.is_anonymous
+        )
+        self._identities.note(tenant, identity.agent_id, turn)
+        return done
 
-    def _max_tokens(self, request: ChatRequest, num_prompt: int, max_context: int) -> int:
-        limit, limited_by = max_context, "the model's context"
-        if self._device.longest_sequence < limit:
-            limit, limited_by = self._device.longest_sequence, "this server's memory"
-        wanted = request.stop.max_tokens
-        if num_prompt >= limit:
-            raise ContextLengthError(
-                num_prompt=num_prompt, limit=limit, limited_by=limited_by, param="messages"
-            )
-        if wanted is None:
-            return min(self._device.limits.default_max_tokens, limit - num_prompt)
-        if num_prompt + wanted > limit:
-            raise ContextLengthError(
-                num_prompt=num_prompt,
-                max_tokens=wanted,
-                limit=limit,
-                limited_by=limited_by,
-                param="max_tokens",
-            )
-        return wanted
-
-
-def _agent_id(request: ChatRequest) -> str | None:
-    """The agent a request names; session keys that cannot name one are hashed."""
-    hint = request.agent
-    if hint.agent_id or not hint.session:
-        return hint.agent_id
-    try:
-        check_agent_id(hint.session, "session_id")
-    except InvalidRequestError:
-        return f"session-{hashlib.sha256(hint.session.encode()).hexdigest()[:32]}"
-    return hint.session
-
-
-def _block_ends(prompt: Prompt, spec: ModelCacheSpec) -> tuple[int, ...]:
-    """Where blocks end early: after the shared head; everywhere if only there can be resumed."""
-    if spec.kinds == (LayerKind.FULL,):
-        return (prompt.num_head,) if prompt.num_head else ()
-    return prompt.boundaries
+    def _remember(self, prepared: Prepared, finished: FinishedReply) -> None:
+        tokens, stop = finished.put_away.tokens, prepared.request.stop
+        if finished.event.reason is FinishReason.STOP_SEQUENCE:
+            tokens = emitted_tokens(tokens, finished.raw_text, prepared.model.tokenizer)
+        elif tokens and tokens[-1] in stop.token_ids:
+            tokens = tokens[:-1]
+        prompt = prompt_digest(prepared.job.root, prepared.job.tokens)
+        for key in keys_to_remember(prompt, finished.message):
+            self._replays.remember(key, tokens)

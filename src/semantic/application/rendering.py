@@ -78,10 +78,6 @@ class Renderer:
             InvalidRequestError: a part cannot be shown to this model, its template refuses, or
                 the text cannot be encoded.
         """
-        if request.output_format is not None:
-            raise InvalidRequestError(
-                "structured output is not supported yet; ask for text.", param="response_format"
-            )
         conversation = self._composer.compose(request, today)
         text = self._write(conversation)
         walk = self._walk(text)

@@ -146,6 +146,7 @@ class Agent:
         head: The latest turn's id; None before the first.
         num_turns: Turns from the first to the head.
         ttl_s: It is forgotten when it was not used for so long; None keeps it.
+        is_anonymous: Nobody named it; it is listed from its second turn on.
 
     Example:
         >>> agent = Agent("coder", created_at=0.0).advance("t1", at=1.0)
@@ -165,6 +166,7 @@ class Agent:
     ttl_s: float | None = None
     quota: Quota = field(default_factory=Quota)
     labels: tuple[tuple[str, str], ...] = ()
+    is_anonymous: bool = False
 
     def __post_init__(self) -> None:
         check_agent_id(self.id, "agent_id")

@@ -21,6 +21,7 @@ from semantic.application.batch_engine import BlockPoolBatchEngine, EventSink
 from semantic.application.device_thread import LoadedModel
 from semantic.application.disk_tier import DiskTier
 from semantic.application.housekeeping import Housekeeping
+from semantic.application.kept_replies import KeptReplies
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.block_pool import BlockPool
 from semantic.domain.errors import CachePersistenceError
@@ -36,6 +37,7 @@ class AgentMemory:
 
     Attributes:
         agents: All agents and their turns.
+        replays: The tokens of their replies.
         store: The blocks; None until a model is loaded.
         housekeeping: Looks after both; None until a model is loaded.
     """
@@ -76,6 +78,7 @@ class AgentMemory:
             )
         write = self.disk.change if self.disk else write_at_once(self.ledger)
         self.agents = AgentLedger(self.ledger, self._state, write)
+        self.replays = KeptReplies(self.ledger, write)
 
     @property
     def kv_format(self) -> str:

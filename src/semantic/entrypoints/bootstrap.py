@@ -14,11 +14,13 @@ from semantic.adapters.config.settings import STARTER_MODEL, Settings
 from semantic.application.device_thread import DeviceThread, LoadedModel
 from semantic.application.inference import InferenceService
 from semantic.application.model_registry import ModelRegistry
+from semantic.application.parsing import detect_reply_format
 from semantic.application.replies import ReplyHub
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import ModelCacheSpec
 from semantic.entrypoints.agent_memory import AgentMemory
+from semantic.ports.outbound import ModelBackendPort, TokenizerPort
 
 BackendName = Literal["torch", "fake"]
 
@@ -64,6 +66,7 @@ def bootstrap(settings: Settings) -> Server:
             device,
             hub,
             memory.agents,
+            memory.replays,
             request_timeout_s=settings.request_timeout_s,
             is_synced=settings.durability == "sync",
         ),
@@ -110,7 +113,7 @@ def _load(
     if backend_name == "fake":
         from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer
 
-        return LoadedModel("fake", FakeBackend(), FakeTokenizer(), "fake", memory.kv_format)
+        return _loaded("fake", FakeBackend(), FakeTokenizer(), "fake", memory)
     return _load_torch(settings, memory, on_progress)
 
 
@@ -138,12 +141,27 @@ def _load_torch(
     spec = ModelCacheSpec.from_config(config)
     options = TorchOptions(settings.dtype, settings.device, settings.weights, settings.threads)
     backend = TorchBackend(directory, spec, options)
+    name = fingerprint(directory, settings.home_dir / "models" / "fingerprints.json")
+    return _loaded(_served_id(settings, "torch"), backend, HFTokenizer(directory), name, memory)
+
+
+def _loaded(
+    model_id: str,
+    backend: ModelBackendPort,
+    tokenizer: TokenizerPort,
+    name: str,
+    memory: AgentMemory,
+) -> LoadedModel:
+    from semantic.adapters.outbound.grammar import LLGuidanceGrammar
+
     return LoadedModel(
-        _served_id(settings, "torch"),
-        backend,
-        HFTokenizer(directory),
-        fingerprint(directory, settings.home_dir / "models" / "fingerprints.json"),
-        memory.kv_format,
+        id=model_id,
+        backend=backend,
+        tokenizer=tokenizer,
+        fingerprint=name,
+        kv_format=memory.kv_format,
+        reply_format=detect_reply_format(tokenizer.chat_template, tokenizer.special_ids),
+        grammar=LLGuidanceGrammar(tokenizer),
     )
 
 

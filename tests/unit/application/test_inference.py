@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer
+from semantic.adapters.outbound.grammar import LLGuidanceGrammar
 from semantic.adapters.outbound.memory_ledger import MemoryLedger
 from semantic.application.agent_ledger import AgentLedger, write_at_once
 from semantic.application.agent_store import AgentCacheStore
@@ -15,6 +16,7 @@ from semantic.application.device_thread import DeviceThread, LoadedModel
 from semantic.application.inference import InferenceService
 from semantic.application.model_registry import ModelRegistry
 from semantic.application.rendering import render
+from semantic.application.replay import ReplayBook
 from semantic.application.replies import ReplyHub
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.agents import Principal
@@ -26,8 +28,8 @@ from semantic.domain.chat import (
     Failed,
     Finished,
     ImagePart,
-    JsonFormat,
     Message,
+    RegexFormat,
     Role,
     Started,
     TextDelta,
@@ -56,7 +58,9 @@ def device() -> Iterator[tuple[DeviceThread, ReplyHub]]:
     hub = ReplyHub()
     backend = FakeBackend()
     thread = DeviceThread(
-        lambda _: LoadedModel("fake", backend, FakeTokenizer()),
+        lambda _: LoadedModel(
+            "fake", backend, FakeTokenizer(), grammar=LLGuidanceGrammar(FakeTokenizer())
+        ),
         lambda model, limits, emit, wake: BlockPoolBatchEngine(
             model.backend,
             model.tokenizer,
@@ -85,7 +89,7 @@ def agents() -> AgentLedger:
 
 @pytest.fixture
 def service(device: tuple[DeviceThread, ReplyHub], agents: AgentLedger) -> InferenceService:
-    return InferenceService(*device, agents, request_timeout_s=60)
+    return InferenceService(*device, agents, ReplayBook(), request_timeout_s=60)
 
 
 async def read(reply: Reply) -> list[Event]:
@@ -136,7 +140,7 @@ async def test_tenants_do_not_share_state(service: InferenceService) -> None:
             ContextLengthError,
             "messages",
         ),
-        ({"output_format": JsonFormat()}, InvalidRequestError, "response_format"),
+        ({"output_format": RegexFormat("(")}, InvalidRequestError, "response_format"),
         (
             {"messages": (Message(Role.USER, (ImagePart("image/png", "x"),)),)},
             InvalidRequestError,
@@ -174,7 +178,7 @@ async def test_a_prompt_as_long_as_the_context_leaves_no_room_for_a_reply(
 async def test_a_request_has_a_deadline(
     device: tuple[DeviceThread, ReplyHub], agents: AgentLedger
 ) -> None:
-    service = InferenceService(*device, agents, request_timeout_s=0.05)
+    service = InferenceService(*device, agents, ReplayBook(), request_timeout_s=0.05)
     request = replace(REQUEST, stop=StopRules(max_tokens=100_000, ignore_eos=True))
     async with asyncio.timeout(20):
         final = (await read(await service.start(request, Principal())))[-1]
@@ -252,11 +256,19 @@ async def test_turns_of_a_named_agent_are_logged(
     assert first.pointer is not None
 
 
-async def test_who_names_no_agent_leaves_no_turn(
+async def test_who_names_no_agent_is_known_by_what_it_says(
     service: InferenceService, agents: AgentLedger
 ) -> None:
-    await read(await service.start(REQUEST, Principal()))
-    assert agents.agents("local") == []
+    text = text_of(await read(await service.start(REQUEST, Principal())))
+    messages = (
+        *REQUEST.messages,
+        Message.of(Role.ASSISTANT, text),
+        Message.of(Role.USER, "go on"),
+    )
+    await read(await service.start(replace(REQUEST, messages=messages), Principal()))
+    (agent,) = agents.agents("local")
+    assert agent.is_anonymous
+    assert agent.num_turns == 2
 
 
 async def test_a_session_key_that_cannot_name_an_agent_is_hashed(

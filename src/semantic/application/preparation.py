@@ -1,0 +1,168 @@
+"""From a request to a job: render, identify, constrain and check, before anything is queued."""
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from semantic.application.agent_ledger import AgentLedger
+from semantic.application.device_thread import DeviceThread, LoadedModel
+from semantic.application.frozen_dates import FrozenDates
+from semantic.application.generation import Job, monotonic
+from semantic.application.identity import Identities, Identity
+from semantic.application.rendering import Prompt, Renderer
+from semantic.application.replay import Replay, ReplayStore
+from semantic.domain.agents import Principal
+from semantic.domain.chat import ChatRequest
+from semantic.domain.errors import AgentNotFoundError, ContextLengthError
+from semantic.domain.reply_format import ReplyFormat, ReplyShape
+from semantic.domain.spec import LayerKind, ModelCacheSpec
+
+_TAIL_TOKENS = 32  # enough to see a marker at the end of a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that is ready to run.
+
+    Attributes:
+        shape: What its reply must look like.
+        identity: Whose turn it is.
+    """
+
+    request: ChatRequest
+    principal: Principal
+    model: LoadedModel
+    job: Job
+    shape: ReplyShape
+    identity: Identity
+
+
+class Preparation:
+    """Makes jobs of requests. Safe on any thread; may take long for long prompts."""
+
+    def __init__(
+        self,
+        device: DeviceThread,
+        agents: AgentLedger,
+        identities: Identities,
+        replays: ReplayStore,
+        *,
+        request_timeout_s: float,
+    ) -> None:
+        self._device = device
+        self._agents = agents
+        self._identities = identities
+        self._replays = replays
+        self._request_timeout_s = request_timeout_s
+        self._renderer: Renderer | None = None
+        self._dates = FrozenDates()
+
+    def prepare(
+        self,
+        request: ChatRequest,
+        principal: Principal,
+        model: LoadedModel,
+        is_busy: Callable[[str], bool],
+    ) -> Prepared:
+        """Render, identify, constrain and check.
+
+        Raises:
+            InvalidRequestError: a part cannot be shown to the model, or cannot be enforced.
+            ContextLengthError: it does not fit.
+            QuotaExceededError: its agent has had all its turns.
+        """
+        prompt = self._render(request, principal, model)
+        identity = self._identities.identify(
+            principal.tenant, request.agent, prompt.tokens, prompt.num_head, is_busy
+        )
+        self._check_quota(principal, identity)
+        reply_format = ReplyFormat() if prompt.has_tool_markup else model.reply_format
+        visible = reply_format.visible_ids(
+            model.tokenizer.special_ids, has_tools=bool(request.tools)
+        )
+        shape = ReplyShape(
+            format=reply_format,
+            output=request.output_format,
+            tools=request.tools,
+            tool_choice=request.tool_choice,
+            is_thinking_open=reply_format.is_opened_by(_tail(prompt, model, visible)),
+            may_think=request.thinking is None or request.thinking.is_enabled,
+        )
+        max_tokens = self._max_tokens(request, len(prompt.tokens), model.backend.spec.max_context)
+        constraint = model.grammar.constrain(shape, max_tokens) if model.grammar else None
+        seed = request.sampling.seed
+        job_id = secrets.token_hex(12)
+        job = Job(
+            id=job_id,
+            agent=f"{principal.tenant}/{identity.agent_id}",
+            root=model.root(principal),
+            tokens=prompt.tokens,
+            sampling=replace(request.sampling, seed=secrets.randbits(63) if seed is None else seed),
+            stop=request.stop,
+            max_tokens=max_tokens,
+            boundaries=_block_ends(prompt, model.backend.spec),
+            service_class=request.service_class,
+            weight=principal.weight,
+            deadline=monotonic() + self._request_timeout_s,
+            constraint=constraint,
+            visible=visible,
+        )
+        return Prepared(request, principal, model, job, shape, identity)
+
+    def count_tokens(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> int:
+        """Count the tokens of the prompt that `prepare` would make."""
+        return len(self._render(request, principal, model).tokens)
+
+    def _render(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> Prompt:
+        renderer = self._renderer
+        if renderer is None or renderer.tokenizer is not model.tokenizer:
+            renderer = self._renderer = Renderer(model.tokenizer)
+        hint = request.agent
+        agent = hint.agent_id or hint.session or hint.client_key
+        today = self._dates.of(f"{principal.tenant}/{agent}") if agent else None
+        replay = Replay(model.root(principal), self._replays)
+        return renderer.render(request, today=today, replay=replay)
+
+    def _check_quota(self, principal: Principal, identity: Identity) -> None:
+        try:
+            agent = self._agents.get(principal.tenant, identity.agent_id)
+        except AgentNotFoundError:
+            return
+        self._agents.check_quota(agent)
+
+    def _max_tokens(self, request: ChatRequest, num_prompt: int, max_context: int) -> int:
+        limit, limited_by = max_context, "the model's context"
+        if self._device.longest_sequence < limit:
+            limit, limited_by = self._device.longest_sequence, "this server's memory"
+        wanted = request.stop.max_tokens
+        if num_prompt >= limit:
+            raise ContextLengthError(
+                num_prompt=num_prompt, limit=limit, limited_by=limited_by, param="messages"
+            )
+        if wanted is None:
+            return min(self._device.limits.default_max_tokens, limit - num_prompt)
+        if num_prompt + wanted > limit:
+            raise ContextLengthError(
+                num_prompt=num_prompt,
+                max_tokens=wanted,
+                limit=limit,
+                limited_by=limited_by,
+                param="max_tokens",
+            )
+        return wanted
+
+
+def _tail(prompt: Prompt, model: LoadedModel, visible: Mapping[int, bytes]) -> str:
+    """The end of a prompt as text, markers that are special tokens included."""
+    pieces = (
+        visible.get(token) or model.tokenizer.token_bytes(token)
+        for token in prompt.tokens[-_TAIL_TOKENS:]
+    )
+    return b"".join(pieces).decode("utf-8", "replace")
+
+
+def _block_ends(prompt: Prompt, spec: ModelCacheSpec) -> tuple[int, ...]:
+    """Where blocks end early: after the shared head; everywhere if only there can be resumed."""
+    if spec.kinds == (LayerKind.FULL,):
+        return (prompt.num_head,) if prompt.num_head else ()
+    return prompt.boundaries
