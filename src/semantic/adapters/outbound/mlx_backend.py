@@ -6,7 +6,6 @@ sequences, in groups of like length (`mlx_groups` says why). A step is only enqu
 tokens that the device draws feed the next step before anyone has seen them.
 """
 
-import gc
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -107,7 +106,8 @@ class MlxBackend:
             mlx_payloads.put_full(layout, sequence, part, end)
         if end > sequence.length:
             sequence.length, sequence.last = end, None
-            sequence.window_start, sequence.has_state = end, False
+            sequence.window_start = end if self._spec.window else 0
+            sequence.has_state = False
         if found.window:
             mlx_payloads.put_window(layout, sequence, found.window, end)
             sequence.window_start = max(found.window[0].start, end - self._spec.window)
@@ -161,7 +161,7 @@ class MlxBackend:
         if kind is LayerKind.STATE:
             is_held = is_held and end == sequence.length and sequence.has_state
         if not is_held:
-            raise ValueError(f"{kind.value} layers do not hold [{start}, {end})")
+            raise ValueError(f"the {kind.value} layers do not hold [{start}, {end}), or it is gone")
         arrays = mlx_payloads.copy_out(self._runner.layout, sequence, start, end, kind)
         return SnapshotTicket(self._traits.kv_abi, kind, start, end, arrays)
 
@@ -202,7 +202,6 @@ class MlxBackend:
         """Drop everything, and what MLX keeps for this thread if it is a worker."""
         self._sequences.clear()
         self._runner.release()
-        gc.collect()
         mx.synchronize()
         mx.clear_cache()
         if threading.current_thread() is not threading.main_thread():

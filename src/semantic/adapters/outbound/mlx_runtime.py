@@ -1,4 +1,4 @@
-"""What must happen before MLX is imported, and where it is the better choice; imports none of it."""
+"""What must happen before MLX is imported, and where it is the better choice."""
 
 import contextlib
 import ctypes
