@@ -116,7 +116,7 @@ def make_mlx(model: TinyModel) -> ModelBackendPort:
     from semantic.adapters.outbound.mlx_backend import MlxBackend
     from semantic.adapters.outbound.mlx_loading import MlxOptions
 
-    return MlxBackend(model.directory, model.spec, MlxOptions(dtype="float32"))
+    return MlxBackend.from_directory(model.directory, model.spec, MlxOptions(dtype="float32"))
 
 
 _NAMES = (

@@ -154,7 +154,7 @@ def _import_mlx(settings: Settings) -> MakeBackend:
     except ModuleNotFoundError as error:
         raise _missing(error, "mlx") from error
     options = MlxOptions(settings.dtype, settings.device)
-    return lambda directory, spec: MlxBackend(directory, spec, options)
+    return lambda directory, spec: MlxBackend.from_directory(directory, spec, options)
 
 
 def _missing(error: ModuleNotFoundError, backend_name: BackendName) -> InvalidRequestError:

@@ -10,13 +10,14 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import mlx.core as mx
 
 from semantic.adapters.outbound import mlx_loading, mlx_payloads
 from semantic.adapters.outbound.mlx_groups import MlxSequence
 from semantic.adapters.outbound.mlx_layout import capacity_for, why_unlike
-from semantic.adapters.outbound.mlx_loading import MlxOptions
+from semantic.adapters.outbound.mlx_loading import LoadedMlx, MlxOptions
 from semantic.adapters.outbound.mlx_payloads import SnapshotTicket
 from semantic.adapters.outbound.mlx_runner import MlxRunner
 from semantic.adapters.outbound.mlx_sampling import PendingRow, check_draw
@@ -52,16 +53,13 @@ class StepTicket:
 class MlxBackend:
     """`ModelBackendPort` over a directory that mlx-lm can load."""
 
-    def __init__(
-        self, directory: Path, spec: ModelCacheSpec, options: MlxOptions | None = None
-    ) -> None:
-        """Load a model.
+    def __init__(self, loaded: LoadedMlx) -> None:
+        """Find out how a model can be run.
 
         Raises:
             InvalidRequestError: this backend cannot run it.
         """
-        loaded = mlx_loading.load(directory, spec, options or MlxOptions())
-        self._spec = loaded.spec
+        self._spec = spec = loaded.spec
         try:
             self._runner = MlxRunner(loaded.model, loaded.make_caches)
         except _DEVICE_ERRORS as error:
@@ -75,6 +73,17 @@ class MlxBackend:
         self._traits = Traits(1, is_unified, f"mlx.v1.{dtype}")
         self._sequences: dict[SequenceId, MlxSequence] = {}
         self._num_steps = 0
+
+    @classmethod
+    def from_directory(
+        cls, directory: Path, spec: ModelCacheSpec, options: MlxOptions | None = None
+    ) -> Self:
+        """Load a model.
+
+        Raises:
+            InvalidRequestError: this backend cannot run it.
+        """
+        return cls(mlx_loading.load(directory, spec, options or MlxOptions()))
 
     @property
     def spec(self) -> ModelCacheSpec:
