@@ -79,20 +79,21 @@ def bandwidth() -> float:
     return best
 
 
-def timed(step: Callable[[], None], num_steps: int, rounds: int = 3) -> float:
-    """Seconds a step, the best of some rounds: the machine may be shared."""
-    for _ in range(6):
-        step()
-    best = float("inf")
+def timed(*steps: Callable[[], None], num_steps: int, rounds: int = 6) -> list[float]:
+    """Seconds a step of each, in turns, the best of some rounds: the machine may be shared."""
+    best = [float("inf")] * len(steps)
     for _ in range(rounds):
-        started = time.perf_counter()
-        for _ in range(num_steps):
-            step()
-        best = min(best, (time.perf_counter() - started) / num_steps)
+        for place, step in enumerate(steps):
+            for _ in range(4):
+                step()
+            started = time.perf_counter()
+            for _ in range(num_steps):
+                step()
+            best[place] = min(best[place], (time.perf_counter() - started) / num_steps)
     return best
 
 
-def bare(loaded: LoadedMlx, num_rows: int, length: int, num_steps: int) -> float:
+def bare(loaded: LoadedMlx, num_rows: int, length: int) -> Callable[[], None]:
     """The library's model over a dense batch, one step ahead."""
     cache = mlx_runtime.import_library("mlx_lm.models.cache")
     layer = loaded.spec.layers[0]
@@ -114,10 +115,10 @@ def bare(loaded: LoadedMlx, num_rows: int, length: int, num_steps: int) -> float
         held[0].tolist()
         held[0] = following
 
-    return timed(step, num_steps)
+    return step
 
 
-def served(backend: MlxBackend, lengths: list[int], num_steps: int) -> float:
+def served(backend: MlxBackend, lengths: list[int]) -> Callable[[], None]:
     """Our backend, one step ahead as the engine drives it."""
     held = list(lengths)
     for row, length in enumerate(lengths):
@@ -132,12 +133,7 @@ def served(backend: MlxBackend, lengths: list[int], num_steps: int) -> float:
         flights.append(backend.launch(Step(rows)))
         backend.collect(flights.pop(0))
 
-    seconds = timed(step, num_steps)
-    backend.collect(flights.pop())
-    for row in range(len(lengths)):
-        backend.close(SequenceId(row))
-    mx.clear_cache()
-    return seconds
+    return step
 
 
 def prefill(backend: MlxBackend, seq: SequenceId, length: int) -> None:
@@ -182,13 +178,17 @@ def main() -> None:
         is_even = len(set(lengths)) == 1
         average = sum(lengths) // len(lengths)
         # Of unlike lengths, the dense batch that reads as many bytes.
-        plain = bare(loaded, len(lengths), average, options.steps)
-        ours = served(backend, lengths, options.steps)
-        plain = min(plain, bare(loaded, len(lengths), average, options.steps))
+        plain, ours = timed(
+            bare(loaded, len(lengths), average), served(backend, lengths), num_steps=options.steps
+        )
+        for row in range(len(lengths)):
+            backend.close(SequenceId(row))
+        mx.clear_cache()
         num_bytes = weight_bytes + sum(lengths) * token_bytes
         print(
             f"| {given} | {plain * 1e3:.2f}{'' if is_even else ' (as many bytes)'} "
-            f"| {ours * 1e3:.2f} | {ours / plain:.2f} | {num_bytes / 1e9:.2f} | {num_bytes / ours / speed:.0%} |",
+            f"| {ours * 1e3:.2f} | {ours / plain:.2f} | {num_bytes / 1e9:.2f} "
+            f"| {num_bytes / ours / speed:.0%} |",
             flush=True,
         )
     backend.shutdown()

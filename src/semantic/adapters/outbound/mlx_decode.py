@@ -32,7 +32,6 @@ class GroupStep:
     group: Group
     positions: tuple[int, ...]
     start: int
-    _rows: Array = None
     _slots: dict[int, Array] = field(default_factory=dict)
     _masks: dict[int, Array | None] = field(default_factory=dict)
 
@@ -60,23 +59,21 @@ class GroupStep:
         ring = part.window or self.group.capacity
         slots = [position % ring for position in self.positions]
         num_rows = len(slots)
-        for array, new in zip(arrays, news, strict=True):
+        for i, new in enumerate(news):
             if min(slots) == max(slots):
-                array[:num_rows, :, slots[0] : slots[0] + 1] = new
+                arrays[i][:num_rows, :, slots[0] : slots[0] + 1] = new
+            elif num_rows == arrays[i].shape[0]:
+                places = mx.broadcast_to(self._slots_of(ring)[:, None, None, None], new.shape)
+                arrays[i] = mx.put_along_axis(arrays[i], places, new, 2)
             else:
-                array[self._row_indices(), :, self._slot_indices(ring, slots)] = new[:, :, 0]
+                arrays[i][mx.arange(num_rows), :, self._slots_of(ring)] = new[:, :, 0]
         size = self.size(part)
         is_whole = num_rows == arrays[0].shape[0] and size == arrays[0].shape[2]
         return arrays if is_whole else [array[:num_rows, :, :size] for array in arrays]
 
-    def _row_indices(self) -> Array:
-        if self._rows is None:
-            self._rows = mx.arange(len(self.positions))
-        return self._rows
-
-    def _slot_indices(self, ring: int, slots: Sequence[int]) -> Array:
+    def _slots_of(self, ring: int) -> Array:
         if ring not in self._slots:
-            self._slots[ring] = mx.array(slots)
+            self._slots[ring] = mx.array([position % ring for position in self.positions])
         return self._slots[ring]
 
 
@@ -91,7 +88,7 @@ class Groups:
 class AttentionView:
     """Stands for a cache of keys and values of all rows of a step."""
 
-    def __init__(self, place: int, part: Part, steps: Sequence[GroupStep], offset: Array) -> None:
+    def __init__(self, place: int, part: Part, steps: Sequence[GroupStep], offset: Any) -> None:
         self._place = place
         self.part = part
         self._steps = steps
@@ -147,7 +144,8 @@ class StateView:
 
 def views(layout: Layout, caches: Sequence[Any], steps: Sequence[GroupStep]) -> list[Any]:
     """One view for each of the model's caches, nested as the library nests them."""
-    offset = mx.array([position for step in steps for position in step.positions])
+    positions = [position for step in steps for position in step.positions]
+    offset = positions[0] if len(set(positions)) == 1 else mx.array(positions)
     flat: list[Any] = []
     for place, part in enumerate(layout.parts):
         if part.kind is LayerKind.STATE:
