@@ -108,20 +108,23 @@ class MlxBackend:
             raise CacheCorruptionError(f"only {len(sequence.known)} of {end} tokens are known")
         if not parts:
             return
-        for part in parts:
-            mlx_payloads.read(layout, part)  # all are sound before anything is changed
+        # All are found sound before anything is changed.
+        full, window = (
+            [mlx_payloads.read(layout, p) for p in k] for k in (found.full, found.window)
+        )
+        state = mlx_payloads.read(layout, found.state) if found.state else None
         self._runner.groups.alone(sequence, capacity_for(len(sequence.known)))
-        for part in found.full:
+        for part in full:
             mlx_payloads.put_full(layout, sequence, part, end)
         if end > sequence.length:
             sequence.length, sequence.last = end, None
             sequence.window_start = end if self._spec.window else 0
             sequence.has_state = False
-        if found.window:
-            mlx_payloads.put_window(layout, sequence, found.window, end)
-            sequence.window_start = max(found.window[0].start, end - self._spec.window)
-        if found.state:
-            mlx_payloads.put_state(layout, sequence, found.state)
+        if window:
+            mlx_payloads.put_window(layout, sequence, window, end)
+            sequence.window_start = max(window[0].payload.start, end - self._spec.window)
+        if state is not None:
+            mlx_payloads.put_state(layout, sequence, state)
             sequence.has_state = True
         mx.eval(sequence.held()[0].arrays)
 

@@ -53,8 +53,16 @@ def copy_out(
     return tuple(copies)
 
 
-def read(layout: Layout, payload: KVPayload) -> list[Array]:
-    """A payload's arrays on the device.
+@dataclass(frozen=True, slots=True)
+class LoadedPart:
+    """A payload whose arrays are on the device, not yet in a sequence."""
+
+    payload: KVPayload
+    arrays: tuple[Array, ...]
+
+
+def read(layout: Layout, payload: KVPayload) -> LoadedPart:
+    """Bring a payload's arrays to the device.
 
     Raises:
         CacheCorruptionError: a buffer is missing or has another shape or size.
@@ -70,28 +78,29 @@ def read(layout: Layout, payload: KVPayload) -> list[Array]:
         if payload.kind is not LayerKind.STATE:
             shape = (shape[0], num_tokens, shape[1])  # noqa: PLW2901 - the same, with its tokens
         arrays.append(_to_device(buffers.get(name), (len(places), *shape), dtype))
-    return arrays
+    return LoadedPart(payload, tuple(arrays))
 
 
-def put_full(layout: Layout, sequence: MlxSequence, payload: KVPayload, end: int) -> None:
-    """Write a FULL payload up to `end` into a sequence that is alone in its group."""
+def put_full(layout: Layout, sequence: MlxSequence, loaded: LoadedPart, end: int) -> None:
+    """Write a FULL part up to `end` into a sequence that is alone in its group."""
     group, _ = sequence.held()
+    payload = loaded.payload
     end = min(end, payload.end)
-    for i, array in enumerate(read(layout, payload)):
+    for i, array in enumerate(loaded.arrays):
         for layer, place in enumerate(layout.of_kind(LayerKind.FULL)):
             new = array[layer : layer + 1, :, : end - payload.start]
             group.arrays[place][i][:, :, payload.start : end] = new
 
 
 def put_window(
-    layout: Layout, sequence: MlxSequence, payloads: Sequence[KVPayload], end: int
+    layout: Layout, sequence: MlxSequence, loaded: Sequence[LoadedPart], end: int
 ) -> None:
     """Write the last tokens before `end` into the rings of a sequence that is alone."""
     group, _ = sequence.held()
     places = layout.of_kind(LayerKind.WINDOW)
     part = layout.parts[places[0]]
-    start = payloads[0].start
-    columns = zip(*(read(layout, payload) for payload in payloads), strict=True)
+    start = loaded[0].payload.start
+    columns = zip(*(part.arrays for part in loaded), strict=True)
     for i, pieces in enumerate(columns):
         ordered = mx.concatenate(pieces, axis=2)[:, :, : end - start]
         for layer, place in enumerate(places):
@@ -99,10 +108,10 @@ def put_window(
             group.arrays[place][i] = mx.contiguous(ring)
 
 
-def put_state(layout: Layout, sequence: MlxSequence, payload: KVPayload) -> None:
+def put_state(layout: Layout, sequence: MlxSequence, loaded: LoadedPart) -> None:
     """Set the recurrent arrays of a sequence that is alone."""
     group, _ = sequence.held()
-    for i, array in enumerate(read(layout, payload)):
+    for i, array in enumerate(loaded.arrays):
         for layer, place in enumerate(layout.of_kind(LayerKind.STATE)):
             group.arrays[place][i] = mx.contiguous(array[layer : layer + 1])
 
