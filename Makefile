@@ -43,7 +43,7 @@ $(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.dev: $(VENV)/.serve
 	@echo "==> installing what the checks need"
-	@$(PIP) install --progress-bar on -c constraints.txt -e '.[$(EXTRAS),dev]' || $(INSTALL_FAILED)
+	@$(PIP) install --progress-bar on -c constraints.txt -e '.[torch,mlx,dev]' || $(INSTALL_FAILED)
 	@touch $@
 
 .PHONY: setup

@@ -17,8 +17,8 @@ settings.load_profile("default")
 @pytest.fixture(scope="session")
 def starter_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home directory with the starter model in it, as the first start makes it."""
-    from semantic.adapters.config.settings import STARTER_MODEL  # noqa: PLC0415
-    from semantic.adapters.outbound.model_source import LocalModelSource  # noqa: PLC0415
+    from semantic.adapters.config.settings import STARTER_MODEL
+    from semantic.adapters.outbound.model_source import LocalModelSource
 
     home = tmp_path_factory.mktemp("home")
     LocalModelSource(home / "models", STARTER_MODEL).resolve(STARTER_MODEL, lambda _: None)

@@ -1,5 +1,6 @@
 """The backends under contract, and what each of them says of a prompt fresh and alone."""
 
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,12 +9,14 @@ from typing import Protocol
 import pytest
 import torch
 
+from semantic.adapters.outbound import mlx_runtime
 from semantic.adapters.outbound.fake_backend import FakeBackend, fake_spec
 from semantic.adapters.outbound.torch_backend import TorchBackend
 from semantic.adapters.outbound.torch_loading import TorchOptions
 from semantic.domain.sampling import SamplingParams
 from semantic.ports.outbound import ModelBackendPort
 from tests.contract.driver import GREEDY, NUM_REPLY, begin
+from tests.contract.mlx_models import CUT_WHERE_SAVED, MLX_FAMILIES, write_mlx_model
 from tests.contract.models import (
     BLOCK_TOKENS,
     FAMILIES,
@@ -84,12 +87,59 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
     return get
 
 
-@pytest.fixture(scope="session", params=[*_FAKES, *(f"torch-{family}" for family in FAMILIES)])
-def subject(request: pytest.FixtureRequest, tiny_model: Callable[[str], TinyModel]) -> Subject:
+@pytest.fixture(scope="session")
+def mlx_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    """Writes a family's tiny model for MLX when it is first asked for; skips without MLX."""
+    written: dict[str, TinyModel] = {}
+
+    def get(family: str) -> TinyModel:
+        require_mlx()
+        if family not in written:
+            written[family] = write_mlx_model(tmp_path_factory.mktemp(f"mlx-{family}"), family)
+        return written[family]
+
+    return get
+
+
+def require_mlx() -> None:
+    """Make MLX ready, or skip the test where it is not installed."""
+    if importlib.util.find_spec("mlx_lm") is None:
+        pytest.skip("mlx-lm is not installed")
+    mlx_runtime.prepare(num_threads=1)
+    import mlx.core as mx
+
+    mx.disable_compile()  # which runs a C++ compiler for every new kernel
+
+
+def make_mlx(model: TinyModel) -> ModelBackendPort:
+    """A backend that computes in float32."""
+    from semantic.adapters.outbound.mlx_backend import MlxBackend
+    from semantic.adapters.outbound.mlx_loading import MlxOptions
+
+    return MlxBackend.from_directory(model.directory, model.spec, MlxOptions(dtype="float32"))
+
+
+_NAMES = (
+    *_FAKES,
+    *(f"torch-{family}" for family in FAMILIES),
+    *(f"mlx-{family}" for family in MLX_FAMILIES),
+)
+
+
+@pytest.fixture(scope="session", params=_NAMES)
+def subject(
+    request: pytest.FixtureRequest,
+    tiny_model: Callable[[str], TinyModel],
+    mlx_model: Callable[[str], TinyModel],
+) -> Subject:
     name: str = request.param
     if name in _FAKES:
         return _FAKES[name]
-    model = tiny_model(name.removeprefix("torch-"))
+    library, _, family = name.partition("-")
+    if library == "mlx":
+        written = mlx_model(family)
+        return Subject(lambda: make_mlx(written), cuts_anywhere=family not in CUT_WHERE_SAVED)
+    model = tiny_model(family)
     return Subject(lambda: TorchBackend(model.directory, model.spec, TorchOptions(dtype="float32")))
 
 

@@ -120,7 +120,9 @@ def test_last_sampled_is_the_token_itself(backend: ModelBackendPort, alone: Alon
     assert explicit.reply == alone(prompt(17, seed=1))
 
 
-@pytest.mark.parametrize("subject", ["fake-pipelined"], indirect=True)
+@pytest.mark.parametrize(
+    "subject", ["fake-pipelined", "mlx-llama", "mlx-deepseek-v3"], indirect=True
+)
 def test_a_step_ahead_and_a_stop_seen_late(backend: ModelBackendPort, alone: Alone) -> None:
     assert backend.traits.pipeline_depth == 1
     run = begin(backend, 0, prompt(11))

@@ -17,6 +17,8 @@ from semantic.domain.errors import InvalidRequestError
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 _LINEAR = "linear_attention"
+_HYBRID = "hybrid"
+_MAMBA = "mamba"
 
 
 class LayerKind(enum.Enum):
@@ -134,6 +136,8 @@ class ConfigAttributes:
 def read_layers(attributes: ConfigAttributes) -> tuple[LayerSpec, ...]:
     """Read a model's layers, first to last; ``layer_types`` beats the family's own rule.
 
+    A layer that keeps two kinds of state side by side is two entries.
+
     Raises:
         InvalidRequestError: An attribute is missing or wrong, or it is not known what this model
             keeps between tokens.
@@ -145,6 +149,7 @@ def read_layers(attributes: ConfigAttributes) -> tuple[LayerSpec, ...]:
     if types is None:
         num_layers = attributes.integer("num_hidden_layers")
         types = [family.rule(attributes, index) for index in range(num_layers)]
+    types = [part for layer_type in types for part in family.parts.get(layer_type, (layer_type,))]
     unknown = sorted(set(types) - set(family.readers))
     if unknown:
         raise attributes.refusal(f"layer_types has {unknown[0]!r}, which is not supported")
@@ -209,6 +214,22 @@ def _gated_delta(attributes: ConfigAttributes) -> LayerSpec:
     return LayerSpec(LayerKind.STATE, state_elements=convolution + recurrent)
 
 
+def _mamba(attributes: ConfigAttributes) -> LayerSpec:
+    num_heads, state = attributes.integer("mamba_n_heads"), attributes.integer("mamba_d_state")
+    if attributes.is_set("mamba_d_ssm"):
+        width = attributes.integer("mamba_d_ssm")
+    else:
+        width = attributes.integer("mamba_expand") * attributes.integer("hidden_size")
+    channels = width + 2 * attributes.integer("mamba_n_groups") * state
+    convolution = (attributes.integer("mamba_d_conv") - 1) * channels
+    recurrent = num_heads * (width // num_heads) * state
+    return LayerSpec(LayerKind.STATE, state_elements=convolution + recurrent)
+
+
+def _hybrid_everywhere(_attributes: ConfigAttributes, _index: int) -> str:
+    return _HYBRID
+
+
 def _full_everywhere(_attributes: ConfigAttributes, _index: int) -> str:
     return _FULL
 
@@ -263,13 +284,18 @@ def _refuse_unlike_others(attributes: ConfigAttributes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How to read the layers of one architecture."""
+    """How to read the layers of one architecture.
+
+    Attributes:
+        parts: What a layer of a type consists of, where it is more than one kind.
+    """
 
     rule: Callable[[ConfigAttributes, int], str]
     readers: Mapping[str, Callable[[ConfigAttributes], LayerSpec]] = field(
         default_factory=lambda: {_FULL: _full, _SLIDING: _window}
     )
     defaults: Mapping[str, object] = field(default_factory=dict)
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 # Only Gemma 3 needs its whole geometry here: nested configs are saved without the default values.
@@ -318,6 +344,12 @@ _FAMILIES: Mapping[str, _Family] = {
         _linear_by_interval,
         {_FULL: _full, _LINEAR: _gated_delta},
         {"num_key_value_heads": 2, "head_dim": 256, "full_attention_interval": 4},
+    ),
+    "falcon_h1": _Family(
+        _hybrid_everywhere,
+        {_FULL: _full, _MAMBA: _mamba},
+        {"mamba_d_conv": 4, "mamba_d_state": 256, "mamba_n_groups": 1, "mamba_expand": 2},
+        parts={_HYBRID: (_MAMBA, _FULL)},
     ),
 }
 _FALLBACK = _Family(_sliding_by_what_is_set)

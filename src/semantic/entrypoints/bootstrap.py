@@ -1,6 +1,6 @@
 """The only place where the parts are put together.
 
-Heavy imports (torch, transformers) happen on the device's thread, after the socket is open.
+Heavy imports (torch, mlx, transformers) happen on the device's thread, after the socket is open.
 """
 
 import json
@@ -8,9 +8,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from semantic.adapters.config.settings import STARTER_MODEL, Settings
+from semantic.adapters.outbound import mlx_runtime
 from semantic.application.device_thread import DeviceThread, LoadedModel
 from semantic.application.inference import InferenceService
 from semantic.application.model_registry import ModelRegistry
@@ -22,7 +23,8 @@ from semantic.domain.spec import ModelCacheSpec
 from semantic.entrypoints.agent_memory import AgentMemory
 from semantic.ports.outbound import ModelBackendPort, TokenizerPort
 
-BackendName = Literal["torch", "fake"]
+MakeBackend: TypeAlias = Callable[[Path, ModelCacheSpec], ModelBackendPort]
+BackendName = Literal["torch", "mlx", "fake"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ def bootstrap(settings: Settings) -> Server:
     """
     _prepare_directories(settings)
     memory = AgentMemory(settings)
-    backend_name: BackendName = "fake" if settings.backend == "fake" else "torch"
+    backend_name = _choose_backend(settings)
     model_id = _served_id(settings, backend_name)
     hub = ReplyHub()
     device = DeviceThread(
@@ -73,6 +75,12 @@ def bootstrap(settings: Settings) -> Server:
         models=ModelRegistry(device, model_id, backend_name),
         memory=memory,
     )
+
+
+def _choose_backend(settings: Settings) -> BackendName:
+    if settings.backend != "auto":
+        return settings.backend
+    return "mlx" if mlx_runtime.is_preferred() and settings.device != "cpu" else "torch"
 
 
 def _prepare_directories(settings: Settings) -> None:
@@ -114,35 +122,20 @@ def _load(
         from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer
 
         return _loaded("fake", FakeBackend(), FakeTokenizer(), "fake", memory)
-    return _load_torch(settings, memory, on_progress)
-
-
-def _load_torch(
-    settings: Settings, memory: AgentMemory, on_progress: Callable[[str], None]
-) -> LoadedModel:
     from semantic.adapters.outbound.fingerprint import fingerprint
     from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
     from semantic.adapters.outbound.model_source import LocalModelSource
 
     source = LocalModelSource(settings.home_dir / "models", STARTER_MODEL)
     directory = source.resolve(settings.model, on_progress)
-    on_progress("importing torch")
-    _calm_openmp()
-    try:
-        from semantic.adapters.outbound.torch_backend import TorchBackend
-        from semantic.adapters.outbound.torch_loading import TorchOptions
-    except ModuleNotFoundError as error:
-        raise InvalidRequestError(
-            f"the torch backend needs {error.name}: pip install 'semantic-server[torch]'",
-            param="backend",
-        ) from error
+    on_progress(f"importing {backend_name}")
+    make = {"torch": _import_torch, "mlx": _import_mlx}[backend_name](settings)
     on_progress(f"loading {directory.name}")
     config = json.loads((directory / "config.json").read_text("utf-8"))
-    spec = ModelCacheSpec.from_config(config)
-    options = TorchOptions(settings.dtype, settings.device, settings.weights, settings.threads)
-    backend = TorchBackend(directory, spec, options)
+    backend = make(directory, ModelCacheSpec.from_config(config))
     name = fingerprint(directory, settings.home_dir / "models" / "fingerprints.json")
-    return _loaded(_served_id(settings, "torch"), backend, HFTokenizer(directory), name, memory)
+    served = _served_id(settings, backend_name)
+    return _loaded(served, backend, HFTokenizer(directory), name, memory)
 
 
 def _loaded(
@@ -162,6 +155,42 @@ def _loaded(
         kv_format=memory.kv_format,
         reply_format=detect_reply_format(tokenizer.chat_template, tokenizer.special_ids),
         grammar=LLGuidanceGrammar(tokenizer),
+    )
+
+
+def _import_torch(settings: Settings) -> MakeBackend:
+    _calm_openmp()
+    try:
+        from semantic.adapters.outbound.torch_backend import TorchBackend
+        from semantic.adapters.outbound.torch_loading import TorchOptions
+    except ModuleNotFoundError as error:
+        raise _missing(error, "torch") from error
+    options = TorchOptions(settings.dtype, settings.device, settings.weights, settings.threads)
+    return lambda directory, spec: TorchBackend(directory, spec, options)
+
+
+def _import_mlx(settings: Settings) -> MakeBackend:
+    if settings.weights != "full":
+        raise InvalidRequestError(
+            f"weights {settings.weights}: mlx runs models as they are; "
+            "take one that is quantised, such as mlx-community's",
+            param="weights",
+        )
+    mlx_runtime.prepare(settings.threads)
+    try:
+        from semantic.adapters.outbound.mlx_backend import MlxBackend
+        from semantic.adapters.outbound.mlx_loading import MlxOptions
+    except ModuleNotFoundError as error:
+        raise _missing(error, "mlx") from error
+    options = MlxOptions(settings.dtype, settings.device)
+    return lambda directory, spec: MlxBackend.from_directory(directory, spec, options)
+
+
+def _missing(error: ModuleNotFoundError, backend_name: BackendName) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the {backend_name} backend needs {error.name}: "
+        f"pip install 'semantic-server[{backend_name}]'",
+        param="backend",
     )
 
 

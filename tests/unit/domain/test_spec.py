@@ -142,6 +142,23 @@ DEEPSEEK_V3: Mapping[str, object] = {
     "num_hidden_layers": 61,
     "vocab_size": 129280,
 }
+FALCON_H1_1B: Mapping[str, object] = {
+    "model_type": "falcon_h1",
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_chunk_size": 256,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_ssm": 3072,
+    "mamba_d_state": 256,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 48,
+    "vocab_size": 65537,
+    "max_position_embeddings": 131072,
+}
 QWEN3_NEXT_80B: Mapping[str, object] = {
     "model_type": "qwen3_next",
     "hidden_size": 2048,
@@ -247,6 +264,20 @@ def test_deepseek_v2_keeps_expanded_heads_and_v3_the_latent() -> None:
     assert read(DEEPSEEK_V2).layers[0] == LayerSpec(LayerKind.FULL, 128, 192, 128)
     assert read(DEEPSEEK_V3).layers[0] == LayerSpec(LayerKind.FULL, 1, 512, 64)
     assert read(DEEPSEEK_V3).layers[0].elements_per_token == 576
+
+
+def test_falcon_h1_keeps_a_state_and_keys_side_by_side() -> None:
+    spec = read(FALCON_H1_1B)
+    convolution, recurrent = 3 * (3072 + 2 * 256), 48 * 64 * 256
+
+    assert spec.layers[:2] == (
+        LayerSpec(LayerKind.STATE, state_elements=convolution + recurrent),
+        LayerSpec(LayerKind.FULL, 2, 128, 128),
+    )
+    assert (spec.num_state, spec.num_full) == (24, 24)
+    assert spec.bytes_per_token() == 24 * 2 * 2 * 128 * 2
+    expanded = {**FALCON_H1_1B, "mamba_d_ssm": None, "mamba_expand": 2, "mamba_n_heads": 64}
+    assert read(expanded).layers[0].state_elements == 3 * (4096 + 2 * 256) + 4096 * 256
 
 
 def test_qwen3_next_state_does_not_grow() -> None:

@@ -39,16 +39,18 @@ class Settings(BaseSettings):
     model: str = Field(
         STARTER_MODEL, description="model to serve: a name, a directory, a GGUF file"
     )
-    backend: Literal["auto", "torch", "fake"] = Field("auto", description="what runs the model")
+    backend: Literal["auto", "torch", "mlx", "fake"] = Field(
+        "auto", description="what runs the model; auto: mlx on Apple Silicon and its CUDA build"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="number format of weights and attention state"
     )
 
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where torch runs the model")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     weights: Literal["full", "int8", "int4"] = Field(
         "full", description="fewer bits decode faster on a CPU and answer less exactly"
     )
-    threads: int = Field(0, ge=0, le=1024, description="CPU threads for torch; 0 takes all cores")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads; 0 takes all cores")
 
     home: Path = Field(Path("~/.semantic"), description="everything the server writes is in here")
     cache_dir: Path | None = Field(None, description="attention state; default: HOME/cache")

@@ -1,0 +1,198 @@
+"""How long a decode step takes on MLX: beside a bare mlx-lm loop, and beside the memory's speed.
+
+A Llama with random weights, one step ahead as the engine drives it. The bare loop is the library's
+model over one dense batch of equal lengths, without a server around it.
+
+    python -m benchmarks.bench_mlx_decode                                   # small, any machine
+    python -m benchmarks.bench_mlx_decode --shape llama-8b --lengths 4096x8 32768,2048x7
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+from semantic.adapters.outbound import mlx_runtime
+from semantic.domain.sampling import SamplingParams
+from semantic.domain.spec import ModelCacheSpec
+from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, SequenceId, Step
+
+mlx_runtime.prepare()
+import mlx.core as mx  # noqa: E402 - after the BLAS it is to use
+
+from semantic.adapters.outbound.mlx_backend import MlxBackend  # noqa: E402
+from semantic.adapters.outbound.mlx_loading import LoadedMlx, choose_device  # noqa: E402
+
+SHAPES = {
+    "tiny": (256, 8, 512, 8, 2, 1000, "float32"),
+    "llama-8b": (4096, 32, 14336, 32, 8, 128_256, "bfloat16"),
+}
+GREEDY = Draw(SamplingParams(temperature=0, seed=0), num_prompt=1)
+PREFILL = 2048
+
+
+def make_model(shape: str) -> LoadedMlx:
+    """A Llama with made-up weights."""
+    hidden, layers, inner, heads, kv_heads, vocab, dtype = SHAPES[shape]
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": False,
+    }
+    llama = mlx_runtime.import_library("mlx_lm.models.llama")
+    cache = mlx_runtime.import_library("mlx_lm.models.cache")
+    tree_map = mlx_runtime.import_library("mlx.utils").tree_map
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    number = getattr(mx, dtype)
+    model.update(
+        tree_map(
+            lambda p: (
+                mx.random.normal(p.shape, number, scale=0.02) if p.ndim > 1 else p.astype(number)
+            ),
+            model.parameters(),
+        )
+    )
+    mx.eval(model.parameters())
+    return LoadedMlx(
+        model, ModelCacheSpec.from_config(config), lambda: list(cache.make_prompt_cache(model))
+    )
+
+
+def bandwidth() -> float:
+    """Bytes a second that a large addition in place reads and writes."""
+    size = 2**30 if mx.default_device() == mx.Device(mx.gpu) else 2**25
+    array = mx.zeros((size,), mx.uint8)
+    best = 0.0
+    for _ in range(8):
+        mx.eval(array)
+        started = time.perf_counter()
+        array = array + 1
+        mx.eval(array)
+        best = max(best, 2 * size / (time.perf_counter() - started))
+    return best
+
+
+def timed(*steps: Callable[[], None], num_steps: int, rounds: int = 6) -> list[float]:
+    """Seconds a step of each, in turns, the best of some rounds: the machine may be shared."""
+    best = [float("inf")] * len(steps)
+    for _ in range(rounds):
+        for place, step in enumerate(steps):
+            for _ in range(4):
+                step()
+            started = time.perf_counter()
+            for _ in range(num_steps):
+                step()
+            best[place] = min(best[place], (time.perf_counter() - started) / num_steps)
+    return best
+
+
+def bare(loaded: LoadedMlx, num_rows: int, length: int) -> Callable[[], None]:
+    """The library's model over a dense batch, one step ahead."""
+    cache = mlx_runtime.import_library("mlx_lm.models.cache")
+    layer = loaded.spec.layers[0]
+    number = loaded.model.model.norm.weight.dtype
+    caches = []
+    for _ in loaded.spec.layers:
+        made = cache.KVCache()
+        shape = (num_rows, layer.num_kv_heads, length + 512, layer.key_dim)
+        made.keys, made.values = (mx.random.normal(shape, number) for _ in range(2))
+        made.offset = length
+        mx.eval(made.keys, made.values)
+        caches.append(made)
+    held = [mx.zeros((num_rows,), mx.uint32)]
+
+    def step() -> None:
+        logits = loaded.model(held[0][:, None], cache=caches)
+        following = mx.argmax(logits[:, -1], axis=-1)
+        mx.async_eval(following)
+        held[0].tolist()
+        held[0] = following
+
+    return step
+
+
+def served(backend: MlxBackend, lengths: list[int]) -> Callable[[], None]:
+    """Our backend, one step ahead as the engine drives it."""
+    held = list(lengths)
+    for row, length in enumerate(lengths):
+        prefill(backend, SequenceId(row), length)
+    chunks = [Chunk(SequenceId(r), n, (1,), GREEDY) for r, n in enumerate(held)]
+    flights = [backend.launch(Step(tuple(chunks)))]
+
+    def step() -> None:
+        for row in range(len(held)):
+            held[row] += 1
+        rows = tuple(Chunk(SequenceId(r), n, LAST_SAMPLED, GREEDY) for r, n in enumerate(held))
+        flights.append(backend.launch(Step(rows)))
+        backend.collect(flights.pop(0))
+
+    return step
+
+
+def prefill(backend: MlxBackend, seq: SequenceId, length: int) -> None:
+    """Compute a prompt in chunks."""
+    tokens = [1 + i % 999 for i in range(length)]
+    backend.open(seq, tokens)
+    for start in range(0, length, PREFILL):
+        chunk = Chunk(seq, start, tuple(tokens[start : start + PREFILL]))
+        backend.collect(backend.launch(Step((chunk,))))
+
+
+def parse(lengths: str) -> list[int]:
+    """`32768,2048x7` is one of 32768 and seven of 2048."""
+    parsed: list[int] = []
+    for item in lengths.split(","):
+        length, _, count = item.partition("x")
+        parsed += [int(length)] * int(count or 1)
+    return parsed
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--lengths", nargs="+", default=["256x1", "256x4", "900,200x3"])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    options = parser.parse_args()
+    choose_device(options.device)
+    loaded = make_model(options.shape)
+    tree_flatten = mlx_runtime.import_library("mlx.utils").tree_flatten
+    weight_bytes = sum(w.nbytes for _, w in tree_flatten(loaded.model.parameters()))
+    itemsize = loaded.model.model.norm.weight.dtype.size
+    token_bytes = loaded.spec.bytes_per_token(bits=8 * itemsize)
+    speed = bandwidth()
+    backend = MlxBackend(loaded)
+    print(f"{options.shape}: {weight_bytes / 1e9:.2f} GB of weights, {speed / 1e9:.0f} GB/s")
+    print("| lengths | bare ms | served ms | ratio | GB a step | share of bandwidth |")
+    print("|---|---|---|---|---|---|")
+    for given in options.lengths:
+        lengths = parse(given)
+        is_even = len(set(lengths)) == 1
+        average = sum(lengths) // len(lengths)
+        # Of unlike lengths, the dense batch that reads as many bytes.
+        plain, ours = timed(
+            bare(loaded, len(lengths), average), served(backend, lengths), num_steps=options.steps
+        )
+        for row in range(len(lengths)):
+            backend.close(SequenceId(row))
+        mx.clear_cache()
+        num_bytes = weight_bytes + sum(lengths) * token_bytes
+        print(
+            f"| {given} | {plain * 1e3:.2f}{'' if is_even else ' (as many bytes)'} "
+            f"| {ours * 1e3:.2f} | {ours / plain:.2f} | {num_bytes / 1e9:.2f} "
+            f"| {num_bytes / ours / speed:.0%} |",
+            flush=True,
+        )
+    backend.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""One token for each of several sequences: what a model is given in place of its caches.
+
+The model runs once over ``[rows, 1]``. A view stands for one leaf cache of all rows: it writes
+each group's new keys and values into that group's arrays and hands back what to attend over. With
+one group these are plain arrays and a mask, which any model understands. With several it is a
+`Groups` object that only the library's attention function takes, which is wrapped for that.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from semantic.adapters.outbound.mlx_groups import Group
+from semantic.adapters.outbound.mlx_layout import Array, Layout, Part, library
+from semantic.domain.spec import LayerKind
+
+_ATTENTION = "scaled_dot_product_attention"
+
+
+@dataclass(slots=True, eq=False)
+class GroupStep:
+    """The first rows of a group, which take part in a step.
+
+    Attributes:
+        positions: Of the new token, by row.
+        start: The first row's place in the step's batch.
+    """
+
+    group: Group
+    positions: tuple[int, ...]
+    start: int
+    _slots: dict[int, Array] = field(default_factory=dict)
+    _masks: dict[int, Array | None] = field(default_factory=dict)
+
+    @property
+    def place(self) -> slice:
+        """Where the rows are in the batch."""
+        return slice(self.start, self.start + len(self.positions))
+
+    def size(self, part: Part) -> int:
+        """Tokens of a part that the longest row looks at."""
+        return min(max(self.positions) + 1, part.size(self.group.capacity))
+
+    def mask(self, part: Part) -> Array | None:
+        """Which of those each row may look at; None where all rows look at all."""
+        size = self.size(part)
+        if size not in self._masks:
+            is_full = min(self.positions) + 1 >= size
+            ends = None if is_full else mx.array(self.positions)[:, None]
+            mask = None if is_full else (mx.arange(size)[None] <= ends)[:, None, None]
+            self._masks[size] = mask
+        return self._masks[size]
+
+    def write(self, part: Part, arrays: list[Array], news: Sequence[Array]) -> list[Array]:
+        """Put the new token's keys and values in their places; returns what to attend over."""
+        ring = part.window or self.group.capacity
+        slots = [position % ring for position in self.positions]
+        num_rows = len(slots)
+        for i, new in enumerate(news):
+            if min(slots) == max(slots):
+                arrays[i][:num_rows, :, slots[0] : slots[0] + 1] = new
+            elif num_rows == arrays[i].shape[0]:
+                places = mx.broadcast_to(self._slots_of(ring)[:, None, None, None], new.shape)
+                arrays[i] = mx.put_along_axis(arrays[i], places, new, 2)
+            else:
+                arrays[i][mx.arange(num_rows), :, self._slots_of(ring)] = new[:, :, 0]
+        size = self.size(part)
+        is_whole = num_rows == arrays[0].shape[0] and size == arrays[0].shape[2]
+        return arrays if is_whole else [array[:num_rows, :, :size] for array in arrays]
+
+    def _slots_of(self, ring: int) -> Array:
+        if ring not in self._slots:
+            self._slots[ring] = mx.array([position % ring for position in self.positions])
+        return self._slots[ring]
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Keys or values of several groups, by group."""
+
+    steps: Sequence[GroupStep]
+    arrays: Sequence[Array]
+
+
+class AttentionView:
+    """Stands for a cache of keys and values of all rows of a step."""
+
+    def __init__(self, place: int, part: Part, steps: Sequence[GroupStep], offset: Any) -> None:
+        self._place = place
+        self.part = part
+        self._steps = steps
+        self.offset = offset
+
+    def make_mask(self, *_: Any, **__: Any) -> Array | None:
+        """What the model passes on to attention; groups have masks of their own."""
+        return self._steps[0].mask(self.part) if len(self._steps) == 1 else None
+
+    def update_and_fetch(self, keys: Array, values: Array) -> tuple[Any, Any]:
+        """Keep the new token's keys and values and return all there are."""
+        if len(self._steps) == 1:
+            (step,) = self._steps
+            all_keys, all_values = self._write(step, keys, values)
+            return all_keys, all_values
+        fetched = [self._write(s, keys[s.place], values[s.place]) for s in self._steps]
+        all_keys, all_values = zip(*fetched, strict=True)
+        return Groups(self._steps, all_keys), Groups(self._steps, all_values)
+
+    def _write(self, step: GroupStep, keys: Array, values: Array) -> list[Array]:
+        return step.write(self.part, step.group.arrays[self._place], (keys, values))
+
+
+class StateView:
+    """Stands for a cache of recurrent arrays of all rows of a step."""
+
+    lengths = None
+    left_padding = None
+
+    def __init__(self, place: int, steps: Sequence[GroupStep]) -> None:
+        self._place = place
+        self._steps = steps
+
+    def __getitem__(self, index: int) -> Array:
+        pieces = [
+            step.group.arrays[self._place][index][: len(step.positions)] for step in self._steps
+        ]
+        return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
+
+    def __setitem__(self, index: int, value: Array) -> None:
+        for step in self._steps:
+            arrays = step.group.arrays[self._place]
+            new = value if len(self._steps) == 1 else mx.contiguous(value[step.place])
+            rest = arrays[index][len(step.positions) :]
+            arrays[index] = mx.concatenate([new, rest]) if rest.shape[0] else new
+
+    def make_mask(self, *_: Any, **__: Any) -> None:
+        """No row is padded."""
+
+    def advance(self, num_tokens: int) -> None:
+        """Lengths are kept elsewhere."""
+
+
+def views(layout: Layout, caches: Sequence[Any], steps: Sequence[GroupStep]) -> list[Any]:
+    """One view for each of the model's caches, nested as the library nests them."""
+    positions = [position for step in steps for position in step.positions]
+    offset = positions[0] if len(set(positions)) == 1 else mx.array(positions)
+    flat: list[Any] = []
+    for place, part in enumerate(layout.parts):
+        if part.kind is LayerKind.STATE:
+            flat.append(StateView(place, steps))
+        else:
+            flat.append(AttentionView(place, part, steps, offset))
+    nested: list[Any] = []
+    for cache in caches:
+        size = len(cache.caches) if isinstance(cache, library.CacheList) else 0
+        nested.append(tuple(flat[:size]) if size else flat[0])
+        del flat[: max(1, size)]
+    return nested
+
+
+def wrap_attention() -> None:
+    """Let the library's attention function take `Groups`, in every model that is imported."""
+    for name, module in list(sys.modules.items()):
+        original = getattr(module, _ATTENTION, None) if name.startswith("mlx_lm.models") else None
+        if original is not None and not getattr(original, "takes_groups", False):
+            setattr(module, _ATTENTION, _wrapped(original))
+
+
+def _wrapped(original: Any) -> Any:
+    def attention(
+        queries: Array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Array | None,
+        sinks: Array | None = None,
+    ) -> Array:
+        if isinstance(keys, Groups):
+            outputs = [
+                _attend(queries[step.place], k, v, step.mask(cache.part), scale, sinks)
+                for step, k, v in zip(keys.steps, keys.arrays, values.arrays, strict=True)
+            ]
+            return mx.concatenate(outputs)
+        if (
+            isinstance(cache, AttentionView)
+            and isinstance(mask, mx.array)
+            and mask.dtype == mx.bool_
+        ):
+            return _attend(queries, keys, values, mask, scale, sinks)
+        return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+    attention.takes_groups = True  # type: ignore[attr-defined]
+    return attention
+
+
+def _attend(
+    queries: Array,
+    keys: Array,
+    values: Array,
+    mask: Array | None,
+    scale: float,
+    sinks: Array | None,
+) -> Array:
+    """One query a row. CUDA's kernels take no mask of ours, so there it is written out."""
+    if mask is None or sinks is not None or not mx.cuda.is_available():
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
+    num_rows, num_heads, _, dim = queries.shape
+    # Heads that share keys become query rows, so that keys are read once.
+    folded = (queries * scale).reshape(num_rows, keys.shape[1], -1, dim)
+    scores = mx.where(mask, folded @ keys.swapaxes(-1, -2), -mx.inf)
+    weights = mx.softmax(scores, axis=-1, precise=True)
+    return (weights @ values).reshape(num_rows, num_heads, 1, values.shape[-1])

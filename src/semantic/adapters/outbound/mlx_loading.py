@@ -1,0 +1,162 @@
+"""Loads a model with mlx-lm for the MLX backend, or says why it cannot be run.
+
+Reads what newer configs say in other words than mlx-lm expects, and sees to it that the caches the
+library keeps are those the geometry describes.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from semantic.adapters.outbound.mlx_layout import leaves, library
+from semantic.adapters.outbound.mlx_runtime import import_library
+from semantic.domain.errors import InvalidRequestError
+from semantic.domain.spec import LayerKind, ModelCacheSpec
+
+_LOG = logging.getLogger(__name__)
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, OSError, RuntimeError)
+
+
+@dataclass(frozen=True, slots=True)
+class MlxOptions:
+    """How a model is run.
+
+    Attributes:
+        dtype: Of weights that are not quantised, and of attention state; auto keeps the model's
+            own on a GPU and takes float32 on a CPU, whose other kernels are slow.
+        device: auto takes the GPU where there is one.
+    """
+
+    dtype: DType = "auto"
+    device: Device = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedMlx:
+    """A model, its geometry as the library keeps it, and how its caches are made."""
+
+    model: Any
+    spec: ModelCacheSpec
+    make_caches: Callable[[], list[Any]]
+
+
+def choose_device(device: Device) -> None:
+    """Make MLX compute there from now on.
+
+    Raises:
+        InvalidRequestError: CUDA is asked for and there is none.
+    """
+    has_cuda = mx.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise InvalidRequestError("device cuda: MLX finds no CUDA device here", param="device")
+    has_gpu = has_cuda or mx.metal.is_available()
+    mx.set_default_device(mx.gpu if has_gpu and device != "cpu" else mx.cpu)
+
+
+def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> LoadedMlx:
+    """Load a model's weights on this thread.
+
+    Raises:
+        InvalidRequestError: this backend cannot run the model.
+    """
+    choose_device(options.device)
+    config = json.loads((directory / "config.json").read_text("utf-8"))
+    utils = import_library("mlx_lm.utils")
+    try:
+        model, _ = utils.load_model(
+            directory, lazy=True, model_config=config_in_its_words(config, spec)
+        )
+        _convert(model, options.dtype)
+        mx.eval(model.parameters())
+        model.eval()
+        spec, make_caches = _agree(model, spec)
+    except _UNREADABLE as error:
+        raise refusal(spec, str(error)) from error
+    return LoadedMlx(model, spec, make_caches)
+
+
+def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:
+    """The error that says why a model cannot be run here."""
+    return InvalidRequestError(
+        f"the mlx backend cannot run {spec.model_type}: {reason}", param="model"
+    )
+
+
+def config_in_its_words(config: Mapping[str, Any], spec: ModelCacheSpec) -> dict[str, Any]:
+    """What mlx-lm must be told besides a config: transformers 5 nests and omits some of it."""
+    if isinstance(inner := config.get("text_config"), Mapping):
+        return {"text_config": {**inner, **config_in_its_words(inner, spec)}}
+    told = _rope(config.get("rope_parameters") or {})
+    kinds = [layer.kind for layer in spec.layers]
+    if {LayerKind.WINDOW, LayerKind.FULL} <= set(kinds):
+        told["sliding_window_pattern"] = kinds.index(LayerKind.FULL) + 1
+    return {name: value for name, value in told.items() if config.get(name) is None}
+
+
+def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    full = parameters.get("full_attention", parameters)
+    sliding = parameters.get("sliding_attention", {})
+    told = {
+        "rope_theta": full.get("rope_theta"),
+        "rope_local_base_freq": sliding.get("rope_theta"),
+        "partial_rotary_factor": full.get("partial_rotary_factor"),
+        "rope_scaling": None if full.get("rope_type", "default") == "default" else dict(full),
+    }
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def _convert(model: Any, dtype: DType) -> None:
+    """Bring floating-point weights to one number format; quantised ones stay packed."""
+    target = None if dtype == "auto" else getattr(mx, dtype)
+    if dtype == "auto":
+        is_cpu = mx.default_device() == mx.Device(mx.cpu)
+        if is_cpu:
+            target = mx.float32
+        elif _is_wide(model):
+            target = mx.bfloat16
+    if target is not None:
+        model.set_dtype(target)
+
+
+def _is_wide(model: Any) -> bool:
+    """Whether the weights are float32, which no GPU needs."""
+    flatten = import_library("mlx.utils").tree_flatten
+    sizes: dict[Any, int] = {}
+    for _, weight in flatten(model.parameters()):
+        sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.nbytes
+    return bool(max(sizes, key=lambda dtype: sizes[dtype]) == mx.float32)
+
+
+def _agree(model: Any, spec: ModelCacheSpec) -> tuple[ModelCacheSpec, Callable[[], list[Any]]]:
+    """Make the library's caches and the geometry say the same of sliding windows."""
+    kinds = {layer.kind for layer in spec.layers}
+    has_rings = any(
+        isinstance(leaf, library.RotatingKVCache)
+        for leaf in leaves(library.make_prompt_cache(model))
+    )
+    if LayerKind.WINDOW not in kinds or has_rings:
+        return spec, lambda: list(library.make_prompt_cache(model))
+    if kinds == {LayerKind.WINDOW}:
+        # mlx-lm ignores Mistral's window; a ring in every layer is all that it takes.
+        return spec, lambda: [library.RotatingKVCache(layer.window) for layer in spec.layers]
+    _LOG.warning(
+        "mlx-lm ignores the sliding windows of %s: contexts are limited to %d tokens, "
+        "where this makes no difference",
+        spec.model_type,
+        spec.window,
+    )
+    layers = tuple(replace(layer, kind=LayerKind.FULL, window=0) for layer in spec.layers)
+    max_context = min(spec.max_context, spec.window)
+    return (
+        replace(spec, layers=layers, max_context=max_context),
+        lambda: list(library.make_prompt_cache(model)),
+    )

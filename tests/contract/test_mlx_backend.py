@@ -1,0 +1,294 @@
+"""What holds for the MLX backend alone: it computes what Hugging Face computes, or refuses."""
+
+import itertools
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from semantic.adapters.outbound import mlx_runtime
+from semantic.domain.errors import InvalidRequestError
+from semantic.domain.sampling import SamplingParams
+from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
+from semantic.ports.outbound import Chunk, Draw, ModelBackendPort, Sampled, SequenceId, Step
+from tests.contract.conftest import make_mlx, require_mlx
+from tests.contract.driver import GREEDY, Run, begin, finish, prompt, restored, sampled, step
+from tests.contract.mlx_models import ALL_FAMILIES, MLX_FAMILIES
+from tests.contract.models import SIZES, WINDOW, TinyModel, write_model
+
+pytestmark = pytest.mark.contract
+
+GetModel = Callable[[str], TinyModel]
+WARM = SamplingParams(temperature=0.9, seed=3)
+PENALISED = SamplingParams(temperature=0, seed=0, repetition_penalty=1.8)
+
+
+@pytest.fixture(autouse=True)
+def _mlx() -> None:
+    require_mlx()
+
+
+@pytest.fixture
+def llama(mlx_model: GetModel) -> Iterator[ModelBackendPort]:
+    made = make_mlx(mlx_model("llama"))
+    yield made
+    made.shutdown()
+
+
+# -- the same numbers ---------------------------------------------------------------------------
+
+
+def _library_logprobs(model: TinyModel, tokens: list[int]) -> torch.Tensor:
+    """The log-probabilities after each token, by Hugging Face's own code."""
+    library: Any = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.float32)
+    with torch.inference_mode():
+        logits: torch.Tensor = library.eval()(torch.tensor([tokens])).logits[0]
+    return logits.log_softmax(-1)
+
+
+# Those written as Hugging Face reads them too; its DeepSeek and hybrids differ in rounding alone.
+COMPARED = [family for family in ALL_FAMILIES if family != "gpt-oss"]
+
+
+@pytest.mark.parametrize("family", COMPARED)
+def test_logits_are_hugging_faces(mlx_model: GetModel, family: str) -> None:
+    """After chunks of all sizes, beside another sequence, within and beyond a window."""
+    model = mlx_model(family)
+    backend = make_mlx(model)
+    tokens = prompt(min(60, backend.spec.max_context))
+    expected = _library_logprobs(model, tokens)
+    run, neighbour = begin(backend, 0, tokens), begin(backend, 1, prompt(100, seed=1))
+    draw = Draw(replace(GREEDY, top_logprobs=20), run.num_prompt)
+    ends = [end for end in (0, 1, 2, 7, 8, 21, 23, 53, 54, 60) if end <= len(tokens)]
+    for start, end in itertools.pairwise(ends):
+        beside = neighbour.chunk(3)
+        row, other = step(backend, Chunk(run.seq, start, tuple(tokens[start:end]), draw), beside)
+        neighbour.take(beside, other)
+        logprob = sampled(row).logprob
+        assert logprob is not None
+        for token, value in logprob.top[:5]:
+            assert value == pytest.approx(float(expected[end - 1, token]), abs=2e-3), (end, token)
+    backend.shutdown()
+
+
+@pytest.mark.parametrize("family", sorted(set(ALL_FAMILIES) - set(MLX_FAMILIES)))
+def test_families_that_differ_in_arithmetic_alone(mlx_model: GetModel, family: str) -> None:
+    """Batched equals alone, and restored equals computed."""
+    backend = make_mlx(mlx_model(family))
+    alone = {}
+    for n in (1, 9, 30):
+        run = begin(backend, n, prompt(n, seed=n))
+        alone[n] = run.finish()
+        backend.close(run.seq)
+    runs = [begin(backend, 100 + n, prompt(n, seed=n)) for n in alone]
+    finish(runs, 3)
+    runs = [restored(run, 200 + run.num_prompt) for run in runs]
+    finish(runs)
+    assert {run.num_prompt: run.reply for run in runs} == alone
+    backend.shutdown()
+
+
+# -- a step ahead -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM, PENALISED, replace(GREEDY, top_logprobs=2)])
+def test_a_step_ahead_whoever_draws(llama: ModelBackendPort, params: SamplingParams) -> None:
+    """The next step is launched with a token nobody has seen yet."""
+    straight = begin(llama, 0, prompt(11), params)
+    expected = straight.finish(8)
+    run, other = begin(llama, 1, prompt(11), params), begin(llama, 2, prompt(30, seed=1))
+    chunk = run.chunk()
+    flights = [llama.launch(Step((chunk, other.chunk(8))))]
+    other.num_held += 8
+    reply: list[int] = []
+    while len(reply) < 8:
+        run.num_held += chunk.num_tokens
+        chunk = run.chunk_of_last()
+        flights.append(llama.launch(Step((chunk,))))
+        rows = llama.collect(flights.pop(0)).rows
+        assert isinstance(rows[0], Sampled)
+        reply.append(rows[0].token)
+    assert reply == expected
+
+
+def test_a_row_that_pauses_keeps_its_place(llama: ModelBackendPort) -> None:
+    """As rows under a grammar do, which take part in every second step."""
+    expected = [begin(llama, i, prompt(9 + i, seed=i)).finish(9) for i in range(3)]
+    runs = [begin(llama, 10 + i, prompt(9 + i, seed=i)) for i in range(3)]
+    finish(runs, 1)
+    for turn in range(30):
+        left = [run for run in runs if len(run.reply) < 9]
+        active = [run for i, run in enumerate(left) if (turn + i) % 3]
+        chunks = [run.chunk() for run in active]
+        for run, chunk, row in zip(active, chunks, step(llama, *chunks), strict=True):
+            run.take(chunk, row)
+    assert [run.reply for run in runs] == expected
+
+
+def test_growing_through_every_size(llama: ModelBackendPort) -> None:
+    """Sequences outgrow their groups one by one, and meet again in the next."""
+    lengths = (250, 253, 505)
+    expected = [begin(llama, n, prompt(n, seed=n)).finish(12) for n in lengths]
+    runs = [begin(llama, 1000 + n, prompt(n, seed=n)) for n in lengths]
+    finish(runs, 12)
+    assert [run.reply for run in runs] == expected
+
+
+def test_what_cannot_be_batched_runs_alone(mlx_model: GetModel) -> None:
+    backend: Any = make_mlx(mlx_model("gemma2"))
+    assert backend._runner.batching.value == "one row"
+    assert backend.spec.kinds == (LayerKind.FULL,)
+    assert backend.spec.max_context == WINDOW
+    one_group: Any = make_mlx(mlx_model("deepseek-v3"))
+    assert one_group._runner.batching.value == "rows of like length"
+
+
+# -- weights ------------------------------------------------------------------------------------
+
+
+def test_four_bit_models_load_as_they_are(tmp_path: Path) -> None:
+    sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    plain = write_model(tmp_path / "plain", LlamaConfig(**sizes))
+    import mlx.core as mx
+
+    utils = mlx_runtime.import_library("mlx_lm.utils")
+    model, config = utils.load_model(plain.directory)
+    model, config = utils.quantize_model(model, config, group_size=32, bits=4)
+    utils.save_model(tmp_path / "packed", model)
+    utils.save_config(config, tmp_path / "packed" / "config.json")
+    backend = make_mlx(TinyModel(tmp_path / "packed", plain.spec))
+    tokens = prompt(12)
+    run, neighbour = begin(backend, 0, tokens), begin(backend, 1, prompt(20, seed=1))
+    finish([run, neighbour])
+    expected = [int(model(mx.array([tokens]))[0, -1].argmax().item())]
+    assert run.reply[:1] == expected
+    assert restored(run, seq=2).finish(9)[:6] == run.reply
+    size = (tmp_path / "packed" / "model.safetensors").stat().st_size
+    assert size < (plain.directory / "model.safetensors").stat().st_size / 2
+
+
+def test_bfloat16_is_restored_exactly(mlx_model: GetModel) -> None:
+    from semantic.adapters.outbound.mlx_backend import MlxBackend
+    from semantic.adapters.outbound.mlx_loading import MlxOptions
+
+    model = mlx_model("llama")
+    options = MlxOptions(dtype="bfloat16")
+    backend = MlxBackend.from_directory(model.directory, model.spec, options)
+    assert backend.traits.kv_abi == "mlx.v1.bfloat16"
+    run = begin(backend, 0, prompt(12))
+    run.finish(3)
+    ticket = backend.snapshot(run.seq, 0, 12, LayerKind.FULL)
+    first = backend.payload(ticket)
+    again = restored(run, seq=2)
+    assert backend.payload(backend.snapshot(again.seq, 0, 12, LayerKind.FULL)) == first
+
+
+# -- models it cannot run -----------------------------------------------------------------------
+
+
+def test_a_geometry_that_is_not_the_models_is_refused(mlx_model: GetModel) -> None:
+    model = mlx_model("llama")
+    layer = LayerSpec(LayerKind.FULL, num_kv_heads=2, key_dim=16, value_dim=16)
+    for layers in [(layer, layer), (layer,), (LayerSpec(LayerKind.STATE, state_elements=4),) * 2]:
+        with pytest.raises(InvalidRequestError, match="cannot run llama"):
+            make_mlx(replace(model, spec=replace(model.spec, layers=layers)))
+
+
+def test_a_model_the_library_does_not_know_is_refused(mlx_model: GetModel, tmp_path: Path) -> None:
+    model = mlx_model("llama")
+    shutil.copytree(model.directory, tmp_path / "copy")
+    config = json.loads((tmp_path / "copy" / "config.json").read_text())
+    config["model_type"] = "unheard_of"
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidRequestError, match="unheard_of not supported"):
+        make_mlx(TinyModel(tmp_path / "copy", ModelCacheSpec.from_config(config)))
+
+
+def test_cuda_is_refused_where_there_is_none() -> None:
+    import mlx.core as mx
+
+    if mx.cuda.is_available():
+        pytest.skip("there is one")
+    from semantic.adapters.outbound.mlx_loading import choose_device
+
+    with pytest.raises(InvalidRequestError, match="no CUDA device"):
+        choose_device("cuda")
+
+
+# -- memory and threads -------------------------------------------------------------------------
+
+
+def test_unloading_returns_the_memory(mlx_model: GetModel) -> None:
+    import mlx.core as mx
+
+    model = mlx_model("llama")
+    active: list[int] = []
+    for _ in range(20):
+        backend = make_mlx(model)
+        run = begin(backend, 0, prompt(300))
+        run.finish(2)
+        loaded = mx.get_active_memory()
+        backend.shutdown()
+        del backend, run
+        active.append(mx.get_active_memory())
+        assert loaded > active[-1]
+    print(f"active bytes after the 1st and the 20th unload: {active[0]}, {active[-1]}")  # noqa: T201
+    assert active[-1] <= active[0]
+    assert mx.get_cache_memory() == 0
+
+
+def test_long_runs_stay_flat(llama: ModelBackendPort) -> None:
+    import mlx.core as mx
+
+    totals: list[int] = []
+    for turn in range(4):
+        for i in range(16):
+            run = begin(llama, 100 * turn + i, prompt(20 + 15 * i, seed=i))
+            run.finish(16)
+            llama.close(run.seq)
+        mx.synchronize()
+        totals.append(mx.get_active_memory() + mx.get_cache_memory())
+    print(f"bytes after every 256 steps: {totals}")  # noqa: T201
+    assert totals[-1] <= 1.2 * totals[0]
+    assert llama.memory().used == 0
+
+
+def test_a_worker_thread_runs_and_ends_cleanly(mlx_model: GetModel) -> None:
+    model = mlx_model("llama")
+    replies: list[list[int]] = []
+    payloads: list[Any] = []
+
+    def work() -> None:
+        backend = make_mlx(model)
+        run = begin(backend, 0, prompt(12))
+        replies.append(run.finish())
+        payloads.append(backend.payload(backend.snapshot(run.seq, 0, 12, LayerKind.FULL)))
+        backend.shutdown()
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert replies[0] == replies[1]
+    assert [bytes(b.data) for b in payloads[0].buffers] == [
+        bytes(b.data) for b in payloads[1].buffers
+    ]
+
+
+def test_a_fork_of_one_of_many_is_its_own(llama: ModelBackendPort) -> None:
+    runs = [begin(llama, i, prompt(12, seed=i)) for i in range(3)]
+    finish(runs, 2)
+    held = runs[1].num_held
+    assert llama.fork(runs[1].seq, SequenceId(9), held)
+    tokens = [*runs[1].tokens[:held], 7]
+    fork = Run(llama, SequenceId(9), tokens, len(tokens), num_held=held)
+    finish([*runs, fork])
+    fresh = begin(llama, 20, tokens)
+    assert fork.reply == fresh.finish()
