@@ -117,18 +117,19 @@ def main() -> int:
     grammar = LLGuidanceGrammar(tokenizer)
     prompt = prompt_tokens(directory, 128)
 
-    def run(num_entries: int, max_tokens: int) -> tuple[list[float], list[float]]:
+    def run(
+        num_entries: int, max_tokens: int, num_steps: int = NUM_STEPS
+    ) -> tuple[list[float], list[float]]:
         shape = ReplyShape(ReplyFormat(), JsonFormat(schema_of(num_entries)))
         constraints = [grammar.constrain(shape, max_tokens) for _ in range(NUM_ROWS)]
-        num_steps = min(max_tokens, 2 * NUM_STEPS)
         return step_times(device, tokenizer, prompt, constraints, num_steps)
 
     with backend(directory) as device:
-        for _ in range(2):
-            free, _ = step_times(device, tokenizer, prompt, [None] * NUM_ROWS, NUM_STEPS)
+        step_times(device, tokenizer, prompt, [None] * NUM_ROWS, NUM_STEPS // 4)
+        free, _ = step_times(device, tokenizer, prompt, [None] * NUM_ROWS, NUM_STEPS)
         print(f"{NUM_ROWS} sequences, median {1000 * median(free):.1f} ms a free step")
         share = report("a budget with room", *run(12, 2000))
-        report("a tight budget, to its end", *run(12, 2 * NUM_STEPS))
+        report("a tight budget, to its end", *run(12, 2 * NUM_STEPS, 2 * NUM_STEPS))
         report("a budget that a long list fills", *run(40, 720))
     print(f"target: under {100 * TARGET:.0f} % with room")
     print("FAIL" if share >= TARGET else "PASS")
