@@ -2,11 +2,13 @@
 
 Four sequences of the starter model decode under a schema; the time spent in the constraints is set
 against the rest of the step. Applying a mask to the logits is the backend's, and counted with it.
-Target: under 15 %.
+Target: under 15 % while the budget has room. Where it is tight, every step looks for a way to the
+end; those cases are printed too and are known to cost more.
 """
 
 import sys
 import time
+from collections.abc import Sequence
 from statistics import median
 
 from benchmarks.starter import backend, prompt_tokens, starter_directory
@@ -26,6 +28,7 @@ from semantic.ports.outbound import ModelBackendPort, TokenConstraint
 
 NUM_ROWS = 4
 NUM_STEPS = 120
+MAX_TOKENS = 2000
 TARGET = 0.15
 _ENTRY: JsonObject = {
     "type": "object",
@@ -38,12 +41,16 @@ _ENTRY: JsonObject = {
     "required": ["name", "year", "kind"],
     "additionalProperties": False,
 }
-SCHEMA: JsonObject = {
-    "type": "object",
-    "properties": {"entries": {"type": "array", "minItems": 12, "items": _ENTRY}},
-    "required": ["entries"],
-    "additionalProperties": False,
-}
+
+
+def schema_of(num_entries: int) -> JsonObject:
+    """A list of at least so many entries."""
+    return {
+        "type": "object",
+        "properties": {"entries": {"type": "array", "minItems": num_entries, "items": _ENTRY}},
+        "required": ["entries"],
+        "additionalProperties": False,
+    }
 
 
 class TimedConstraint:
@@ -72,16 +79,13 @@ def step_times(
     device: ModelBackendPort,
     tokenizer: HFTokenizer,
     prompt: list[int],
-    grammar: LLGuidanceGrammar | None,
-    max_tokens: int,
+    constraints: Sequence[TokenConstraint | None],
     num_steps: int,
 ) -> tuple[list[float], list[float]]:
     """Seconds of each decode step, and of those the seconds in the constraints."""
     store = AgentCacheStore(BlockPool(device.spec, 2**28))
     engine = BlockPoolBatchEngine(device, tokenizer, store, EngineLimits(), lambda _: None)
-    shape = ReplyShape(ReplyFormat(), JsonFormat(SCHEMA))
-    for row in range(NUM_ROWS):
-        inner = grammar.constrain(shape, max_tokens) if grammar else None
+    for row, inner in enumerate(constraints):
         engine.submit(
             Job(
                 id=str(row),
@@ -90,7 +94,7 @@ def step_times(
                 tokens=tuple(prompt[row:]),
                 sampling=SamplingParams(temperature=1, seed=row),
                 stop=StopRules(ignore_eos=True),
-                max_tokens=max_tokens,
+                max_tokens=MAX_TOKENS,
                 constraint=TimedConstraint(inner) if inner else None,
             )
         )
@@ -112,15 +116,22 @@ def main() -> int:
     tokenizer = HFTokenizer(directory)
     grammar = LLGuidanceGrammar(tokenizer)
     prompt = prompt_tokens(directory, 128)
+
+    def run(
+        num_entries: int, max_tokens: int, num_steps: int = NUM_STEPS
+    ) -> tuple[list[float], list[float]]:
+        shape = ReplyShape(ReplyFormat(), JsonFormat(schema_of(num_entries)))
+        constraints = [grammar.constrain(shape, max_tokens) for _ in range(NUM_ROWS)]
+        return step_times(device, tokenizer, prompt, constraints, num_steps)
+
     with backend(directory) as device:
-        step_times(device, tokenizer, prompt, None, NUM_STEPS, NUM_STEPS)
-        free = step_times(device, tokenizer, prompt, None, NUM_STEPS, NUM_STEPS)
-        roomy = step_times(device, tokenizer, prompt, grammar, 2000, NUM_STEPS)
-        tight = step_times(device, tokenizer, prompt, grammar, 2 * NUM_STEPS, 2 * NUM_STEPS)
-    print(f"{NUM_ROWS} sequences, median {1000 * median(free[0]):.1f} ms a free step")
-    share = report("far from the end of the budget", *roomy)
-    report("all through to the end of a tight budget", *tight)
-    print(f"target: under {100 * TARGET:.0f} % far from the end")
+        step_times(device, tokenizer, prompt, [None] * NUM_ROWS, NUM_STEPS // 4)
+        free, _ = step_times(device, tokenizer, prompt, [None] * NUM_ROWS, NUM_STEPS)
+        print(f"{NUM_ROWS} sequences, median {1000 * median(free):.1f} ms a free step")
+        share = report("a budget with room", *run(12, 2000))
+        report("a tight budget, to its end", *run(12, 2 * NUM_STEPS, 2 * NUM_STEPS))
+        report("a budget that a long list fills", *run(40, 720))
+    print(f"target: under {100 * TARGET:.0f} % with room")
     print("FAIL" if share >= TARGET else "PASS")
     return int(share >= TARGET)
 

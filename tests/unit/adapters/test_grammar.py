@@ -244,4 +244,26 @@ def test_growth_of_a_schema_covers_what_a_key_commits_to() -> None:
     assert schema_growth({"properties": {"x": inner}}) >= needed
     assert schema_growth({"items": {"$ref": "#/$defs/x"}, "$defs": {"x": inner}}) >= needed
     long: JsonObject = {"type": "array", "minItems": 30, "items": {"type": "string"}}
-    assert schema_growth(long) >= 30 * len('"", ')
+    assert schema_growth({"properties": {"x": long}}) >= 30 * len('"", ')
+    needed_anyway: JsonObject = {"properties": {"x": long}, "required": ["x"]}
+    assert schema_growth(needed_anyway) < 100
+    assert schema_growth({"anyOf": [{"type": "null"}, needed_anyway]}) >= 30 * len('"", ')
+
+
+def test_a_long_list_that_must_be_there_is_completed(grammar: LLGuidanceGrammar) -> None:
+    entry: JsonObject = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "note": {"type": "string"}},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
+    entries: JsonObject = {"type": "array", "minItems": 12, "items": entry}
+    schema: JsonObject = {"type": "object", "properties": {"e": entries}, "required": ["e"]}
+    shape = ReplyShape(PLAIN, JsonFormat(schema))
+    least = len('{"e": [') + 12 * len('{"name": ""}, ') - 2 + len("]}")
+    for max_tokens in (least, least + 1, least + 30, least + 200):
+        for seed in range(3):
+            constraint = grammar.constrain(shape, max_tokens)
+            assert constraint is not None
+            reply = write_at_random(constraint, TOKENIZER, max_tokens, seed)
+            assert len(json.loads(reply.text)["e"]) >= 12

@@ -16,8 +16,41 @@ _COUNTED_MAX = 10_000
 
 
 def schema_growth(schema: JsonObject) -> int:
-    """The most bytes that beginning any one value of the schema can commit a reply to."""
-    return max(_value_bytes(part, schema, 0) for part in subschemas(schema))
+    """The most bytes that one more optional part of the schema can commit a reply to.
+
+    What the schema requires anyway is part of every completion, so beginning it adds nothing.
+    """
+    return max(_growths(schema, schema, frozenset()))
+
+
+def _growths(schema: JsonValue, root: JsonObject, seen: frozenset[str]) -> Iterator[int]:
+    """Bounds for everything that may be begun in a value that is itself required."""
+    if not isinstance(schema, dict):
+        yield _NUMBER_BYTES
+        return
+    yield max(_string_bytes(schema), _chosen_bytes(schema), _NUMBER_BYTES)
+    for name, part, is_needed in _parts(schema):
+        if not is_needed:
+            yield len(json.dumps(name)) + 6 + _value_bytes(part, root, 0)
+        yield from _growths(part, root, seen)
+    pointer = schema.get("$ref")
+    if isinstance(pointer, str) and pointer not in seen:
+        yield from _growths(_resolve(pointer, root), root, seen | {pointer})
+
+
+def _parts(schema: JsonObject) -> Iterator[tuple[str, JsonValue, bool]]:
+    """The schemas within a schema: a key, the schema, and whether its value must be there."""
+    required = _items(schema.get("required"))
+    for key in ("properties", "patternProperties"):
+        known = schema.get(key)
+        for name, part in (known if isinstance(known, dict) else {}).items():
+            yield name, part, key == "properties" and name in required
+    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        for part in _items(schema.get(key)):
+            yield "", part, key == "allOf"
+    for key in ("items", "additionalProperties"):
+        if key in schema:
+            yield "", schema[key], False
 
 
 def has_patterns(schema: JsonObject) -> bool:
@@ -44,11 +77,8 @@ def _value_bytes(schema: JsonValue, root: JsonObject, depth: int) -> int:
     """At most this many bytes make a shortest value of the schema."""
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return 4
-    if "const" in schema:
-        return len(json.dumps(schema["const"]))
-    choices = schema.get("enum")
-    if isinstance(choices, list):
-        return max((len(json.dumps(choice)) for choice in choices), default=4)
+    if "const" in schema or "enum" in schema:
+        return _chosen_bytes(schema)
     size = _referenced_bytes(schema, root, depth)
     for key in ("anyOf", "oneOf", "allOf"):
         branches = schema.get(key)
@@ -60,6 +90,11 @@ def _value_bytes(schema: JsonValue, root: JsonObject, depth: int) -> int:
         _string_bytes(schema),
         _NUMBER_BYTES,
     )
+
+
+def _chosen_bytes(schema: JsonObject) -> int:
+    choices = [schema["const"]] if "const" in schema else _items(schema.get("enum"))
+    return max((len(json.dumps(choice)) for choice in choices), default=4)
 
 
 def _items(value: JsonValue) -> list[JsonValue]:
@@ -74,11 +109,15 @@ def _referenced_bytes(schema: JsonObject, root: JsonObject, depth: int) -> int:
     pointer = schema.get("$ref")
     if not isinstance(pointer, str):
         return 0
+    return _value_bytes(_resolve(pointer, root), root, depth + 1)
+
+
+def _resolve(pointer: str, root: JsonObject) -> JsonValue:
     target: JsonValue = root
     for step in pointer.removeprefix("#").strip("/").split("/"):
         if step and isinstance(target, dict):
             target = target.get(step.replace("~1", "/").replace("~0", "~"))
-    return _value_bytes(target, root, depth + 1)
+    return target
 
 
 def _object_bytes(schema: JsonObject, root: JsonObject, depth: int) -> int:
