@@ -356,6 +356,8 @@ class AgentCacheStore:
             node, kind = wanted.node, wanted.kind
             del self._reading[(node.name, kind)]
             node.num_leases -= 1
+            if done.cancelled():
+                return  # the server stops
             if done.exception() is None:
                 self.counters.read += 1
                 self._keep(node, [done.result()])

@@ -1,6 +1,7 @@
 """A conversation in, a stream of events out: everything between a protocol and the engine."""
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
 from dataclasses import replace
@@ -14,6 +15,7 @@ from semantic.application.replies import OnFinish, ReplyHub
 from semantic.domain.agents import Pointer, Principal, check_agent_id
 from semantic.domain.chat import ChatRequest, Finished, Message, Role, Started, Usage
 from semantic.domain.errors import (
+    CachePersistenceError,
     ContextLengthError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -91,7 +93,9 @@ class InferenceService:
             commit = self._agents.commit
             _, done = await asyncio.to_thread(commit, principal.tenant, agent_id, exchange)
             if self._is_synced:
-                await asyncio.wait_for(asyncio.wrap_future(done), self._request_timeout_s)
+                # A turn that cannot be written now is written later; the disk's writer says so.
+                with contextlib.suppress(CachePersistenceError):
+                    await asyncio.wait_for(asyncio.wrap_future(done), self._request_timeout_s)
 
         return log_turn
 
