@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.kills import Trial, make_agents
+from tests.chaos.kills import Trial
+from tests.chaos.talk import make_agents
 
 pytestmark = pytest.mark.e2e
 
@@ -34,7 +35,7 @@ def run(trial: Trial, name: str) -> None:
 @pytest.mark.parametrize("durability", ["sync", "write_behind"])
 def test_the_fake_model(durability: str, tmp_path: Path) -> None:
     # A small budget, so that files are evicted while others are written.
-    options = ["--backend", "fake", "--disk-budget-mb", "2"]
+    options = ["--backend", "fake", "--disk-budget-mb", "8"]
     agents = make_agents("fake", 6, max_tokens=60)
     trial = Trial(tmp_path / "home", tmp_path, durability, options, agents, SEED)
     run(trial, f"fake, {durability}")

@@ -97,7 +97,7 @@ class Trial:
         # What a crash left is checked on a copy, so that the next server meets it too.
         shutil.copytree(self.cache, copy, copy_function=_link_blocks)
         assert main(["cache", "verify", "--cache-dir", str(copy)]) == 0
-        logged = _conversations(copy)
+        logged = logged_conversations(copy)
         self.num_turns.append(sum(len(said) // 2 for said in logged.values()))
         for agent in self.agents:
             self._check_agent(agent, logged, is_all_written=is_all_written)
@@ -129,7 +129,7 @@ def _link_blocks(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _conversations(cache: Path) -> dict[str, list[Message]]:
+def logged_conversations(cache: Path) -> dict[str, list[Message]]:
     """What every agent said and heard, by the ledger."""
     ledger = SqliteLedger(cache)
     found: dict[str, list[Message]] = {}
@@ -143,8 +143,3 @@ def _conversations(cache: Path) -> dict[str, list[Message]]:
 
 def _plain(message: SaidMessage) -> Message:
     return {"role": message.role.value, "content": message.text}
-
-
-def make_agents(model: str, number: int, max_tokens: int) -> list[Agent]:
-    """Make agents that all begin alike."""
-    return [Agent(f"agent-{index}", model, max_tokens) for index in range(number)]

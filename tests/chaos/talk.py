@@ -138,3 +138,8 @@ class Load:
                     return
                 except _FAILURES:
                     return
+
+
+def make_agents(model: str, number: int, max_tokens: int) -> list[Agent]:
+    """Make agents that all begin alike."""
+    return [Agent(f"agent-{index}", model, max_tokens) for index in range(number)]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.kills import Trial, make_agents
+from tests.chaos.kills import Trial
+from tests.chaos.talk import make_agents
 
 pytestmark = pytest.mark.smoke
 

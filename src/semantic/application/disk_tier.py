@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 _NUM_READERS = 2
 _MAX_BATCH = 256
 _RETRY_S = 0.5
+_TELL_AGAIN_S = 60.0
 _SMOOTHING = 0.3
 _SLACK = 0.02  # of the budget, freed beyond what is needed, so that it is not done for each file
 
@@ -96,6 +97,7 @@ class DiskTier:
         self._queued_bytes = 0
         self._seconds_per_byte = 0.0
         self._problems: dict[str, str] = {}  # of files, and of the ledger
+        self._told_at: dict[str, float] = {}
         self._is_drained = threading.Event()
         self._unwritten: list[LedgerChange] = []
         self._waiting: list[Future[None]] = []
@@ -197,7 +199,8 @@ class DiskTier:
 
     def _run(self) -> None:
         is_stopping = False
-        while not is_stopping:
+        # Writing makes room in the queue, and what had none is offered then, even at the end.
+        while not (is_stopping and self._items.empty()):
             try:
                 items = [self._items.get(timeout=_RETRY_S if self._unwritten else None)]
             except queue.Empty:
@@ -298,11 +301,10 @@ class DiskTier:
                 done.set_exception(error)
 
     def _report(self, source: str, problem: str) -> None:
-        """Say once that something fails, and once that it works again."""
+        """Take note of what fails, or works again; said at most once a minute."""
         with self._lock:
-            before = self._problems.get(source, "")
             self._problems[source] = problem
-        if problem and problem != before:
+        now = time.monotonic()
+        if problem and now - self._told_at.get(problem, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
+            self._told_at[problem] = now
             _log.warning("what agents leave behind is not written: %s", problem)
-        elif before and not problem:
-            _log.warning("what agents leave behind is written again")

@@ -103,7 +103,7 @@ def serve(server: Server) -> int:
 def _close_memory(server: Server) -> None:
     """Let the cache directory go; whoever comes second finds it done."""
     if not server.memory.close(server.settings.shutdown_timeout_s):
-        _log.warning("not all attention state was written in time; it is computed anew when needed")
+        _log.warning("not all that agents left behind was written")
 
 
 def _serve(server: Server) -> int:
