@@ -239,7 +239,7 @@ def test_a_read_only_directory_is_refused(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=1m") as disk:
         (disk / "cache").mkdir()
         resize(disk, "ro")
-        with pytest.raises(CachePersistenceError, match="Read-only file system.*--cache-dir"):
+        with pytest.raises(CachePersistenceError, match=r"Read-only file system.*--cache-dir"):
             bootstrap(make_settings(tmp_path, cache_dir=disk / "cache"))
 
 

@@ -1,4 +1,4 @@
-"""What people see when the cache directory is in use, and what servers leave that end in a hurry."""
+"""A cache directory that is in use, and what servers leave there that end in a hurry."""
 
 import json
 import os
