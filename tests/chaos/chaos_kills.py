@@ -24,8 +24,7 @@ def run(trial: Trial, name: str) -> None:
     for number in range(NUM_KILLS):
         trial.kill_once()
         if number % 10 == 9:
-            num_received = sum(len(agent.received) for agent in trial.agents)
-            sys.stderr.write(f"  {number + 1} kills, {num_received} replies received\n")
+            sys.stderr.write(f"  {number + 1} kills, {trial.num_received} replies received\n")
     trial.finish()
     num_compared = trial.check_replies()
     sys.stderr.write(f"  {num_compared} replies are right, {trial.num_turns[-1]} turns are kept\n")
@@ -46,5 +45,5 @@ def test_the_starter_model(durability: str, starter_home: Path, tmp_path: Path) 
     # Only float32 promises the same tokens in every batch.
     options = ["--dtype", "float32", "--disk-budget-mb", "200"]
     agents = make_agents("smollm2-135m-instruct", 3, max_tokens=12)
-    trial = Trial(starter_home, tmp_path, durability, options, agents, SEED, 4.0)
+    trial = Trial(starter_home, tmp_path, durability, options, agents, SEED, 8)
     run(trial, f"starter model, {durability}")

@@ -28,6 +28,7 @@ class Trial:
     Attributes:
         durability: `sync`: every reply that was received whole must be there.
         options: What servers are started with.
+        most_replies: A server is killed after fewer replies than this.
         num_turns: Turns found in the ledger after each kill.
     """
 
@@ -37,7 +38,7 @@ class Trial:
     options: Sequence[str]
     agents: list[Agent]
     seed: int
-    longest_load_s: float = 1.5
+    most_replies: int = 40
     num_turns: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -57,12 +58,24 @@ class Trial:
             else:
                 server.await_ready()
                 load = Load(server.url, self.agents)
-                time.sleep(self.dice.uniform(0, self.longest_load_s))
+                self._await_moment(load)
                 server.process.send_signal(signal.SIGKILL)
                 load.stop()
                 assert not load.refusals, load.refusals
             assert server.process.wait(20) == -signal.SIGKILL
         self.check_directory()
+
+    def _await_moment(self, load: Load) -> None:
+        """Wait for some replies, and then into the middle of whatever goes on."""
+        wanted = self.num_received + self.dice.randrange(self.most_replies)
+        while self.num_received < wanted and load.is_talking:
+            time.sleep(0.002)
+        time.sleep(self.dice.uniform(0, 0.3))
+
+    @property
+    def num_received(self) -> int:
+        """Replies that all agents received whole."""
+        return sum(len(agent.received) for agent in self.agents)
 
     def finish(self) -> None:
         """Let everyone have one more turn on a server that is stopped in order, and check."""

@@ -121,6 +121,11 @@ class Load:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def is_talking(self) -> bool:
+        """Whether anyone is still answered."""
+        return any(thread.is_alive() for thread in self._threads)
+
     def stop(self) -> None:
         """Let everyone end their turn."""
         self._is_stopping.set()

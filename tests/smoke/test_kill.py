@@ -22,7 +22,7 @@ def test_killed_servers_lose_no_turn_and_say_nothing_wrong(durability: str, tmp_
         options=["--backend", "fake"],
         agents=make_agents("fake", 4, max_tokens=40),
         seed=17,
-        longest_load_s=0.6,
+        most_replies=20,
     )
     for _ in range(3):
         trial.kill_once()
