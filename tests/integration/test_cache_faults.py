@@ -308,8 +308,10 @@ def test_a_disk_budget_smaller_than_an_agent_keeps_its_beginning(
 ) -> None:
     settings = make_settings(tmp_path, disk_budget_mb=1)
     said = begin()
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "something-else").write_bytes(bytes(700_000))  # counts as well
     with run_server(settings) as running:
-        talk(running, said, "words and more words " * 600)
+        talk(running, said, "words and more words " * 250)
         assert running.server.memory.disk is not None
         running.server.memory.disk.flush(30)
         assert store_of(running).counters.unwritten > 0
