@@ -16,6 +16,7 @@ _FLAGS = (
     "log_level",
 )
 _USAGE_ERROR = 2
+_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SemanticError as error:
         sys.stderr.write(f"semantic: {error.message}\n")
         return _USAGE_ERROR
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 def _settings(options: dict[str, Any], config: Path | None) -> Settings:
