@@ -59,7 +59,7 @@ def test_verify_removes_bad_files_and_says_so(
     text = capsys.readouterr().out
     for bad in files[:2]:
         assert f"bad: {bad.relative_to(home / 'cache')}: " in text
-    assert "removed 1 unfinished files" in text
+    assert "removed 1 unfinished file of a killed server" in text
     assert f"checked {len(files)} files" in text
     assert ": 2 bad files; the ledger is sound" in text
     assert block_files(home) == files[2:]
@@ -106,7 +106,7 @@ def test_gc_deletes_what_no_agent_reaches(home: Path, capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     assert 0 < num_gone < len(before) / 2  # what both began with is still needed
     assert text.startswith(f"deleted {num_gone} files (")
-    assert f"and 1 turns that no agent reaches; {len(after)} files" in text
+    assert f"and 1 turn that no agent reaches; left: {len(after)} files" in text
     assert main(["cache", "verify", "--home", str(home)]) == 0
     with run_server(make_settings(home)) as running, running.client() as http:
         body = {

@@ -70,7 +70,9 @@ class _Cache:
     # -- stats ----------------------------------------------------------------------------------
 
     def stats(self) -> int:
-        parts = list(self.files.scan())
+        # Scanning removes what is bad; who only looks around removes nothing.
+        is_lost = self.state.is_index_lost
+        parts = list(self.files.scan()) if is_lost else list(self.state.parts)
         used = self.files.used_bytes()
         budget = self.settings.disk_budget_mb * 2**20
         self.say(f"directory  {self.settings.effective_cache_dir}")
@@ -107,7 +109,7 @@ class _Cache:
         unfinished = [name for name, _ in removed if name.endswith(TEMPORARY)]
         bad = [what for what in removed if what[0] not in unfinished]
         num_files = len(sound) + len(bad)
-        for part in tqdm(tuple(sound), desc="checking", unit=" files", disable=None):
+        for part in tqdm(tuple(sound), desc="checking", unit=" files", disable=None, leave=False):
             try:
                 self.files.read(part)
             except CacheCorruptionError as error:
@@ -118,11 +120,14 @@ class _Cache:
         for name, reason in bad:
             self.say(f"bad: {name}: {reason}; removed")
         if unfinished:
-            self.say(f"removed {len(unfinished):,} unfinished files of a server that was killed")
+            self.say(f"removed {_count(len(unfinished), 'unfinished file')} of a killed server")
         self.say(
-            f"checked {num_files:,} files ({_size(sum(part.nbytes for part in sound))} are sound), "
-            f"{len(self.state.agents):,} agents and {self.ledger.num_turns():,} turns: "
-            f"{len(bad) or 'no'} bad files; the ledger is {'' if is_ledger_sound else 'not '}sound"
+            f"checked {_count(num_files, 'file')} "
+            f"({_size(sum(part.nbytes for part in sound))} are sound), "
+            f"{_count(len(self.state.agents), 'agent')} and "
+            f"{_count(self.ledger.num_turns(), 'turn')}: "
+            f"{_count(len(bad), 'bad file')}; "
+            f"the ledger is {'sound' if is_ledger_sound else 'not sound'}"
         )
         return 1 if bad or not is_ledger_sound else 0
 
@@ -172,9 +177,9 @@ class _Cache:
             self.files.delete(part)
         self._write_index(kept)
         self.say(
-            f"deleted {len(gone):,} files ({_size(sum(part.nbytes for part in gone))}) and "
-            f"{num_turns:,} turns that no agent reaches; {len(kept):,} files "
-            f"({_size(sum(part.nbytes for part in kept))}) are left"
+            f"deleted {_count(len(gone), 'file')} ({_size(sum(part.nbytes for part in gone))}) "
+            f"and {_count(num_turns, 'turn')} that no agent reaches; left: "
+            f"{_count(len(kept), 'file')} ({_size(sum(part.nbytes for part in kept))})"
         )
         return 0
 
@@ -189,6 +194,12 @@ class _Cache:
 
 def _say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
+
+
+def _count(number: int, noun: str) -> str:
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}s" if number else f"no {noun}s"
 
 
 def _size(nbytes: float) -> str:
