@@ -144,6 +144,24 @@ def test_a_bad_block_file_is_a_miss_that_is_counted(
     assert_right(reference, said)
 
 
+def test_what_leads_to_a_bad_file_is_still_used(tmp_path: Path, reference: RunningServer) -> None:
+    said, question = begin(), {"role": "user", "content": "Whoever asks this has no name."}
+    with run_server(make_settings(tmp_path)) as running, running.client() as http:
+        ask(http, running.model, [*said, question], LENGTH)
+    with contextlib.closing(sqlite3.connect(tmp_path / "cache" / "ledger.db")) as ledger:
+        query = "SELECT start, hex(name) FROM parts WHERE start >= ? ORDER BY start"
+        start, name = ledger.execute(query, (len(SYSTEM) // 2,)).fetchone()
+    files = block_files(tmp_path)
+    flip_payload([path for path in files if path.name.startswith(name.lower())])
+    with run_server(make_settings(tmp_path)) as running:
+        # Nobody's state is read at the start, so that this is who finds the damage.
+        assert talk(running, said, question["content"]) == start
+        await_that(lambda: store_of(running).counters.corrupt > 0)
+        assert store_of(running).counters.corrupt <= 2
+    assert len(block_files(tmp_path)) >= len(files)
+    assert_right(reference, said)
+
+
 def test_all_block_files_lost_is_a_cold_start(
     kept: tuple[Path, Conversation], reference: RunningServer
 ) -> None:
