@@ -73,6 +73,10 @@ test-smoke: $(VENV)/.dev ## start a real server and ask it
 test-e2e: $(VENV)/.dev ## run whole flows as a user would
 	@$(PYTEST) -m e2e $(ARGS)
 
+.PHONY: chaos
+chaos: $(VENV)/.dev ## kill servers under load, again and again, and check what they left (minutes)
+	@$(PYTEST) -s tests/chaos/chaos_kills.py $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.dev ## check format, lint rules and spelling
 	@$(BIN)/ruff format --check

@@ -60,7 +60,7 @@ def serve(home: Path, log: Path, *arguments: str) -> Iterator[ServerProcess]:
     environment["HF_HUB_OFFLINE"] = "1"
     with log.open("w") as sink:
         process = subprocess.Popen(  # noqa: S603 - our own command
-            [*command, *arguments],
+            command,
             stdout=sink,
             stderr=subprocess.STDOUT,
             text=True,

@@ -274,7 +274,7 @@ class AgentLedger:
             agent = back.advance(turn.id, at=turn.created_at)
             self._agents[(tenant, agent.id)] = agent
             done = self._write(PutTurn(tenant, turn), PutAgent(agent))
-        done.add_done_callback(lambda _: self._forget_written(turn.id))
+        done.add_done_callback(lambda written: self._forget_written(turn.id, written))
         return turn, done
 
     # -- inside the lock ------------------------------------------------------------------------
@@ -300,9 +300,13 @@ class AgentLedger:
                 return turn, agent.num_turns - index
         return None, 0
 
-    def _forget_written(self, turn_id: str) -> None:
+    def _forget_written(self, turn_id: str, written: Future[None]) -> None:
+        """Turns that are written can be read there; those before one were written before it."""
+        if written.exception() is not None:
+            return
         with self._lock:
-            self._unwritten.pop(turn_id, None)
+            while turn_id in self._unwritten:
+                del self._unwritten[next(iter(self._unwritten))]
 
 
 def write_at_once(ledger: LedgerPort) -> WriteChanges:

@@ -112,7 +112,7 @@ class AgentCacheStore:
         """Drop parts that could not be loaded, so that they are made anew."""
         with self.lock:
             for wanted in parts:
-                self.counters.corrupt += 1
+                self.counters.corrupt += wanted.node.has(wanted.kind)
                 self._forget(self._pool.discard([_pool_name(wanted.node.name, wanted.kind)]))
                 self._drop_file(wanted.node, wanted.kind)
 
@@ -356,6 +356,8 @@ class AgentCacheStore:
             node, kind = wanted.node, wanted.kind
             del self._reading[(node.name, kind)]
             node.num_leases -= 1
+            if done.cancelled():
+                return  # the server stops
             if done.exception() is None:
                 self.counters.read += 1
                 self._keep(node, [done.result()])

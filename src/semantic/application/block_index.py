@@ -182,6 +182,17 @@ class BlockIndex:
             name = node.parent
         return nodes[::-1]
 
+    def reached(self, names: Iterable[BlockName]) -> set[BlockName]:
+        """Blocks that lead to any of `names`, and the boundaries inside them."""
+        reached: set[BlockName] = set()
+        for end in names:
+            name = end
+            while name not in reached and (node := self._nodes.get(name)) is not None:
+                reached.add(name)
+                reached.update(tail.name for tail in self.begun_by(node))
+                name = node.parent
+        return reached
+
     def begun_by(self, node: BlockNode) -> list[BlockNode]:
         """Siblings whose tokens `node` begins with and that nothing follows."""
         siblings = self._followers[node.parent].beginnings(node.tokens)

@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 _NUM_READERS = 2
 _MAX_BATCH = 256
 _RETRY_S = 0.5
+_TELL_AGAIN_S = 60.0
 _SMOOTHING = 0.3
 _SLACK = 0.02  # of the budget, freed beyond what is needed, so that it is not done for each file
 
@@ -95,7 +96,9 @@ class DiskTier:
         self._lock = threading.Lock()
         self._queued_bytes = 0
         self._seconds_per_byte = 0.0
-        self._problem = ""
+        self._problems: dict[str, str] = {}  # of files, and of the ledger
+        self._told_at: dict[str, float] = {}
+        self._is_drained = threading.Event()
         self._unwritten: list[LedgerChange] = []
         self._waiting: list[Future[None]] = []
         self._keeper: PartKeeper | None = None
@@ -114,7 +117,7 @@ class DiskTier:
     def problem(self) -> str:
         """Why the last write failed; empty while writing works."""
         with self._lock:
-            return self._problem
+            return "; ".join(filter(None, self._problems.values()))
 
     def start(self, keeper: PartKeeper) -> None:
         """Begin writing."""
@@ -138,8 +141,13 @@ class DiskTier:
         self._items.put(_Delete(tuple(parts)))
 
     def change(self, *changes: LedgerChange) -> Future[None]:
-        """Write to the ledger after everything handed in before; the future tells when."""
+        """Write to the ledger after everything handed in before; the future tells when.
+
+        It fails with `CachePersistenceError` if that cannot be done now; it is tried again until
+        it succeeds or the server stops.
+        """
         done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # whoever waits may leave, the writer goes on
         self._items.put(_Change(changes, done))
         return done
 
@@ -165,10 +173,15 @@ class DiskTier:
         return True
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is queued and end the threads; False if it took too long."""
+        """Write what is queued and end the threads; False if not all is written by then."""
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._items.put(_Stop())
         self._writer.join(timeout_s)
+        return self._is_drained.is_set()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the writer has ended: nothing more happens to the directory."""
         return not self._writer.is_alive()
 
     # -- readers --------------------------------------------------------------------------------
@@ -186,7 +199,8 @@ class DiskTier:
 
     def _run(self) -> None:
         is_stopping = False
-        while not is_stopping:
+        # Writing makes room in the queue, and what had none is offered then, even at the end.
+        while not (is_stopping and self._items.empty()):
             try:
                 items = [self._items.get(timeout=_RETRY_S if self._unwritten else None)]
             except queue.Empty:
@@ -196,7 +210,13 @@ class DiskTier:
             for item in items:
                 is_stopping |= self._take(item)
             self._apply(is_final=is_stopping)
-        self._ledger.close()
+        if not self._unwritten:
+            self._is_drained.set()
+        for end in (self._ledger.back_up, self._ledger.close):
+            try:
+                end()
+            except CachePersistenceError as error:
+                self._report("ledger", error.message)
 
     def _take(self, item: _Item) -> bool:
         """Do what is asked of the files and note what the ledger must know; True means stop."""
@@ -222,12 +242,12 @@ class DiskTier:
             changes += self._make_room(part, payload.nbytes)
             written = self._files.write(part, payload, is_synced=self._is_synced)
             changes.append(PutPart(written))
-            self._report("")
+            self._report("files", "")
         except CachePersistenceError as error:
-            self._report(error.message)
+            self._report("files", error.message)
         except Exception as error:  # noqa: BLE001 - whatever happens, the writer goes on
             _log.exception("a block could not be written")
-            self._report(repr(error))
+            self._report("files", repr(error))
         with self._lock:
             self._queued_bytes -= payload.nbytes
         assert self._keeper is not None  # noqa: S101 - set before the thread starts
@@ -251,33 +271,40 @@ class DiskTier:
             try:
                 self._files.delete(part)
             except CachePersistenceError as error:
-                self._report(error.message)
+                self._report("files", error.message)
             changes.append(DropPart(part.key))
         return changes
 
     def _apply(self, *, is_final: bool) -> None:
-        """Write to the ledger. If it is busy that is tried again: turns must not be lost."""
+        """Write to the ledger. What fails is tried again: turns must not be lost."""
         error: CachePersistenceError | None = None
         try:
             if self._unwritten:
                 self._ledger.apply(self._unwritten, is_synced=self._is_synced)
+            self._unwritten = []
+            self._report("ledger", "")
         except CachePersistenceError as failure:
-            self._report(failure.message)
-            if not is_final:
-                return
             error = failure
+            self._report("ledger", failure.message)
+            if is_final:
+                _log.error("%d changes of the ledger are lost", len(self._unwritten))
         except ValueError as failure:
             _log.exception("a change can never be stored, and is dropped with its batch")
             error = CachePersistenceError(f"it cannot be stored: {failure}")
-        waiting, self._waiting, self._unwritten = self._waiting, [], []
+            self._unwritten = []
+        # Nobody waits for a disk that fails: replies go out, and are not durable yet.
+        waiting, self._waiting = self._waiting, []
         for done in waiting:
             if error is None:
                 done.set_result(None)
             else:
                 done.set_exception(error)
 
-    def _report(self, problem: str) -> None:
+    def _report(self, source: str, problem: str) -> None:
+        """Take note of what fails, or works again; said at most once a minute."""
         with self._lock:
-            if problem and problem != self._problem:
-                _log.warning("attention state is not written: %s", problem)
-            self._problem = problem
+            self._problems[source] = problem
+        now = time.monotonic()
+        if problem and now - self._told_at.get(problem, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
+            self._told_at[problem] = now
+            _log.warning("what agents leave behind is not written: %s", problem)

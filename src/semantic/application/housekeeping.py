@@ -264,16 +264,9 @@ class Housekeeping:
         return len(wanted)
 
     def _reached(self, pointers: Sequence[Pointer]) -> set[BlockName]:
-        """Blocks that lead to a pointer, and the boundaries inside the last of them."""
-        reached: set[BlockName] = set()
+        """Blocks that lead to a pointer, and the boundaries inside them."""
         with self._store.lock:
-            for pointer in pointers:
-                name = pointer.block
-                while name not in reached and (node := self._store.index.get(name)) is not None:
-                    reached.add(name)
-                    reached.update(tail.name for tail in self._store.index.begun_by(node))
-                    name = node.parent
-        return reached
+            return self._store.index.reached(pointer.block for pointer in pointers)
 
     def _ledger_pointers(self, *, but: Agent) -> list[Pointer]:
         others = [

@@ -1,6 +1,7 @@
 """A conversation in, a stream of events out: everything between a protocol and the engine."""
 
 import asyncio
+import contextlib
 from collections import Counter
 from concurrent.futures import Future
 
@@ -18,7 +19,7 @@ from semantic.application.replay import (
 from semantic.application.replies import FinishedReply, ReplyHub
 from semantic.domain.agents import Pointer, Principal
 from semantic.domain.chat import ChatRequest, Started, Usage
-from semantic.domain.errors import ModelNotFoundError, SemanticError
+from semantic.domain.errors import CachePersistenceError, ModelNotFoundError, SemanticError
 from semantic.domain.sampling import FinishReason
 from semantic.ports.inbound import Reply
 
@@ -113,7 +114,9 @@ class InferenceService:
             return
         done = await asyncio.to_thread(self._commit, prepared, finished)
         if self._is_synced:
-            await asyncio.wait_for(asyncio.wrap_future(done), self._request_timeout_s)
+            # A log that cannot be written costs no reply; the disk says why.
+            with contextlib.suppress(CachePersistenceError):
+                await asyncio.wait_for(asyncio.wrap_future(done), self._request_timeout_s)
 
     def _commit(self, prepared: Prepared, finished: FinishedReply) -> Future[None]:
         job, left, tenant = prepared.job, finished.put_away, prepared.principal.tenant

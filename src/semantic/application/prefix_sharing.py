@@ -150,9 +150,12 @@ class PrefixSharing:
             is_complete = restore.advance(self._backend, max_bytes)
         except CacheCorruptionError as error:
             _log.warning("sealed blocks could not be loaded: %s", error.message)
-            self._store.discard(plan.parts)
+            # What leads to a bad file is good. Which part a backend refused is not known.
+            unreadable = restore.unreadable()
+            self._store.discard(unreadable or plan.parts)
             self._backend.close(generation.seq)
-            self._begin_restore(generation, RestorePlan.nothing(generation.job.root))
+            nothing = RestorePlan.nothing(generation.job.root)
+            self._begin_restore(generation, self._plan(generation) if unreadable else nothing)
             return
         if is_complete:
             generation.restore = None

@@ -6,7 +6,7 @@ Bounded in bytes a call, so that a long restore does not stall those who decode 
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from semantic.application.recall import RestorePlan
+from semantic.application.recall import RestorePlan, WantedPart
 from semantic.domain.agents import Reuse
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind
@@ -21,9 +21,9 @@ class Restore:
     ) -> None:
         self.plan = plan
         self._seq = seq
-        pairs = list(zip(plan.parts, futures, strict=True))
-        self._full = [future for part, future in pairs if part.kind is LayerKind.FULL]
-        self._rest = [future for part, future in pairs if part.kind is not LayerKind.FULL]
+        self._pairs = list(zip(plan.parts, futures, strict=True))
+        self._full = [future for part, future in self._pairs if part.kind is LayerKind.FULL]
+        self._rest = [future for part, future in self._pairs if part.kind is not LayerKind.FULL]
         # What was there at once came from memory; the rest is being read.
         self._was_in_memory = [future.done() for future in self._full]
         self._next = 0
@@ -36,6 +36,11 @@ class Restore:
             num_tokens[was_in_memory] += min(part.node.end, self.plan.end) - part.node.start
         computed = max(0, num_prompt - self.plan.end)
         return Reuse(pool=num_tokens[True], disk=num_tokens[False], computed=computed)
+
+    def unreadable(self) -> list[WantedPart]:
+        """Parts that could not be read."""
+        done = [(part, future) for part, future in self._pairs if future.done()]
+        return [part for part, future in done if future.cancelled() or future.exception()]
 
     @property
     def is_ready(self) -> bool:

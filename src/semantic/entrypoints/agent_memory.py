@@ -4,6 +4,7 @@ The ledger opens at once, so that a directory in use is refused before anything 
 made when the model's geometry is known.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Literal
 
@@ -24,7 +25,7 @@ from semantic.application.housekeeping import Housekeeping
 from semantic.application.kept_replies import KeptReplies
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.block_pool import BlockPool
-from semantic.domain.errors import CachePersistenceError
+from semantic.domain.errors import CachePersistenceError, DrainingError
 from semantic.ports.persistence import LedgerPort
 
 _log = structlog.get_logger(__name__)
@@ -51,6 +52,8 @@ class AgentMemory:
         """
         self._settings = settings
         self._codec = KVCodec(_FORMATS[settings.kv_bits])
+        self._closing = threading.Lock()
+        self._is_closed = False
         self._lock: DirectoryLock | None = None
         self._files: SafetensorsCache | None = None
         self.disk: DiskTier | None = None
@@ -100,16 +103,25 @@ class AgentMemory:
         emit: EventSink,
         on_ready: Callable[[], None],
     ) -> BlockPoolBatchEngine:
-        """Make the engine of a loaded model, over all that is known."""
+        """Make the engine of a loaded model, over all that is known.
+
+        Raises:
+            DrainingError: `close` came first.
+        """
         settings = self._settings
         pool = BlockPool(model.backend.spec, settings.memory_budget_mb * 2**20)
-        self.store = AgentCacheStore(pool, self.disk)
-        self.store.restore_index(self._state.parts)
-        if self.disk is not None and self._files is not None:
+        store = AgentCacheStore(pool, self.disk)
+        store.restore_index(self._state.parts)
+        if self._files is not None:
             self._files.announce(model.root(self.agents.principal()), model.fingerprint)
-            self.disk.start(self.store)
+        with self._closing:
+            if self._is_closed:
+                raise DrainingError("the server is shutting down.")
+            self.store = store
+            if self.disk is not None:
+                self.disk.start(store)
         self.housekeeping = Housekeeping(
-            self.store,
+            store,
             self.agents,
             self.ledger,
             self.disk,
@@ -118,21 +130,41 @@ class AgentMemory:
         )
         self.housekeeping.start(settings.upkeep_interval_s, is_index_lost=self._state.is_index_lost)
         return BlockPoolBatchEngine(
-            model.backend, model.tokenizer, self.store, limits, emit, on_ready=on_ready
+            model.backend, model.tokenizer, store, limits, emit, on_ready=on_ready
         )
 
+    @property
+    def problem(self) -> str:
+        """Why agents are not kept on disk at the moment; empty while they are."""
+        return self.disk.problem if self.disk is not None else ""
+
     def close(self, timeout_s: float) -> bool:
-        """Write what is queued and let the directory go; False if that took too long."""
+        """Write what is queued and let the directory go; False if that took too long.
+
+        A second call does nothing.
+        """
+        with self._closing:
+            if self._is_closed:
+                return True
+            self._is_closed = True
         if self.housekeeping is not None:
             self.housekeeping.stop(timeout_s)
-        is_written = True
-        if self.disk is not None and self.store is not None:
-            is_written = self.disk.close(timeout_s)
-        elif self.disk is not None:
-            self.ledger.close()
-        if is_written:
+        if self.disk is None or self.store is None:
+            self._close_ledger()
+            self._unlock()
+            return True
+        is_written = self.disk.close(timeout_s)
+        if self.disk.is_closed:
             self._unlock()
         return is_written
+
+    def _close_ledger(self) -> None:
+        """Close what no writer was started for: no model was loaded."""
+        try:
+            self.ledger.back_up()
+            self.ledger.close()
+        except CachePersistenceError as error:
+            _log.warning("the ledger could not be backed up", problem=error.message)
 
     def _unlock(self) -> None:
         if self._lock is not None:

@@ -84,12 +84,18 @@ def _choose_backend(settings: Settings) -> BackendName:
 
 
 def _prepare_directories(settings: Settings) -> None:
-    for directory in (settings.home_dir / "models", settings.effective_cache_dir):
+    places = {"home": settings.home_dir / "models", "cache_dir": settings.effective_cache_dir}
+    for param, directory in places.items():
+        flag = "--home" if settings.cache_dir is None else f"--{param.replace('_', '-')}"
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except FileExistsError as error:
+            raise InvalidRequestError(
+                f"{directory} is no directory; choose another {flag}", param=param
+            ) from error
         except OSError as error:
             raise InvalidRequestError(
-                f"cannot make {directory}: {error.strerror}; choose another --home or --cache-dir"
+                f"cannot make {directory}: {error.strerror}; choose another {flag}", param=param
             ) from error
 
 

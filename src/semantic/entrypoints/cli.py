@@ -12,25 +12,41 @@ from semantic.domain.errors import SemanticError
 
 _FLAGS = (
     *("host", "port", "model", "backend", "dtype", "device", "weights", "threads"),
-    *("home", "cache_dir", "log_level"),
+    *("home", "cache_dir", "durability", "disk_budget_mb", "memory_budget_mb", "kv_bits"),
+    "log_level",
 )
 _USAGE_ERROR = 2
+_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = vars(_parser().parse_args(arguments))
-    options.pop("command")
+    command = options.pop("command")
     config = options.pop("config")
-    given = {name: value for name, value in options.items() if value is not None}
     try:
-        return _serve(load_settings(given, config=config))
+        return _COMMANDS[command](options, config)
     except SemanticError as error:
         sys.stderr.write(f"semantic: {error.message}\n")
         return _USAGE_ERROR
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
-def _serve(settings: Settings) -> int:
+def _settings(options: dict[str, Any], config: Path | None) -> Settings:
+    given = {name: value for name, value in options.items() if value is not None}
+    return load_settings(given, config=config)
+
+
+def _cache(options: dict[str, Any], config: Path | None) -> int:
+    from semantic.entrypoints.cache_cli import run_cache
+
+    action, age_h = options.pop("action"), options.pop("orphan_age_h", None)
+    return run_cache(action, _settings(options, config), age_h)
+
+
+def _serve(options: dict[str, Any], config: Path | None) -> int:
+    settings = _settings(options, config)
     # Imported here so that --help and a wrong setting answer at once.
     from semantic.adapters.config.logging import configure_logging
     from semantic.entrypoints.bootstrap import bootstrap
@@ -38,6 +54,9 @@ def _serve(settings: Settings) -> int:
 
     configure_logging(settings.log_level, settings.log_format, settings.home_dir / "logs")
     return serve(bootstrap(settings))
+
+
+_COMMANDS = {"serve": _serve, "cache": _cache}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,7 +82,46 @@ def _parser() -> argparse.ArgumentParser:
         help=Settings.model_fields["allow_remote"].description,
     )
     serve.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of settings")
+    cache = commands.add_parser(
+        "cache",
+        help="look at, check or clean the cache directory",
+        description="Look at, check or clean a cache directory, while no server uses it.",
+    )
+    _add_cache_commands(cache)
     return parser
+
+
+def _add_cache_commands(parser: argparse.ArgumentParser) -> None:
+    """Add `stats`, `verify` and `gc`."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    stats = actions.add_parser(
+        "stats",
+        help="say what is there",
+        description="Say how many agents, turns and files a cache directory holds.",
+    )
+    verify = actions.add_parser(
+        "verify",
+        help="read and check everything",
+        description="Read every file and every turn and compare them with their checksums. Bad "
+        "files are removed: what they held is computed anew when it is needed. A damaged ledger "
+        "is restored from its backup. The exit status is 1 if anything was bad.",
+    )
+    gc = actions.add_parser(
+        "gc",
+        help="delete what no agent reaches",
+        description="Delete attention state and turns that no agent reaches.",
+    )
+    gc.add_argument(
+        "--orphan-age-h",
+        type=float,
+        metavar="HOURS",
+        help="spare what was used within so many hours; 0 spares nothing "
+        f"(default: {Settings.model_fields['orphan_ttl_h'].default})",
+    )
+    for action in (stats, verify, gc):
+        action.add_argument("--cache-dir", metavar="DIR", help="default: HOME/cache")
+        action.add_argument("--home", metavar="HOME", help="the server's --home")
+        action.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of settings")
 
 
 def _add_flag(parser: argparse.ArgumentParser, name: str) -> None:

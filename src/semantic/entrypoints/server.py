@@ -40,8 +40,7 @@ def create_app(server: Server) -> FastAPI:
         server.device.request_stop()
         if not server.device.join(server.settings.shutdown_timeout_s):
             _log.warning("the device did not stop in time")
-        if not server.memory.close(server.settings.shutdown_timeout_s):
-            _log.warning("attention state was not all written in time")
+        _close_memory(server)
 
     app = FastAPI(
         title="Semantic",
@@ -53,7 +52,7 @@ def create_app(server: Server) -> FastAPI:
     app.include_router(
         openai_router(server.inference, server.models, server.memory.agents.principal)
     )
-    app.include_router(health_router(server.models))
+    app.include_router(health_router(server.models, lambda: server.memory.problem))
     app.add_middleware(BodyLimit, max_bytes=int(server.settings.max_body_mb * 2**20))
     if not server.settings.allow_remote:
         app.add_middleware(LocalHosts)
@@ -95,6 +94,19 @@ def serve(server: Server) -> int:
         ModelSwapError: the model cannot be loaded.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        return _serve(server)
+    finally:
+        _close_memory(server)
+
+
+def _close_memory(server: Server) -> None:
+    """Let the cache directory go; whoever comes second finds it done."""
+    if not server.memory.close(server.settings.shutdown_timeout_s):
+        _log.warning("not all that agents left behind was written")
+
+
+def _serve(server: Server) -> int:
     settings = server.settings
     listener = _listen(settings.host, settings.port)
     url = f"http://{_url_host(settings.host)}:{listener.getsockname()[1]}"

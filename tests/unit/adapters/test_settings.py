@@ -133,3 +133,17 @@ def test_every_setting_is_read() -> None:
 def test_an_unread_setting_would_be_found() -> None:
     assert "port" in unread(iter(["settings.host; port = 1; other.port"]))
     assert "port" not in unread(iter(["server.settings.port"]))
+
+
+def test_bits_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEMANTIC_KV_BITS", "8")
+    assert load_settings().kv_bits == 8
+    monkeypatch.setenv("SEMANTIC_KV_BITS", "12")
+    with pytest.raises(InvalidRequestError, match="16, 8 or 4"):
+        load_settings()
+
+
+@pytest.mark.parametrize("name", ["home", "cache_dir"])
+def test_an_empty_directory_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"setting {name}: a directory is needed"):
+        load_settings({name: " "})

@@ -23,10 +23,19 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for flag in (
         "--host", "--port", "--model", "--backend", "--home", "--cache-dir", "--log-level",
-        "--config", "--allow-remote",
+        "--config", "--allow-remote", "--durability", "--disk-budget-mb", "--memory-budget-mb",
     ):  # fmt: skip
         assert flag in text
     assert "default: 8000" in text
+
+
+@pytest.mark.parametrize("action", ["stats", "verify", "gc"])
+def test_cache_commands_have_help(action: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["cache", action, "--help"])
+    text = capsys.readouterr().out
+    assert "--cache-dir" in text
+    assert ("--orphan-age-h" in text) == (action == "gc")
 
 
 @pytest.mark.parametrize(
@@ -36,6 +45,8 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         (["--port", "many"], "port"),
         (["--host", "0.0.0.0"], "--allow-remote"),  # noqa: S104
         (["--config", "gone.toml"], "gone.toml"),
+        (["--cache-dir", ""], "cache_dir"),
+        (["--kv-bits", "12"], "kv_bits"),
     ],
 )
 def test_a_wrong_value_is_one_sentence(

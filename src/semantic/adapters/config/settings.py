@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -53,7 +53,9 @@ class Settings(BaseSettings):
     threads: int = Field(0, ge=0, le=1024, description="CPU threads; 0 takes all cores")
 
     home: Path = Field(Path("~/.semantic"), description="everything the server writes is in here")
-    cache_dir: Path | None = Field(None, description="attention state; default: HOME/cache")
+    cache_dir: Path | None = Field(
+        None, description="agents and their attention state (default: HOME/cache)"
+    )
 
     durability: Literal["none", "write_behind", "sync"] = Field(
         "write_behind",
@@ -97,6 +99,20 @@ class Settings(BaseSettings):
     log_format: Literal["auto", "json", "pretty"] = Field(
         "auto", description="pretty on a terminal, JSON elsewhere"
     )
+
+    @field_validator("kv_bits", mode="before")
+    @classmethod
+    def _read_number(cls, value: object) -> object:
+        # The environment and the command line know text alone.
+        return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+    @field_validator("home", "cache_dir", mode="before")
+    @classmethod
+    def _require_name(cls, value: object) -> object:
+        # An empty name would be the directory the server was started in.
+        if isinstance(value, str) and not value.strip():
+            raise ValueError("a directory is needed, and none was given")
+        return value
 
     @model_validator(mode="after")
     def _require_consent(self) -> Self:

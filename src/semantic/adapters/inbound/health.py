@@ -1,5 +1,7 @@
 """Whether the server lives, has started, and can answer: for people and supervisors."""
 
+from collections.abc import Callable
+
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
@@ -7,8 +9,15 @@ from semantic import __version__
 from semantic.ports.inbound import ModelManagementPort, ModelState
 
 
-def health_router(models: ModelManagementPort) -> APIRouter:
-    """Serve `/health` and its three probes."""
+def health_router(
+    models: ModelManagementPort, problem: Callable[[], str] = lambda: ""
+) -> APIRouter:
+    """Serve `/health` and its three probes.
+
+    Args:
+        models: Whose state is told.
+        problem: What is wrong although requests are answered; empty if nothing is.
+    """
     router = APIRouter(tags=["health"])
 
     def answer(good: set[ModelState]) -> JSONResponse:
@@ -21,6 +30,7 @@ def health_router(models: ModelManagementPort) -> APIRouter:
             "backend": current.backend,
             "state": current.state.value,
             "detail": current.detail,
+            "problem": problem(),
         }
         return JSONResponse(body, 200 if is_good else 503)
 

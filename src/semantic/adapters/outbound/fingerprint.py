@@ -54,6 +54,15 @@ def fingerprint(directory: Path, cache_file: Path | None) -> str:
     return computed
 
 
+def known_models(cache_file: Path) -> dict[str, str]:
+    """Names of the models whose fingerprints were computed, by fingerprint."""
+    return {
+        str(found.get("fingerprint")): Path(directory).name
+        for directory, found in _read_cache(cache_file).items()
+        if isinstance(found, dict)
+    }
+
+
 def _counts(path: Path) -> bool:
     suffixes = _WHOLE | _WEIGHTS
     return path.suffix in suffixes and path.name not in _IGNORED and path.is_file()

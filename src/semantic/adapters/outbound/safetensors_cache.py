@@ -15,7 +15,7 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from semantic.adapters.outbound import block_file
@@ -34,7 +34,7 @@ from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.ports.outbound import KVPayload
 
 _SUFFIX = ".safetensors"
-_TEMPORARY = ".tmp"
+TEMPORARY = ".tmp"  # a file that was being written when the server ended
 _MAX_FILE = 2**31 - 2**12  # what one read returns at most
 _SCAN_BYTES = 4096  # most headers and the token ids that follow them
 # Neither a link nor a pipe that waits for a writer is a file of ours.
@@ -74,7 +74,7 @@ class SafetensorsCache:
         fingerprint = self._fingerprints.get(part.root, "")
         pieces = block_file.compose(part, payload, resting, self._codec.kv_format, fingerprint)
         path = self._path(part)
-        temporary = path.with_name(f"{self._token}-{next(self._numbers)}{_TEMPORARY}")
+        temporary = path.with_name(f"{self._token}-{next(self._numbers)}{TEMPORARY}")
         try:
             self._make_directories(path.parent, is_synced=is_synced)
             try:
@@ -117,20 +117,42 @@ class SafetensorsCache:
             reason = error.strerror or str(error)
             raise CachePersistenceError(f"a block could not be deleted: {reason}") from error
 
-    def scan(self) -> Iterator[BlockPart]:
+    def origin(self, part: BlockPart) -> tuple[str, str]:
+        """Tell whose state a file holds: the model's fingerprint, and how the state rests.
+
+        Raises:
+            CacheCorruptionError: the file is missing or does not say.
+        """
+        try:
+            content = _read_file(self._path(part), part.nbytes)
+        except OSError as error:
+            raise CacheCorruptionError(f"a block could not be read: {error.strerror}") from error
+        head = _head(content, len(content))
+        return head.field("fingerprint"), head.field("kv_format")
+
+    def place(self, part: BlockPart) -> str:
+        """Where a part's file is, for people."""
+        return str(self._path(part).relative_to(self._directory))
+
+    def scan(self, on_removed: Callable[[str, str], None] | None = None) -> Iterator[BlockPart]:
         """Read what every file says of itself; removes what is no whole part.
 
         Payloads are not read, so damage to them is found when they are. What cannot be read is
         passed over and left: it says nothing of the file.
+
+        Args:
+            on_removed: Told the name of each file that is removed, and why.
         """
         for entry in _files(self._blocks, depth=3):
             if entry.name.startswith(self._token):
                 continue
             try:
                 part = self._identified(entry.path)
-            except CacheCorruptionError:
+            except CacheCorruptionError as error:
                 with contextlib.suppress(OSError):
                     self._remove(Path(entry.path))
+                    if on_removed is not None:
+                        on_removed(str(Path(entry.path).relative_to(self._directory)), str(error))
             except OSError:
                 continue
             else:

@@ -136,6 +136,12 @@ class SqliteLedger:
         with self._current.readers.lend() as connection:
             return read_pointers(connection)
 
+    def num_turns(self) -> int:
+        """How many turns there are, also those that no agent reaches."""
+        with self._current.readers.lend() as connection:
+            (number,) = connection.execute("SELECT count(*) FROM turns").fetchone()
+            return int(number)
+
     def replay(self, tenant: str, key: bytes) -> tuple[int, ...] | None:
         """Read the ids of a reply."""
         with self._current.readers.lend() as connection:

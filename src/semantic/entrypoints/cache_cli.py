@@ -1,0 +1,210 @@
+"""`semantic cache`: look at a cache directory, check it, and clean it, while no server has it."""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from tqdm import tqdm
+
+from semantic.adapters.config.settings import Settings
+from semantic.adapters.outbound.directory_lock import DirectoryLock
+from semantic.adapters.outbound.fingerprint import known_models
+from semantic.adapters.outbound.safetensors_cache import TEMPORARY, SafetensorsCache
+from semantic.adapters.outbound.sqlite_ledger import LEDGER_FILE, SqliteLedger
+from semantic.application.agent_ledger import AgentLedger, write_at_once
+from semantic.application.block_index import BlockIndex
+from semantic.domain.agents import Agent
+from semantic.domain.blocks import BlockPart
+from semantic.domain.errors import (
+    CacheCorruptionError,
+    CachePersistenceError,
+    InvalidRequestError,
+)
+from semantic.ports.persistence import DropPart, LedgerChange, LedgerState, MarkIndexWhole, PutPart
+
+Say: TypeAlias = Callable[[str], object]
+_SHORT = 12
+
+
+def run_cache(action: str, settings: Settings, orphan_age_h: float | None = None) -> int:
+    """Do one of the commands and return the exit status.
+
+    Raises:
+        InvalidRequestError: there is no such directory, or a server has it.
+        CachePersistenceError: what is there cannot be opened.
+    """
+    directory = settings.effective_cache_dir
+    if not (directory / LEDGER_FILE).exists() and not (directory / "blocks").is_dir():
+        raise InvalidRequestError(
+            f"there is no cache in {directory}; name its place with --cache-dir or --home",
+            param="cache_dir",
+        )
+    with ExitStack() as stack:
+        stack.enter_context(DirectoryLock(directory))
+        ledger = SqliteLedger(directory)
+        state = ledger.load()
+        stack.callback(ledger.close)
+        cache = _Cache(settings, ledger, SafetensorsCache(directory), state, _say)
+        if action == "stats":
+            return cache.stats()
+        if action == "verify":
+            return cache.verify()
+        age_h = settings.orphan_ttl_h if orphan_age_h is None else orphan_age_h
+        return cache.collect(time.time() - age_h * 3600)
+
+
+@dataclass(slots=True)
+class _Cache:
+    """A directory that is ours for the time of a command."""
+
+    settings: Settings
+    ledger: SqliteLedger
+    files: SafetensorsCache
+    state: LedgerState
+    say: Say
+
+    # -- stats ----------------------------------------------------------------------------------
+
+    def stats(self) -> int:
+        # Scanning removes what is bad; who only looks around removes nothing.
+        is_lost = self.state.is_index_lost
+        parts = list(self.files.scan()) if is_lost else list(self.state.parts)
+        used = self.files.used_bytes()
+        budget = self.settings.disk_budget_mb * 2**20
+        self.say(f"directory  {self.settings.effective_cache_dir}")
+        self.say(f"agents     {len(self.state.agents):,}")
+        self.say(f"turns      {self.ledger.num_turns():,}")
+        self.say(f"files      {len(parts):,}, {_size(sum(part.nbytes for part in parts))}")
+        for (model, kv_format), (number, nbytes) in self._by_model(parts).items():
+            self.say(f"  {model} ({kv_format}): {number:,}, {_size(nbytes)}")
+        self.say(f"in all     {_size(used)} of {_size(budget)} ({used / budget:.1%})")
+        self._tell_problem()
+        return 0
+
+    def _by_model(self, parts: Sequence[BlockPart]) -> dict[tuple[str, str], tuple[int, int]]:
+        names = known_models(self.settings.home_dir / "models" / "fingerprints.json")
+        origins = {}
+        for part in {part.root: part for part in parts}.values():
+            try:
+                fingerprint, kv_format = self.files.origin(part)
+            except CacheCorruptionError:
+                fingerprint, kv_format = "unknown", "unknown"
+            origins[part.root] = (names.get(fingerprint, fingerprint[:_SHORT]), kv_format)
+        numbers = Counter(origins[part.root] for part in parts)
+        sizes: Counter[tuple[str, str]] = Counter()
+        for part in parts:
+            sizes[origins[part.root]] += part.nbytes
+        return {origin: (number, sizes[origin]) for origin, number in numbers.most_common()}
+
+    # -- verify ---------------------------------------------------------------------------------
+
+    def verify(self) -> int:
+        is_ledger_sound = self._verify_ledger()
+        removed: list[tuple[str, str]] = []
+        sound = list(self.files.scan(lambda *what: removed.append(what)))
+        unfinished = [name for name, _ in removed if name.endswith(TEMPORARY)]
+        bad = [what for what in removed if what[0] not in unfinished]
+        num_files = len(sound) + len(bad)
+        for part in tqdm(tuple(sound), desc="checking", unit=" files", disable=None, leave=False):
+            try:
+                self.files.read(part)
+            except CacheCorruptionError as error:
+                bad.append((self.files.place(part), error.message))
+                self.files.delete(part)
+                sound.remove(part)
+        self._write_index(sound)
+        for name, reason in bad:
+            self.say(f"bad: {name}: {reason}; removed")
+        if unfinished:
+            self.say(f"removed {_count(len(unfinished), 'unfinished file')} of a killed server")
+        self.say(
+            f"checked {_count(num_files, 'file')} "
+            f"({_size(sum(part.nbytes for part in sound))} are sound), "
+            f"{_count(len(self.state.agents), 'agent')} and "
+            f"{_count(self.ledger.num_turns(), 'turn')}: "
+            f"{_count(len(bad), 'bad file')}; "
+            f"the ledger is {'sound' if is_ledger_sound else 'not sound'}"
+        )
+        return 1 if bad or not is_ledger_sound else 0
+
+    def _verify_ledger(self) -> bool:
+        """Read all agents and turns; what is bad is restored from the backup."""
+        if self._tell_problem():
+            return False
+        damaged = [agent for agent in self.state.agents if not self._is_sound(agent)]
+        if not damaged:
+            return True
+        self.say(f"bad: turns of {', '.join(agent.id for agent in damaged)}")
+        self.state = self.ledger.load()
+        self._tell_problem()
+        return False
+
+    def _is_sound(self, agent: Agent) -> bool:
+        if agent.head is None:
+            return True
+        try:
+            turns = self.ledger.turns(agent.tenant, agent.head, limit=agent.num_turns + 1)
+        except CachePersistenceError:
+            return False
+        return len(turns) == agent.num_turns
+
+    def _tell_problem(self) -> bool:
+        if self.state.problem:
+            self.say(f"ledger     {self.state.problem}")
+        return bool(self.state.problem)
+
+    # -- gc -------------------------------------------------------------------------------------
+
+    def collect(self, before: float) -> int:
+        AgentLedger(self.ledger, self.state, write_at_once(self.ledger)).expire()
+        num_turns = self.ledger.forget_unreachable(before=before)
+        index, last_used = BlockIndex(), {part.key: part.last_used for part in self.state.parts}
+        parts = [
+            replace(part, last_used=max(part.last_used, last_used.get(part.key, 0.0)))
+            for part in self.files.scan()
+        ]
+        for part in parts:
+            index.add(part.root, part.parent, part.start, part.tokens)
+        reached = index.reached(pointer.block for pointer in self.ledger.pointers())
+        kept = [part for part in parts if part.name in reached or part.last_used >= before]
+        names = {part.key for part in kept}
+        gone = [part for part in parts if part.key not in names]
+        for part in gone:
+            self.files.delete(part)
+        self._write_index(kept)
+        self.say(
+            f"deleted {_count(len(gone), 'file')} ({_size(sum(part.nbytes for part in gone))}) "
+            f"and {_count(num_turns, 'turn')} that no agent reaches; left: "
+            f"{_count(len(kept), 'file')} ({_size(sum(part.nbytes for part in kept))})"
+        )
+        return 0
+
+    def _write_index(self, parts: Sequence[BlockPart]) -> None:
+        """Let the ledger's index say what is there."""
+        known = {part.key: part for part in self.state.parts}
+        there = {part.key for part in parts}
+        changes: list[LedgerChange] = [DropPart(key) for key in known if key not in there]
+        changes += [PutPart(part) for part in parts if part.key not in known]
+        self.ledger.apply([*changes, MarkIndexWhole()], is_synced=False)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+
+
+def _count(number: int, noun: str) -> str:
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}s" if number else f"no {noun}s"
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GB"

@@ -1,0 +1,158 @@
+"""Kills servers at random moments under load, and looks at what they left behind."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
+from semantic.domain.chat import Message as SaidMessage
+from semantic.entrypoints.cli import main
+from tests.chaos.talk import Agent, Load, Message, ask
+from tests.smoke.server_process import ServerProcess, serve
+
+_LONGEST_START_S = 0.7  # some are killed before they are ready
+
+
+@dataclass
+class Trial:
+    """One cache directory, and the servers that are killed over it.
+
+    Attributes:
+        durability: `sync`: every reply that was received whole must be there.
+        options: What servers are started with.
+        most_replies: A server is killed after fewer replies than this.
+        num_turns: Turns found in the ledger after each kill.
+    """
+
+    home: Path
+    work: Path
+    durability: str
+    options: Sequence[str]
+    agents: list[Agent]
+    seed: int
+    most_replies: int = 40
+    num_turns: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.dice = random.Random(self.seed)  # noqa: S311 - moments, not secrets
+
+    @property
+    def cache(self) -> Path:
+        return self.work / "cache"
+
+    def kill_once(self) -> None:
+        """Start a server, let all agents talk, kill it, and check what is on disk."""
+        is_early = self.dice.random() < 0.15
+        with self._serve() as server:
+            if is_early:
+                time.sleep(self.dice.uniform(0, _LONGEST_START_S))
+                server.process.send_signal(signal.SIGKILL)
+            else:
+                server.await_ready()
+                load = Load(server.url, self.agents)
+                self._await_moment(load)
+                server.process.send_signal(signal.SIGKILL)
+                load.stop()
+                assert not load.refusals, load.refusals
+            assert server.process.wait(20) == -signal.SIGKILL
+        self.check_directory()
+
+    def _await_moment(self, load: Load) -> None:
+        """Wait for some replies, and then into the middle of whatever goes on."""
+        wanted = self.num_received + self.dice.randrange(self.most_replies)
+        while self.num_received < wanted and load.is_talking:
+            time.sleep(0.002)
+        time.sleep(self.dice.uniform(0, 0.3))
+
+    @property
+    def num_received(self) -> int:
+        """Replies that all agents received whole."""
+        return sum(len(agent.received) for agent in self.agents)
+
+    def finish(self) -> None:
+        """Let everyone have one more turn on a server that is stopped in order, and check."""
+        with self._serve() as server:
+            server.await_ready()
+            with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http:
+                for agent in self.agents:
+                    agent.take_turn(http)
+            assert server.stop() == 0
+        assert "Traceback" not in server.output, server.output
+        self.check_directory(is_all_written=True)
+
+    def check_replies(self) -> int:
+        """Compare every reply with that of a server that keeps nothing; returns how many."""
+        options = [*self.options, "--durability", "none"]
+        received = [done for agent in self.agents for done in agent.received]
+        with serve(self.home, self.work / "reference.log", *options) as server:
+            server.await_ready()
+            with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http:
+                for done in received:
+                    agent = self.agents[0]
+                    right = ask(http, agent.model, done.messages, agent.max_tokens)
+                    assert done.reply == right, done
+        return len(received)
+
+    def check_directory(self, *, is_all_written: bool = False) -> None:
+        """See that everything is sound, and that every turn that must be there is."""
+        copy = self.work / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        if not (self.cache / "ledger.db").exists():
+            return  # killed before anything was made
+        # What a crash left is checked on a copy, so that the next server meets it too.
+        shutil.copytree(self.cache, copy, copy_function=_link_blocks)
+        assert main(["cache", "verify", "--cache-dir", str(copy)]) == 0
+        logged = logged_conversations(copy)
+        self.num_turns.append(sum(len(said) // 2 for said in logged.values()))
+        for agent in self.agents:
+            self._check_agent(agent, logged, is_all_written=is_all_written)
+
+    def _check_agent(
+        self, agent: Agent, logged: dict[str, list[Message]], *, is_all_written: bool
+    ) -> None:
+        last = {done.agent_id: done for done in agent.received}
+        for agent_id, done in last.items():
+            said = [*done.messages, {"role": "assistant", "content": done.reply}]
+            found = logged.get(agent_id, [])
+            if self.durability == "sync" or is_all_written:
+                assert found[: len(said)] == said, (agent_id, found, said)
+            else:
+                # What is there is right; the latest may be missing.
+                known = said if agent_id != agent.agent_id else [*said, *agent.asked[len(said) :]]
+                assert found[: len(known)] == known[: len(found)], (agent_id, found, known)
+
+    def _serve(self) -> contextlib.AbstractContextManager[ServerProcess]:
+        options = [*self.options, "--durability", self.durability, "--cache-dir", str(self.cache)]
+        return serve(self.home, self.work / "server.log", *options)
+
+
+def _link_blocks(source: str, target: str) -> None:
+    """Copy the ledger; block files never change, so that a link is as good as a copy."""
+    if source.endswith(".safetensors"):
+        os.link(source, target)
+    else:
+        shutil.copy2(source, target)
+
+
+def logged_conversations(cache: Path) -> dict[str, list[Message]]:
+    """What every agent said and heard, by the ledger."""
+    ledger = SqliteLedger(cache)
+    found: dict[str, list[Message]] = {}
+    for agent in ledger.load().agents:
+        turns = ledger.turns(agent.tenant, agent.head, limit=1000) if agent.head else ()
+        assert len(turns) == agent.num_turns
+        found[agent.id] = [_plain(m) for turn in reversed(turns) for m in turn.messages]
+    ledger.close()
+    return found
+
+
+def _plain(message: SaidMessage) -> Message:
+    return {"role": message.role.value, "content": message.text}

@@ -1,0 +1,127 @@
+"""`semantic cache`, over directories that real servers left."""
+
+import contextlib
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from semantic.entrypoints.cli import main
+from tests.chaos.talk import ask
+from tests.http_server import RunningServer, make_settings, run_server
+
+pytestmark = pytest.mark.integration
+
+HEAD = "Both agents begin like this, at some length. " * 4
+QUESTIONS = {"coder": "Write a function. " * 10, "critic": "Find a flaw. " * 10}
+
+
+def talk(running: RunningServer, agent: str) -> None:
+    said = [{"role": "user", "content": HEAD + QUESTIONS[agent]}]
+    with running.client() as http:
+        ask(http, running.model, said, 20, agent)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """Where a server left two agents that begin alike."""
+    with run_server(make_settings(tmp_path)) as running:
+        for agent in QUESTIONS:
+            talk(running, agent)
+    return tmp_path
+
+
+def block_files(home: Path) -> list[Path]:
+    return sorted((home / "cache" / "blocks").rglob("*.safetensors"))
+
+
+def test_stats_say_what_is_there(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "stats", "--home", str(home)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [f"directory  {home}/cache", "agents     2", "turns      2"]
+    num_files = len(block_files(home))
+    assert lines[3].startswith(f"files      {num_files}, ")
+    assert lines[4].startswith(f"  fake (raw): {num_files}, ")
+    assert lines[5].startswith("in all ")
+    assert " of 20.0 GB (" in lines[5]
+
+
+def test_verify_removes_bad_files_and_says_so(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = block_files(home)
+    content = bytearray(files[0].read_bytes())
+    content[-1] ^= 1
+    files[0].write_bytes(content)
+    files[1].write_bytes(b"")
+    files[2].with_name("0123-7.tmp").write_bytes(b"half a file")
+    assert main(["cache", "verify", "--home", str(home)]) == 1
+    text = capsys.readouterr().out
+    for bad in files[:2]:
+        assert f"bad: {bad.relative_to(home / 'cache')}: " in text
+    assert "removed 1 unfinished file of a killed server" in text
+    assert f"checked {len(files)} files" in text
+    assert ": 2 bad files; the ledger is sound" in text
+    assert block_files(home) == files[2:]
+    assert main(["cache", "verify", "--home", str(home)]) == 0
+    assert f"checked {len(files) - 2} files" in capsys.readouterr().out
+    with run_server(make_settings(home)) as running:
+        talk(running, "coder")
+        assert running.server.memory.store is not None
+        assert running.server.memory.store.counters.corrupt == 0
+
+
+def test_verify_restores_turns_that_changed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.closing(sqlite3.connect(home / "cache" / "ledger.db")) as ledger, ledger:
+        ledger.execute("UPDATE turns SET num_tokens = num_tokens + 1 WHERE agent = 'critic'")
+    assert main(["cache", "verify", "--home", str(home)]) == 1
+    text = capsys.readouterr().out
+    assert "bad: turns of critic" in text
+    assert "restored 2 agents and 2 turns" in text
+    assert "the ledger is not sound" in text
+    assert main(["cache", "verify", "--home", str(home)]) == 0
+
+
+def test_verify_restores_a_ledger_that_was_overwritten(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "cache" / "ledger.db").write_bytes(b"nothing of use" * 999)
+    assert main(["cache", "verify", "--home", str(home)]) == 1
+    assert "restored 2 agents and 2 turns" in capsys.readouterr().out
+    assert main(["cache", "verify", "--home", str(home)]) == 0
+
+
+def test_gc_deletes_what_no_agent_reaches(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = block_files(home)
+    assert main(["cache", "gc", "--home", str(home), "--orphan-age-h", "0"]) == 0
+    assert block_files(home) == before
+    with run_server(make_settings(home)) as running:
+        running.server.memory.agents.delete("local", "critic")
+    assert main(["cache", "gc", "--home", str(home)]) == 0
+    assert block_files(home) == before  # used within the last day
+    capsys.readouterr()
+    assert main(["cache", "gc", "--home", str(home), "--orphan-age-h", "0"]) == 0
+    after = block_files(home)
+    num_gone = len(before) - len(after)
+    text = capsys.readouterr().out
+    assert 0 < num_gone < len(before) / 2  # what both began with is still needed
+    assert text.startswith(f"deleted {num_gone} files (")
+    assert f"and 1 turn that no agent reaches; left: {len(after)} files" in text
+    assert main(["cache", "verify", "--home", str(home)]) == 0
+    with run_server(make_settings(home)) as running, running.client() as http:
+        body = {
+            "model": running.model,
+            "messages": [{"role": "user", "content": HEAD + QUESTIONS["coder"]}],
+            "max_tokens": 5,
+        }
+        usage = http.post("/v1/chat/completions", json=body).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+
+
+@pytest.mark.parametrize("action", ["stats", "verify", "gc"])
+def test_a_directory_without_a_cache_is_one_sentence_and_stays_as_it_is(
+    action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache", action, "--cache-dir", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"semantic: there is no cache in {tmp_path}")
+    assert list(tmp_path.iterdir()) == []

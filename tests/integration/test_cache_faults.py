@@ -1,0 +1,359 @@
+"""What a server makes of a directory that was damaged, is full, or is too small: a right answer."""
+
+import contextlib
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
+from semantic.domain.errors import CachePersistenceError, InvalidRequestError
+from semantic.entrypoints.bootstrap import bootstrap
+from semantic.entrypoints.cli import main
+from tests.chaos.mounts import resize, small_disk
+from tests.chaos.talk import Message, ask
+from tests.http_server import RunningServer, make_settings, run_server
+
+pytestmark = pytest.mark.integration
+
+SYSTEM = "You are the agent whose memory is tried. " * 12
+QUESTIONS = ("What was lost?", "What is left?", "What comes next?")
+LENGTH = 40
+Conversation = list[Message]
+
+
+def begin() -> Conversation:
+    return [{"role": "system", "content": SYSTEM}]
+
+
+def talk(running: RunningServer, said: Conversation, question: str, agent: str = "tried") -> int:
+    """Have a turn; returns how many tokens of the prompt were not computed."""
+    said.append({"role": "user", "content": question})
+    body = {"model": running.model, "messages": said, "max_tokens": LENGTH, "temperature": 0}
+    with running.client() as http:
+        reply = http.post("/v1/chat/completions", json=body, headers={"x-agent-id": agent})
+        reply.raise_for_status()
+    said.append({"role": "assistant", "content": reply.json()["choices"][0]["message"]["content"]})
+    return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    settings = make_settings(tmp_path_factory.mktemp("reference"), durability="none")
+    with run_server(settings) as running:
+        yield running
+
+
+def assert_right(reference: RunningServer, said: Conversation) -> None:
+    """Every reply is what a server says that keeps nothing."""
+    with reference.client() as http:
+        for index, message in enumerate(said):
+            if message["role"] == "assistant":
+                assert message["content"] == ask(http, reference.model, said[:index], LENGTH)
+
+
+def await_that(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it never came true")
+
+
+def store_of(running: RunningServer) -> Any:
+    assert running.server.memory.store is not None
+    return running.server.memory.store
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> tuple[Path, Conversation]:
+    """A directory that a server left, and what its only agent had said."""
+    said = begin()
+    with run_server(make_settings(tmp_path)) as running:
+        for question in QUESTIONS[:2]:
+            talk(running, said, question)
+    return tmp_path, said
+
+
+def block_files(home: Path) -> list[Path]:
+    return sorted((home / "cache" / "blocks").rglob("*.safetensors"))
+
+
+# -- files ------------------------------------------------------------------------------------
+
+
+def truncate(files: list[Path]) -> None:
+    files[0].write_bytes(files[0].read_bytes()[:-7])
+
+
+def flip_payload(files: list[Path]) -> None:
+    content = bytearray(files[0].read_bytes())
+    content[-1] ^= 1
+    files[0].write_bytes(content)
+
+
+def flip_header(files: list[Path]) -> None:
+    content = bytearray(files[0].read_bytes())
+    content[content.index(b"parent") + 12] ^= 1
+    files[0].write_bytes(content)
+
+
+def swap(files: list[Path]) -> None:
+    first, second = files[0].read_bytes(), files[1].read_bytes()
+    files[0].write_bytes(second)
+    files[1].write_bytes(first)
+
+
+def delete(files: list[Path]) -> None:
+    files[0].unlink()
+
+
+def empty(files: list[Path]) -> None:
+    files[0].write_bytes(b"")
+
+
+def replace_by_foreign(files: list[Path]) -> None:
+    files[0].write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00{}and something else altogether")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [truncate, flip_payload, flip_header, swap, delete, empty, replace_by_foreign],
+)
+def test_a_bad_block_file_is_a_miss_that_is_counted(
+    damage: Callable[[list[Path]], None],
+    kept: tuple[Path, Conversation],
+    reference: RunningServer,
+) -> None:
+    home, said = kept
+    files = block_files(home)
+    damage([files[len(files) // 2], files[0]])
+    with run_server(make_settings(home)) as running:
+        talk(running, said, QUESTIONS[2])
+        await_that(lambda: store_of(running).counters.corrupt >= 1)
+        store_of(running).check_integrity()
+    assert_right(reference, said)
+    with run_server(make_settings(home)) as running:
+        num_cached = talk(running, said, "And now?")
+        assert store_of(running).counters.corrupt == 0
+        assert num_cached > len(SYSTEM)  # made anew, and kept
+    assert_right(reference, said)
+
+
+def test_what_leads_to_a_bad_file_is_still_used(tmp_path: Path, reference: RunningServer) -> None:
+    said, question = begin(), {"role": "user", "content": "Whoever asks this has no name."}
+    with run_server(make_settings(tmp_path)) as running, running.client() as http:
+        ask(http, running.model, [*said, question], LENGTH)
+    with contextlib.closing(sqlite3.connect(tmp_path / "cache" / "ledger.db")) as ledger:
+        query = "SELECT start, hex(name) FROM parts WHERE start >= ? ORDER BY start"
+        start, name = ledger.execute(query, (len(SYSTEM) // 2,)).fetchone()
+    files = block_files(tmp_path)
+    flip_payload([path for path in files if path.name.startswith(name.lower())])
+    with run_server(make_settings(tmp_path)) as running:
+        # Nobody's state is read at the start, so that this is who finds the damage.
+        assert talk(running, said, question["content"]) == start
+        await_that(lambda: store_of(running).counters.corrupt > 0)
+        assert store_of(running).counters.corrupt <= 2
+    assert len(block_files(tmp_path)) >= len(files)
+    assert_right(reference, said)
+
+
+def test_all_block_files_lost_is_a_cold_start(
+    kept: tuple[Path, Conversation], reference: RunningServer
+) -> None:
+    home, said = kept
+    shutil.rmtree(home / "cache" / "blocks")
+    with run_server(make_settings(home)) as running:
+        assert talk(running, said, QUESTIONS[2]) == 0
+    assert_right(reference, said)
+    assert block_files(home)
+
+
+# -- the ledger -------------------------------------------------------------------------------
+
+
+def overwrite_middle(ledger: Path) -> None:
+    with ledger.open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xa5" * 8192)
+
+
+def overwrite_all(ledger: Path) -> None:
+    ledger.write_bytes(b"no ledger at all" * 1000)
+
+
+def cut_off(ledger: Path) -> None:
+    with ledger.open("r+b") as file:
+        file.truncate(5000)
+
+
+@pytest.mark.parametrize("damage", [overwrite_middle, overwrite_all, cut_off, Path.unlink])
+def test_a_lost_ledger_is_restored_and_its_index_rebuilt(
+    damage: Callable[[Path], None],
+    kept: tuple[Path, Conversation],
+    reference: RunningServer,
+) -> None:
+    home, said = kept
+    damage(home / "cache" / "ledger.db")
+    with run_server(make_settings(home)) as running:
+        agents = running.server.memory.agents
+        (agent,) = agents.agents("local")
+        logged = [message.text for turn in agents.turns(agent)[::-1] for message in turn.messages]
+        assert logged == [message["content"] for message in said]
+        # The head of the conversation comes from the files, whose index was lost.
+        assert talk(running, said, QUESTIONS[2]) > len(SYSTEM)
+    assert_right(reference, said)
+
+
+def test_a_ledger_without_backup_that_is_lost_leaves_a_server_that_serves(
+    kept: tuple[Path, Conversation], reference: RunningServer
+) -> None:
+    home, said = kept
+    for name in ("ledger.db", "ledger.backup.db"):
+        (home / "cache" / name).unlink()
+    with run_server(make_settings(home)) as running:
+        assert running.server.memory.agents.agents("local") == []
+        talk(running, said, QUESTIONS[2])
+    assert_right(reference, said)
+
+
+def test_a_ledger_another_program_locks_is_refused_and_the_directory_let_go(
+    kept: tuple[Path, Conversation],
+) -> None:
+    home, _ = kept
+    with contextlib.closing(sqlite3.connect(home / "cache" / "ledger.db")) as other:
+        other.execute("PRAGMA locking_mode = EXCLUSIVE")
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(CachePersistenceError, match="locked by another program"):
+            bootstrap(make_settings(home))
+    with run_server(make_settings(home)) as running:
+        assert len(running.server.memory.agents.agents("local")) == 1
+
+
+# -- places that are of no use ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name,words",
+    [
+        ("", "setting cache_dir: a directory is needed"),
+        ("file", "is no directory; choose another --cache-dir"),
+        ("file/below", "Not a directory; choose another --cache-dir"),
+    ],
+)
+def test_a_place_that_cannot_be_a_directory_is_refused(
+    name: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequestError, match=words):
+        bootstrap(make_settings(tmp_path, cache_dir=f"{tmp_path}/{name}" if name else ""))
+
+
+def test_a_read_only_directory_is_refused(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=1m") as disk:
+        (disk / "cache").mkdir()
+        resize(disk, "ro")
+        with pytest.raises(CachePersistenceError, match=r"Read-only file system.*--cache-dir"):
+            bootstrap(make_settings(tmp_path, cache_dir=disk / "cache"))
+
+
+# -- room -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("durability", ["sync", "write_behind"])
+def test_a_full_disk_costs_no_reply_and_is_made_up_for(
+    durability: str, tmp_path: Path, reference: RunningServer
+) -> None:
+    said = begin()
+    with small_disk(tmp_path / "disk", "size=2m") as disk:
+        settings = make_settings(tmp_path, cache_dir=disk / "cache", durability=durability)
+        with run_server(settings) as running, running.client() as http:
+            talk(running, said, QUESTIONS[0])
+            assert running.server.memory.disk is not None
+            running.server.memory.disk.flush(10)
+            fill_up(disk / "filler")
+            for question in ("Is there room?", "Still?", "Not at all?"):
+                talk(running, said, f"{question} {'No. ' * 100}")
+            await_that(lambda: store_of(running).counters.unwritten > 0)
+            assert "No space" in http.get("/health").json()["problem"]
+            assert http.get("/health").status_code == 200
+            (disk / "filler").unlink()
+            talk(running, said, QUESTIONS[1])
+            await_that(lambda: not http.get("/health").json()["problem"])
+        assert_right(reference, said)
+        assert logged_texts(disk / "cache") == [message["content"] for message in said]
+        assert main(["cache", "verify", "--cache-dir", str(disk / "cache")]) == 0
+
+
+def fill_up(place: Path) -> None:
+    with place.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1024))
+
+
+def logged_texts(cache: Path) -> list[str]:
+    ledger = SqliteLedger(cache)
+    (agent,) = ledger.load().agents
+    turns = ledger.turns("local", agent.head or "", limit=100)
+    ledger.close()
+    return [message.text for turn in turns[::-1] for message in turn.messages]
+
+
+def test_a_disk_that_is_full_while_files_are_evicted(
+    tmp_path: Path, reference: RunningServer
+) -> None:
+    said = begin()
+    with small_disk(tmp_path / "disk", "size=1500k") as disk:
+        # The budget is reached about when the disk is full.
+        settings = make_settings(tmp_path, cache_dir=disk / "cache", disk_budget_mb=1)
+        with run_server(settings) as running:
+            for number in range(6):
+                others = begin()
+                talk(running, others, f"{number} " * 2500, agent=f"other-{number}")
+                talk(running, said, f"Number {number}?")
+            store_of(running).check_integrity()
+        assert_right(reference, said)
+        resize(disk, "size=4m")
+        assert main(["cache", "verify", "--cache-dir", str(disk / "cache")]) == 0
+
+
+def test_a_disk_budget_smaller_than_an_agent_keeps_its_beginning(
+    tmp_path: Path, reference: RunningServer
+) -> None:
+    settings = make_settings(tmp_path, disk_budget_mb=1)
+    said = begin()
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "something-else").write_bytes(bytes(700_000))  # counts as well
+    with run_server(settings) as running:
+        talk(running, said, "words and more words " * 250)
+        assert running.server.memory.disk is not None
+        running.server.memory.disk.flush(30)
+        assert store_of(running).counters.unwritten > 0
+    blocks = sum(path.stat().st_size for path in block_files(tmp_path))
+    assert 0 < blocks <= 2**20
+    with run_server(settings) as running:
+        num_cached = talk(running, said, "And after that?")
+        assert len(SYSTEM) < num_cached < len(said[1]["content"])
+    assert_right(reference, said)
+
+
+def test_blocks_that_cannot_be_written_any_more_are_told_once(
+    kept: tuple[Path, Conversation],
+    reference: RunningServer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    home, said = kept
+    with run_server(make_settings(home)) as running, running.client() as http:
+        await_that(lambda: store_of(running).counters.read > 0)
+        with small_disk(home / "cache" / "blocks", "size=1m,ro"):
+            for question in ("Can you write?", "Can you still not?"):
+                talk(running, said, question)
+            await_that(lambda: store_of(running).counters.unwritten > 1)
+            assert "Read-only" in http.get("/health").json()["problem"]
+    told = [line for line in caplog.messages if "is not written" in line]
+    assert len(told) == 1, told
+    assert_right(reference, said)

@@ -1,0 +1,102 @@
+"""A cache directory that is in use, and what servers leave there that end in a hurry."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from semantic.entrypoints.cli import main
+from tests.chaos.kills import logged_conversations
+from tests.chaos.talk import Load, ask, make_agents
+from tests.smoke.server_process import serve
+
+pytestmark = pytest.mark.smoke
+
+
+def start(home: Path) -> subprocess.CompletedProcess[str]:
+    """Start a server that is expected to refuse."""
+    command = [sys.executable, "-m", "semantic", "serve", "--port", "0", "--home", str(home)]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SEMANTIC_")}
+    return subprocess.run(  # noqa: S603 - our own command
+        [*command, "--backend", "fake"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment,
+    )
+
+
+def test_a_directory_in_use_is_refused_by_servers_and_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serve(tmp_path, tmp_path / "log", "--backend", "fake") as server:
+        server.await_ready()
+        refused = start(tmp_path)
+        assert refused.returncode == 2
+        assert refused.stdout == ""
+        assert main(["cache", "verify", "--home", str(tmp_path)]) == 2
+        for words in (refused.stderr, capsys.readouterr().err):
+            assert f"process {server.process.pid}" in words
+            assert "--cache-dir" in words
+            assert words.count("\n") == 1
+        with httpx.Client(base_url=server.url, timeout=30, trust_env=False) as http:
+            assert ask(http, "fake", [{"role": "user", "content": "still there?"}], 5)
+        assert server.stop() == 0
+    assert main(["cache", "verify", "--home", str(tmp_path)]) == 0
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_directory_free_and_backed_up(
+    tmp_path: Path,
+) -> None:
+    with serve(tmp_path, tmp_path / "log", "--model", "nowhere/at-all") as server:
+        assert server.process.wait(30) == 2
+    assert (tmp_path / "cache" / "ledger.backup.db").is_file()
+    assert (tmp_path / "cache" / "lock").read_text() == ""
+    assert main(["cache", "stats", "--home", str(tmp_path)]) == 0
+
+
+def test_ctrl_c_while_much_is_unwritten_leaves_sound_files(
+    starter_home: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "small.toml"
+    config.write_text("write_queue_mb = 1\nmax_idle = 0\n")
+    cache = tmp_path / "cache"
+    options = ("--cache-dir", str(cache), "--config", str(config), "--durability", "sync")
+    agents = make_agents("smollm2-135m-instruct", 3, max_tokens=4)
+    with serve(starter_home, tmp_path / "log", *options) as server:
+        server.await_ready()
+        load = Load(server.url, agents)
+        is_answered = threading.Event()
+        while not is_answered.wait(0.05):
+            if any(agent.received for agent in agents):
+                is_answered.set()
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(20) == 0
+        load.stop()
+    assert "Traceback" not in server.output
+    assert main(["cache", "verify", "--cache-dir", str(cache)]) == 0
+    logged = logged_conversations(cache)
+    for agent in agents:
+        for done in agent.received:
+            said = [*done.messages, {"role": "assistant", "content": done.reply}]
+            assert logged[done.agent_id][: len(said)] == said
+
+
+def test_a_clean_stop_leaves_a_backup_and_an_empty_lock(tmp_path: Path) -> None:
+    with serve(tmp_path, tmp_path / "log", "--backend", "fake") as server:
+        server.await_ready()
+        assert json.loads((tmp_path / "cache" / "lock").read_text())["pid"] == server.process.pid
+        with httpx.Client(base_url=server.url, timeout=30, trust_env=False) as http:
+            ask(http, "fake", [{"role": "user", "content": "hello"}], 5, "greeter")
+        assert server.stop() == 0
+    cache = tmp_path / "cache"
+    assert (cache / "lock").read_text() == ""
+    (cache / "ledger.backup.db").replace(cache / "ledger.db")
+    assert logged_conversations(cache)["greeter"][0]["content"] == "hello"
