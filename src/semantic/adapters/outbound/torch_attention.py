@@ -18,6 +18,9 @@ from semantic.ports.outbound import Chunk
 
 ATTENTION_NAME = "semantic_packed"
 _UNSUPPORTED_OPTIONS = ("indices", "position_bias")
+# From these sizes on, on a CPU, two calls without a mask are faster than one with it.
+_MIN_QUERIES_IN_PARTS, _MIN_KEYS_BEFORE = 64, 2048
+_MAX_KEYS_FOR_ONE_THREAD = 512
 
 
 @dataclass(slots=True)
@@ -93,7 +96,7 @@ def packed_attention(
         options.get("softcap"),
         options.get("s_aux"),
     )
-    output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    outputs = []
     for span in spans:
         start, end, place = span.sequence.length, span.end, span.place
         keys = span.sequence.keys[module.layer_idx]
@@ -104,26 +107,47 @@ def packed_attention(
         attended = _attend(
             query[:, :, place], keys[None, :, first:end], values[None, :, first:end], rules
         )
-        output[0, place] = attended[0].transpose(0, 1)
-    return output, None
+        outputs.append(attended.transpose(1, 2))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
 def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: _Rules
 ) -> torch.Tensor:
-    num_queries, num_keys = query.shape[2], keys.shape[2]
-    if rules.sinks is not None or rules.softcap is not None:
+    # The CPU's fused kernel also tells each query's log-sum-exp, from which parts are put together.
+    is_fused = query.device.type == "cpu" and query.shape[3] == values.shape[3]
+    if rules.softcap is not None or (rules.sinks is not None and not is_fused):
         return _attend_by_hand(query, keys, values, rules)
+    if not is_fused:
+        return _attend_by_library(query, keys, values, rules)
+    num_queries, num_keys = query.shape[2], keys.shape[2]
     if num_queries == 1:
-        # Grouped heads become query rows, so that keys need not be repeated.
-        folded = query.reshape(1, keys.shape[1], -1, query.shape[3])
+        attended, totals = _attend_one(query, keys, values, rules.scaling)
+    elif (
+        rules.window is None
+        and num_queries >= _MIN_QUERIES_IN_PARTS
+        and num_keys - num_queries >= _MIN_KEYS_BEFORE
+    ):
+        attended, totals = _attend_in_parts(query, keys, values, rules.scaling)
+    else:
+        mask = _mask_if_needed(query, num_keys, rules.window)
+        attended, totals = _flash(query, keys, values, rules.scaling, mask, mask is None)
+    if rules.sinks is None:
+        return attended
+    # A sink takes part in the softmax and contributes nothing.
+    shares = torch.sigmoid(totals - rules.sinks.float()[:, None])
+    return (attended * shares[..., None]).to(attended.dtype)
+
+
+def _attend_by_library(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: _Rules
+) -> torch.Tensor:
+    if query.shape[2] == 1:
         attended = functional.scaled_dot_product_attention(
-            folded, keys, values, scale=rules.scaling
+            _folded(query, keys), keys, values, scale=rules.scaling
         )
         return attended.reshape(1, query.shape[1], 1, values.shape[3])
-    mask = None
-    if num_keys > num_queries or (rules.window and num_queries > rules.window):
-        mask = _mask(num_queries, num_keys, rules.window, query.dtype, query.device)
+    mask = _mask_if_needed(query, keys.shape[2], rules.window)
     return functional.scaled_dot_product_attention(
         query,
         keys,
@@ -133,6 +157,55 @@ def _attend(
         scale=rules.scaling,
         enable_gqa=True,
     )
+
+
+def _attend_one(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One query sees all keys; if these are few, waking other threads costs more than it saves."""
+    num_threads = torch.get_num_threads()
+    if keys.shape[2] <= _MAX_KEYS_FOR_ONE_THREAD:
+        torch.set_num_threads(1)
+    try:
+        attended, totals = _flash(_folded(query, keys), keys, values, scaling)
+    finally:
+        torch.set_num_threads(num_threads)
+    num_heads = query.shape[1]
+    return attended.reshape(1, num_heads, 1, values.shape[3]), totals.reshape(1, num_heads, 1)
+
+
+def _attend_in_parts(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys before the queries need no mask; those among them are added by log-sum-exp."""
+    middle = keys.shape[2] - query.shape[2]
+    before, totals_before = _flash(query, keys[:, :, :middle], values[:, :, :middle], scaling)
+    among, totals_among = _flash(
+        query, keys[:, :, middle:], values[:, :, middle:], scaling, is_causal=True
+    )
+    share = torch.sigmoid(totals_before - totals_among)[..., None]
+    attended = torch.lerp(among.float(), before.float(), share).to(query.dtype)
+    return attended, torch.logaddexp(totals_before, totals_among)
+
+
+def _flash(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention on a CPU, and the logarithm of what each query's softmax is divided by."""
+    attended, totals = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, is_causal, attn_mask=mask, scale=scaling
+    )
+    return attended, totals
+
+
+def _folded(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Grouped heads of a single query as rows, so that keys need not be repeated."""
+    return query.reshape(1, keys.shape[1], -1, query.shape[3])
 
 
 def _attend_by_hand(
@@ -152,6 +225,14 @@ def _attend_by_hand(
     weights = scores.softmax(dim=-1)[..., : keys.shape[2]].to(values.dtype)
     attended = weights @ values[0][:, None]
     return attended.reshape(1, num_heads, num_queries, values.shape[3])
+
+
+def _mask_if_needed(query: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor | None:
+    """None where causality alone says what is seen."""
+    num_queries = query.shape[2]
+    if num_keys == num_queries and not (window and num_queries > window):
+        return None
+    return _mask(num_queries, num_keys, window, query.dtype, query.device)
 
 
 @lru_cache(maxsize=8)
