@@ -45,24 +45,38 @@ class TorchSequence:
             self.values[:, :, :num_tokens] = source.values[:, :, :num_tokens]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
-    """A chunk's tokens and their place in the packed row."""
+    """A chunk's tokens and their place in the packed row; made when its buffers have room.
+
+    Attributes:
+        end: The sequence's length after the step.
+        place: Where the chunk lies in the row.
+        keys: Each layer's up to `end`: those held, and room for the chunk's. So `values`.
+        new_keys: Of them, the chunk's. So `new_values`.
+    """
 
     chunk: Chunk
     sequence: TorchSequence
     tokens: tuple[int, ...]
     offset: int
+    end: int = field(init=False)
+    place: slice = field(init=False)
+    keys: Sequence[torch.Tensor] = field(init=False)
+    values: Sequence[torch.Tensor] = field(init=False)
+    new_keys: Sequence[torch.Tensor] = field(init=False)
+    new_values: Sequence[torch.Tensor] = field(init=False)
 
-    @property
-    def place(self) -> slice:
-        """Where the chunk lies in the row."""
-        return slice(self.offset, self.offset + len(self.tokens))
-
-    @property
-    def end(self) -> int:
-        """The sequence's length after the step."""
-        return self.sequence.length + len(self.tokens)
+    def __post_init__(self) -> None:
+        # All layers' views at once: made one by one, they would take as long as attending.
+        start = self.sequence.length
+        self.end = start + len(self.tokens)
+        self.place = slice(self.offset, self.offset + len(self.tokens))
+        keys = self.sequence.keys[:, None, :, : self.end]
+        values = self.sequence.values[:, None, :, : self.end]
+        self.keys, self.values = keys.unbind(), values.unbind()
+        self.new_keys = keys[:, :, :, start:].unbind()
+        self.new_values = values[:, :, :, start:].unbind()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +110,18 @@ def packed_attention(
         options.get("softcap"),
         options.get("s_aux"),
     )
-    outputs = []
+    layer, outputs = module.layer_idx, []
     for span in spans:
-        start, end, place = span.sequence.length, span.end, span.place
-        keys = span.sequence.keys[module.layer_idx]
-        values = span.sequence.values[module.layer_idx]
-        keys[:, start:end] = key[0, :, place]
-        values[:, start:end] = value[0, :, place]
-        first = max(0, start + 1 - rules.window) if rules.window else 0
-        attended = _attend(
-            query[:, :, place], keys[None, :, first:end], values[None, :, first:end], rules
-        )
-        outputs.append(attended.transpose(1, 2))
+        rows = query, key, value
+        if len(spans) > 1:
+            rows = query[:, :, span.place], key[:, :, span.place], value[:, :, span.place]
+        span.new_keys[layer].copy_(rows[1])
+        span.new_values[layer].copy_(rows[2])
+        keys, values = span.keys[layer], span.values[layer]
+        first = span.sequence.length + 1 - rules.window if rules.window else 0
+        if first > 0:
+            keys, values = keys[:, :, first:], values[:, :, first:]
+        outputs.append(_attend(rows[0], keys, values, rules).transpose(1, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
