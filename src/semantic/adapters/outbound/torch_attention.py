@@ -20,7 +20,6 @@ ATTENTION_NAME = "semantic_packed"
 _UNSUPPORTED_OPTIONS = ("indices", "position_bias")
 # From these sizes on, on a CPU, two calls without a mask are faster than one with it.
 _MIN_QUERIES_IN_PARTS, _MIN_KEYS_BEFORE = 64, 2048
-_MAX_KEYS_FOR_ONE_THREAD = 512
 
 
 @dataclass(slots=True)
@@ -176,14 +175,8 @@ def _attend_by_library(
 def _attend_one(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query sees all keys; if these are few, waking other threads costs more than it saves."""
-    num_threads = torch.get_num_threads()
-    if keys.shape[2] <= _MAX_KEYS_FOR_ONE_THREAD:
-        torch.set_num_threads(1)
-    try:
-        attended, totals = _flash(_folded(query, keys), keys, values, scaling)
-    finally:
-        torch.set_num_threads(num_threads)
+    """One query sees all keys."""
+    attended, totals = _flash(_folded(query, keys), keys, values, scaling)
     num_heads = query.shape[1]
     return attended.reshape(1, num_heads, 1, values.shape[3]), totals.reshape(1, num_heads, 1)
 
