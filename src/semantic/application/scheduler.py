@@ -60,7 +60,8 @@ class ChunkBudget:
     """
 
     BLOCK = 32
-    AIM = 1.25
+    MIN_TOKENS = 16
+    AIM = 1.35
 
     def __init__(self) -> None:
         self._ms_per_token: float | None = None
@@ -79,14 +80,12 @@ class ChunkBudget:
         self._ms_per_token = previous + _SMOOTHING * (cost - previous)
 
     def tokens(self, limits: EngineLimits) -> int:
-        """The budget while others decode: at least a block, at most `prefill_step_size`."""
-        if not self._ms_per_token:
-            fitting = limits.prefill_step_size / 4
-        else:
+        """The budget while others decode: at least a few, at most `prefill_step_size`."""
+        fitting = limits.prefill_step_size / 4
+        if self._ms_per_token:
             room_ms = self.AIM * limits.target_step_ms - self._decode_ms
             fitting = min(room_ms / self._ms_per_token, limits.prefill_step_size)
-        num_blocks = max(1, round(fitting / self.BLOCK))
-        return min(num_blocks * self.BLOCK, limits.prefill_step_size)
+        return max(int(fitting // self.BLOCK) * self.BLOCK, self.MIN_TOKENS)
 
 
 class VirtualClock:

@@ -18,8 +18,9 @@ from semantic.ports.outbound import Chunk
 
 ATTENTION_NAME = "semantic_packed"
 _UNSUPPORTED_OPTIONS = ("indices", "position_bias")
-# From these sizes on, on a CPU, two calls without a mask are faster than one with it.
-_MIN_QUERIES_IN_PARTS, _MIN_KEYS_BEFORE = 64, 2048
+# From here on, on a CPU, two calls without a mask are faster than one with it.
+_MIN_KEYS_BEFORE = 2048
+_MAX_FOLDED_QUERIES = 16
 
 
 @dataclass(slots=True)
@@ -135,12 +136,8 @@ def _attend(
         return _attend_by_library(query, keys, values, rules)
     num_queries, num_keys = query.shape[2], keys.shape[2]
     if num_queries == 1:
-        attended, totals = _attend_one(query, keys, values, rules.scaling)
-    elif (
-        rules.window is None
-        and num_queries >= _MIN_QUERIES_IN_PARTS
-        and num_keys - num_queries >= _MIN_KEYS_BEFORE
-    ):
+        attended, totals = _attend_to_all(query, keys, values, rules.scaling)
+    elif rules.window is None and num_keys - num_queries >= _MIN_KEYS_BEFORE:
         attended, totals = _attend_in_parts(query, keys, values, rules.scaling)
     else:
         mask = _mask_if_needed(query, num_keys, rules.window)
@@ -172,13 +169,16 @@ def _attend_by_library(
     )
 
 
-def _attend_one(
+def _attend_to_all(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query sees all keys."""
+    """Every query sees every key. Few of them are folded: the kernel then reads keys once."""
+    num_heads, num_queries = query.shape[1], query.shape[2]
+    if num_queries > _MAX_FOLDED_QUERIES:
+        return _flash(query, keys, values, scaling)
     attended, totals = _flash(_folded(query, keys), keys, values, scaling)
-    num_heads = query.shape[1]
-    return attended.reshape(1, num_heads, 1, values.shape[3]), totals.reshape(1, num_heads, 1)
+    shape = (1, num_heads, num_queries)
+    return attended.reshape(*shape, values.shape[3]), totals.reshape(shape)
 
 
 def _attend_in_parts(
@@ -186,7 +186,9 @@ def _attend_in_parts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys before the queries need no mask; those among them are added by log-sum-exp."""
     middle = keys.shape[2] - query.shape[2]
-    before, totals_before = _flash(query, keys[:, :, :middle], values[:, :, :middle], scaling)
+    before, totals_before = _attend_to_all(
+        query, keys[:, :, :middle], values[:, :, :middle], scaling
+    )
     among, totals_among = _flash(
         query, keys[:, :, middle:], values[:, :, middle:], scaling, is_causal=True
     )
@@ -211,7 +213,7 @@ def _flash(
 
 
 def _folded(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Grouped heads of a single query as rows, so that keys need not be repeated."""
+    """Grouped heads as further queries of the head whose keys they share."""
     return query.reshape(1, keys.shape[1], -1, query.shape[3])
 
 
