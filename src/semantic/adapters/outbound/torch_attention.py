@@ -18,6 +18,9 @@ from semantic.ports.outbound import Chunk
 
 ATTENTION_NAME = "semantic_packed"
 _UNSUPPORTED_OPTIONS = ("indices", "position_bias")
+# From here on, on a CPU, two calls without a mask are faster than one with it.
+_MIN_KEYS_BEFORE = 2048
+_MAX_FOLDED_QUERIES = 16
 
 
 @dataclass(slots=True)
@@ -51,24 +54,38 @@ class TorchSequence:
             self.values[:, :, :num_tokens] = source.values[:, :, :num_tokens]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
-    """A chunk's tokens and their place in the packed row."""
+    """A chunk's tokens and their place in the packed row; made when its buffers have room.
+
+    Attributes:
+        end: The sequence's length after the step.
+        place: Where the chunk lies in the row.
+        keys: Each layer's up to `end`: those held, and room for the chunk's. So `values`.
+        new_keys: Of them, the chunk's. So `new_values`.
+    """
 
     chunk: Chunk
     sequence: TorchSequence
     tokens: tuple[int, ...]
     offset: int
+    end: int = field(init=False)
+    place: slice = field(init=False)
+    keys: Sequence[torch.Tensor] = field(init=False)
+    values: Sequence[torch.Tensor] = field(init=False)
+    new_keys: Sequence[torch.Tensor] = field(init=False)
+    new_values: Sequence[torch.Tensor] = field(init=False)
 
-    @property
-    def place(self) -> slice:
-        """Where the chunk lies in the row."""
-        return slice(self.offset, self.offset + len(self.tokens))
-
-    @property
-    def end(self) -> int:
-        """The sequence's length after the step."""
-        return self.sequence.length + len(self.tokens)
+    def __post_init__(self) -> None:
+        # All layers' views at once: made one by one, they would take as long as attending.
+        start = self.sequence.length
+        self.end = start + len(self.tokens)
+        self.place = slice(self.offset, self.offset + len(self.tokens))
+        keys = self.sequence.keys[:, None, :, : self.end]
+        values = self.sequence.values[:, None, :, : self.end]
+        self.keys, self.values = keys.unbind(), values.unbind()
+        self.new_keys = keys[:, :, :, start:].unbind()
+        self.new_values = values[:, :, :, start:].unbind()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,37 +119,54 @@ def packed_attention(
         options.get("softcap"),
         options.get("s_aux"),
     )
-    output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    layer, outputs = module.layer_idx, []
     for span in spans:
-        start, end, place = span.sequence.length, span.end, span.place
-        keys = span.sequence.keys[module.layer_idx]
-        values = span.sequence.values[module.layer_idx]
-        keys[:, start:end] = key[0, :, place]
-        values[:, start:end] = value[0, :, place]
-        first = max(0, start + 1 - rules.window) if rules.window else 0
-        attended = _attend(
-            query[:, :, place], keys[None, :, first:end], values[None, :, first:end], rules
-        )
-        output[0, place] = attended[0].transpose(0, 1)
-    return output, None
+        rows = query, key, value
+        if len(spans) > 1:
+            rows = query[:, :, span.place], key[:, :, span.place], value[:, :, span.place]
+        span.new_keys[layer].copy_(rows[1])
+        span.new_values[layer].copy_(rows[2])
+        keys, values = span.keys[layer], span.values[layer]
+        first = span.sequence.length + 1 - rules.window if rules.window else 0
+        if first > 0:
+            keys, values = keys[:, :, first:], values[:, :, first:]
+        outputs.append(_attend(rows[0], keys, values, rules).transpose(1, 2))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
 def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: _Rules
 ) -> torch.Tensor:
-    num_queries, num_keys = query.shape[2], keys.shape[2]
-    if rules.sinks is not None or rules.softcap is not None:
+    # The CPU's fused kernel also tells each query's log-sum-exp, from which parts are put together.
+    is_fused = query.device.type == "cpu" and query.shape[3] == values.shape[3]
+    if rules.softcap is not None or (rules.sinks is not None and not is_fused):
         return _attend_by_hand(query, keys, values, rules)
+    if not is_fused:
+        return _attend_by_library(query, keys, values, rules)
+    num_queries, num_keys = query.shape[2], keys.shape[2]
     if num_queries == 1:
-        # Grouped heads become query rows, so that keys need not be repeated.
-        folded = query.reshape(1, keys.shape[1], -1, query.shape[3])
+        attended, totals = _attend_to_all(query, keys, values, rules.scaling)
+    elif rules.window is None and num_keys - num_queries >= _MIN_KEYS_BEFORE:
+        attended, totals = _attend_in_parts(query, keys, values, rules.scaling)
+    else:
+        mask = _mask_if_needed(query, num_keys, rules.window)
+        attended, totals = _flash(query, keys, values, rules.scaling, mask, mask is None)
+    if rules.sinks is None:
+        return attended
+    # A sink takes part in the softmax and contributes nothing.
+    shares = torch.sigmoid(totals - rules.sinks.float()[:, None])
+    return (attended * shares[..., None]).to(attended.dtype)
+
+
+def _attend_by_library(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: _Rules
+) -> torch.Tensor:
+    if query.shape[2] == 1:
         attended = functional.scaled_dot_product_attention(
-            folded, keys, values, scale=rules.scaling
+            _folded(query, keys), keys, values, scale=rules.scaling
         )
         return attended.reshape(1, query.shape[1], 1, values.shape[3])
-    mask = None
-    if num_keys > num_queries or (rules.window and num_queries > rules.window):
-        mask = _mask(num_queries, num_keys, rules.window, query.dtype, query.device)
+    mask = _mask_if_needed(query, keys.shape[2], rules.window)
     return functional.scaled_dot_product_attention(
         query,
         keys,
@@ -142,6 +176,54 @@ def _attend(
         scale=rules.scaling,
         enable_gqa=True,
     )
+
+
+def _attend_to_all(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every query sees every key. Few of them are folded: the kernel then reads keys once."""
+    num_heads, num_queries = query.shape[1], query.shape[2]
+    if num_queries > _MAX_FOLDED_QUERIES:
+        return _flash(query, keys, values, scaling)
+    attended, totals = _flash(_folded(query, keys), keys, values, scaling)
+    shape = (1, num_heads, num_queries)
+    return attended.reshape(*shape, values.shape[3]), totals.reshape(shape)
+
+
+def _attend_in_parts(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys before the queries need no mask; those among them are added by log-sum-exp."""
+    middle = keys.shape[2] - query.shape[2]
+    before, totals_before = _attend_to_all(
+        query, keys[:, :, :middle], values[:, :, :middle], scaling
+    )
+    among, totals_among = _flash(
+        query, keys[:, :, middle:], values[:, :, middle:], scaling, is_causal=True
+    )
+    share = torch.sigmoid(totals_before - totals_among)[..., None]
+    attended = torch.lerp(among.float(), before.float(), share).to(query.dtype)
+    return attended, torch.logaddexp(totals_before, totals_among)
+
+
+def _flash(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention on a CPU, and the logarithm of what each query's softmax is divided by."""
+    attended, totals = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, is_causal, attn_mask=mask, scale=scaling
+    )
+    return attended, totals
+
+
+def _folded(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Grouped heads as further queries of the head whose keys they share."""
+    return query.reshape(1, keys.shape[1], -1, query.shape[3])
 
 
 def _attend_by_hand(
@@ -161,6 +243,14 @@ def _attend_by_hand(
     weights = scores.softmax(dim=-1)[..., : keys.shape[2]].to(values.dtype)
     attended = weights @ values[0][:, None]
     return attended.reshape(1, num_heads, num_queries, values.shape[3])
+
+
+def _mask_if_needed(query: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor | None:
+    """None where causality alone says what is seen."""
+    num_queries = query.shape[2]
+    if num_keys == num_queries and not (window and num_queries > window):
+        return None
+    return _mask(num_queries, num_keys, window, query.dtype, query.device)
 
 
 @lru_cache(maxsize=8)

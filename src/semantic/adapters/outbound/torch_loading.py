@@ -3,9 +3,11 @@
 Device, number format and thread count are chosen here: by measurement where that is possible.
 """
 
+import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -64,7 +66,7 @@ def choose_dtype(dtype: DType, device: torch.device) -> torch.dtype:
         return resolved
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return min((torch.bfloat16, torch.float32), key=_multiplication_seconds)
+    return _fastest_dtype((torch.bfloat16, torch.float32))
 
 
 def choose_threads(num_threads: int) -> int:
@@ -143,13 +145,22 @@ def _rope_types(config: Any) -> set[str]:
     return {str(entry.get("rope_type")) for entry in (parameters, *per_layer_type)}
 
 
-def _multiplication_seconds(dtype: torch.dtype) -> float:
+def _fastest_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """Measured in turns, on one thread and by the best, so that a busy machine is fair to all."""
+    weights = {dtype: torch.ones(2048, 1024, dtype=dtype) for dtype in dtypes}
+    best = dict.fromkeys(dtypes, math.inf)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(10):
+        for dtype, weight in weights.items():
+            best[dtype] = min(best[dtype], _multiplication_seconds(weight))
+    torch.set_num_threads(num_threads)
+    return min(dtypes, key=best.__getitem__)
+
+
+def _multiplication_seconds(weight: torch.Tensor) -> float:
     """How long a decode step's and a prefill step's multiplication take together."""
-    weight = torch.ones(2048, 1024, dtype=dtype)
-    best = float("inf")
-    for _ in range(5):
-        started = time.perf_counter()
-        for num_rows in (1, 64):
-            functional.linear(torch.ones(num_rows, 1024, dtype=dtype), weight)
-        best = min(best, time.perf_counter() - started)
-    return best
+    started = time.perf_counter()
+    for num_rows in (1, 64):
+        functional.linear(torch.ones(num_rows, 1024, dtype=weight.dtype), weight)
+    return time.perf_counter() - started
