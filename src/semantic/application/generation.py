@@ -8,7 +8,7 @@ from typing import Final
 from semantic.application.restore import Restore
 from semantic.application.text_assembler import TextAssembler
 from semantic.domain.agents import Reuse
-from semantic.domain.blocks import BlockName, block_end
+from semantic.domain.blocks import BlockName, PartKey, block_end
 from semantic.domain.chat import Failed, Finished, ServiceClass, Usage
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, SequenceId, TokenConstraint
@@ -34,6 +34,7 @@ class Job:
         is_stateful: Stateful jobs of one agent run one after another.
         deadline: On the engine's clock; None waits for ever.
         constraint: Restricts the tokens of the reply; the engine advances it.
+        max_bytes: The most its conversation may keep; what follows is not sealed. None: no limit.
     """
 
     id: str
@@ -49,6 +50,7 @@ class Job:
     weight: float = 1.0
     deadline: float | None = None
     constraint: TokenConstraint | None = None
+    max_bytes: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +73,8 @@ class Generation:
         sealed: Names of the blocks this request has sealed.
         pointer: Name of the block its state ends in, once it was put away.
         restore: Loads its beginning; until it is done nothing of it can run.
+        num_failed_restores: How often what was found could not be loaded.
+        prefetched: Parts that were read for it while it waited.
         is_sealing: False once a block could not be kept; what follows it is of no use then.
         final: Its last event, once it ended.
         retry_until: After a failed step: run alone until this position is computed.
@@ -93,6 +97,8 @@ class Generation:
     sealed: list[BlockName] = field(default_factory=list)
     pointer: BlockName | None = None
     restore: Restore | None = None
+    num_failed_restores: int = 0
+    prefetched: set[PartKey] = field(default_factory=set)
     reuse: Reuse = field(default_factory=Reuse)
     is_sealing: bool = True
     is_done: bool = False
