@@ -99,11 +99,13 @@ class InferenceService:
         self, request: ChatRequest, principal: Principal, prompt: Prompt, model: LoadedModel
     ) -> Job:
         job_id = secrets.token_hex(12)
+        agent_id = _agent_id(request)
+        agent = self._agents.find(principal.tenant, agent_id) if agent_id else None
         seed = request.sampling.seed
         sampling = replace(request.sampling, seed=secrets.randbits(63) if seed is None else seed)
         return Job(
             id=job_id,
-            agent=f"{principal.tenant}/{_agent_id(request) or job_id}",
+            agent=f"{principal.tenant}/{agent_id or job_id}",
             root=model.root(principal),
             tokens=prompt.tokens,
             sampling=sampling,
@@ -115,6 +117,7 @@ class InferenceService:
             service_class=request.service_class,
             weight=principal.weight,
             deadline=monotonic() + self._request_timeout_s,
+            max_bytes=agent.quota.max_bytes if agent else None,
         )
 
     def _max_tokens(self, request: ChatRequest, num_prompt: int, max_context: int) -> int:

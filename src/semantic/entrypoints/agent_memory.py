@@ -19,7 +19,7 @@ from semantic.application.agent_ledger import AgentLedger, write_at_once
 from semantic.application.agent_store import AgentCacheStore
 from semantic.application.batch_engine import BlockPoolBatchEngine, EventSink
 from semantic.application.device_thread import LoadedModel
-from semantic.application.disk_tier import DiskTier
+from semantic.application.disk_tier import DiskLimits, DiskTier
 from semantic.application.housekeeping import Housekeeping
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.block_pool import BlockPool
@@ -70,8 +70,7 @@ class AgentMemory:
             self.disk = DiskTier(
                 self._files,
                 self.ledger,
-                budget_bytes=settings.disk_budget_mb * 2**20,
-                queue_bytes=settings.write_queue_mb * 2**20,
+                _disk_limits(settings),
                 is_synced=settings.durability == "sync",
             )
         write = self.disk.change if self.disk else write_at_once(self.ledger)
@@ -100,8 +99,9 @@ class AgentMemory:
         """Make the engine of a loaded model, over all that is known."""
         settings = self._settings
         pool = BlockPool(model.backend.spec, settings.memory_budget_mb * 2**20)
-        self.store = AgentCacheStore(pool, self.disk)
+        self.store = AgentCacheStore(pool, self.disk, on_moved=self.agents.move)
         self.store.restore_index(self._state.parts)
+        self.store.roots.update(model.root(principal) for principal in self.agents.principals())
         if self.disk is not None and self._files is not None:
             self._files.announce(model.root(self.agents.principal()), model.fingerprint)
             self.disk.start(self.store)
@@ -134,3 +134,12 @@ class AgentMemory:
     def _unlock(self) -> None:
         if self._lock is not None:
             self._lock.close()
+
+
+def _disk_limits(settings: Settings) -> DiskLimits:
+    quota = settings.tenant_disk_quota_mb
+    return DiskLimits(
+        budget_bytes=settings.disk_budget_mb * 2**20,
+        queue_bytes=settings.write_queue_mb * 2**20,
+        tenant_bytes=quota * 2**20 if quota else None,
+    )
