@@ -191,6 +191,13 @@ class AgentCacheStore:
             self._supersede(node)
             return node.name
 
+    def add(self, name: BlockName, payloads: Sequence[KVPayload]) -> None:
+        """Keep further parts of a block, as far as there is room."""
+        with self.lock:
+            node = self.index.get(name)
+            if node is not None:
+                self._keep(node, payloads, self.index.chain(node.parent))
+
     def settle(
         self, sealed: Iterable[BlockName], last: BlockName, boundaries: Sequence[int]
     ) -> None:

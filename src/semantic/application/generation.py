@@ -69,6 +69,7 @@ class Generation:
         num_draws: Of those, rows that will bring a token.
         block_tokens: Tokens of a full block.
         num_sealed: Positions whose full blocks are in the store.
+        last_sealed: Where the last block that it sealed itself begins.
         chain: Name of the last of them.
         sealed: Names of the blocks this request has sealed.
         pointer: Name of the block its state ends in, once it was put away.
@@ -93,6 +94,7 @@ class Generation:
     num_rows: int = 0
     num_draws: int = 0
     num_sealed: int = 0
+    last_sealed: int = 0
     chain: BlockName = field(init=False)
     sealed: list[BlockName] = field(default_factory=list)
     pointer: BlockName | None = None
@@ -165,7 +167,7 @@ class Generation:
     def rewind(self) -> None:
         """Forget the backend's state: it was closed or lost."""
         self.num_launched = self.num_computed = self.num_rows = self.num_draws = 0
-        self.num_sealed = 0
+        self.num_sealed = self.last_sealed = 0
         self.chain = self.job.root
         self.restore = None
         self.is_sealing = True
@@ -174,6 +176,7 @@ class Generation:
         """Start from state that was found instead of computed."""
         self.num_launched = self.num_computed = num_tokens
         self.num_sealed, self.chain = num_sealed, chain
+        self.last_sealed = num_tokens
 
     def count_reuse(self, reuse: Reuse) -> None:
         """Note what the first opening found; what is resumed later was paid for already."""

@@ -97,7 +97,9 @@ class PrefixSharing:
                 continue
             if known is None:
                 known = self._plan(generation).end
-            if shared - max(known, other.num_computed) >= self._backend.spec.block_tokens:
+            # What the other has so far can be had at once only where it can be cut.
+            at_once = max(known, other.num_computed if self.can_cut_anywhere else 0)
+            if shared - at_once >= self._backend.spec.block_tokens:
                 return True
         return False
 
@@ -181,6 +183,7 @@ class PrefixSharing:
             generation.is_sealing = name is not None
             if name is not None:
                 generation.chain, generation.num_sealed = name, end
+                generation.last_sealed = start
         if not self.can_cut_anywhere and generation.num_computed == generation.num_prompt:
             self._seal_boundary(generation)
 
@@ -193,6 +196,8 @@ class PrefixSharing:
             tail = self._seal_block(generation, start, end, is_end=True)
             if tail is not None:
                 generation.pointer, generation.num_sealed = tail, end
+        elif start == end and generation.last_sealed < end:
+            self._seal_end(generation)
         if self._backend.spec.num_window:
             boundaries = [*generation.job.boundaries, generation.num_prompt, end]
             last = generation.pointer or generation.chain
@@ -249,6 +254,12 @@ class PrefixSharing:
         payloads = self._snapshots(generation, start, end, kinds)
         if len(payloads) == len(kinds):
             self._keep(generation, start, end, payloads)
+
+    def _seal_end(self, generation: Generation) -> None:
+        """Keep the state after a reply that filled its last block, sealed before that was known."""
+        kinds = [k for k in self._backend.spec.kinds if k is LayerKind.STATE]
+        start, end = generation.last_sealed, generation.num_computed
+        self._store.add(generation.chain, self._snapshots(generation, start, end, kinds))
 
     def _keep(
         self, generation: Generation, start: int, end: int, payloads: list[KVPayload]
