@@ -78,7 +78,7 @@ class MemoryFiles:
     def read(self, part: BlockPart) -> KVPayload:
         assert self.gate.wait(10)
         found = self.files.get(part.key)
-        if found is None or part.key in self.bad or found[0].tokens != part.tokens:
+        if found is None or part.key in self.bad or found[0].key != part.key:
             raise CacheCorruptionError("the file is missing, damaged or another")
         return found[1]
 
