@@ -218,7 +218,7 @@ class DiskTier:
         """
         with self._lock:
             self._is_closed = True
-            self._deadline = time.monotonic() + timeout_s / 2
+            self._deadline = min(self._deadline, time.monotonic() + timeout_s / 2)
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._items.put(_Stop())
         self._writer.join(timeout_s)

@@ -1,7 +1,7 @@
 """Random lives of agents against a plain dictionary: what is recalled is right, or is not recalled.
 
-Files are spoilt, disks fill up and servers restart on the way. Conversations are never lost, budgets
-never exceeded, and the parts of the store agree after every step.
+Files are spoilt, disks fill up and servers restart on the way. Conversations are never lost,
+budgets never exceeded, and the parts of the store agree after every step.
 """
 
 import pytest
@@ -29,7 +29,7 @@ SPECS = {
 }
 NAMES = ("ann", "bob", "cid")
 # Few words and few systems, so that conversations often begin alike.
-SYSTEMS = ([], [9, 9, 9, 9, 9, 9], [8, 8, 8])
+SYSTEMS: tuple[list[int], ...] = ([], [9, 9, 9, 9, 9, 9], [8, 8, 8])
 words = st.lists(st.integers(1, 2), min_size=2, max_size=11)
 names = st.sampled_from(NAMES)
 memories = st.sampled_from([150, 600, 5000])
