@@ -182,6 +182,7 @@ class AgentCacheStore:
                 return None
             start = chain[-1].end if chain else 0
             node = self.index.add(root, parent, start, packed)
+            node.last_used = self._now()  # its files say so
             is_kept = self._keep(node, payloads, chain)
             self._touch([WantedPart(link, LayerKind.FULL) for link in (*chain, node)])
             if not is_kept:

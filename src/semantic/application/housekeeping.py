@@ -17,7 +17,7 @@ from semantic.application.disk_tier import DiskTier
 from semantic.application.old_boundaries import OldBoundaries
 from semantic.application.recall import RestorePlan, WantedPart
 from semantic.domain.agents import Agent, Pointer, Tier
-from semantic.domain.blocks import BlockName, BlockPart
+from semantic.domain.blocks import BlockName, BlockPart, pack_tokens
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.domain.spec import LayerKind
 from semantic.ports.persistence import (
@@ -93,8 +93,8 @@ class Housekeeping:
     def footprint(self, agent: Agent) -> Footprint:
         """See where an agent's state is."""
         pointer = self._pointer(agent)
+        nodes = self._known(agent, pointer)
         with self._store.lock:
-            nodes = self._chain(pointer)
             memory = _leading(nodes, lambda node: LayerKind.FULL in node.payloads)
             disk = _leading(nodes, lambda node: LayerKind.FULL in node.files)
             return Footprint(
@@ -121,8 +121,10 @@ class Housekeeping:
         if is_cold and self._disk is not None:
             self._disk.flush(timeout_s=30)  # what is being written would come back
         shared = self._reached(self._ledger_pointers(but=agent))
+        chain = self._known(agent, pointer)
         with self._store.lock:
-            own = [node for node in self._with_boundaries(pointer) if node.name not in shared]
+            known = {node.name: node for node in (*chain, *self._with_boundaries(pointer))}
+            own = [node for name, node in known.items() if name not in shared]
             parts = [WantedPart(node, kind) for node in own[::-1] for kind in LayerKind]
             if self._disk is not None and not is_cold:
                 parts = [wanted for wanted in parts if wanted.kind in wanted.node.files]
@@ -161,7 +163,7 @@ class Housekeeping:
         if self._disk is not None:
             self._disk.flush(timeout_s=30)  # what was committed is reached from now on
         self._ledger.forget_unreachable(before=before)
-        reached = self._reached(self._ledger.pointers())
+        reached = self._reached(self._ledger.pointers()) | self._partly_reached()
         with self._store.lock:
             orphans = [
                 node
@@ -269,10 +271,29 @@ class Housekeeping:
         turn = self._agents.turn(agent.tenant, agent.head) if agent.head else None
         return turn.pointer if turn else None
 
-    def _chain(self, pointer: Pointer | None) -> list[BlockNode]:
-        """The blocks that lead to a place, if none of the first is missing; inside the lock."""
-        chain = self._store.index.chain(pointer.block) if pointer else []
-        return chain if chain and pointer and chain[0].parent == pointer.root else []
+    def _known(self, agent: Agent, pointer: Pointer | None) -> list[BlockNode]:
+        """What is known of the blocks that lead to an agent's head, from the first on."""
+        if pointer is None:
+            return []
+        with self._store.lock:
+            chain = self._store.index.chain(pointer.block)
+        if chain and chain[0].parent == pointer.root:
+            return chain
+        # Its end is gone: what is left is found as a prompt would find it.
+        packed = pack_tokens(self._agents.tokens(agent))
+        with self._store.lock:
+            block_tokens = self._store.spec.block_tokens
+            match = self._store.index.match(pointer.root, packed, block_tokens)
+            return [node for node in match.nodes if node.end <= match.end]
+
+    def _partly_reached(self) -> set[BlockName]:
+        """Blocks of agents whose last blocks were evicted."""
+        reached: set[BlockName] = set()
+        for agent in self._agents.recent(limit=_ALL):
+            pointer = self._pointer(agent)
+            if pointer is not None and self._store.index.get(pointer.block) is None:
+                reached.update(node.name for node in self._known(agent, pointer))
+        return reached
 
     def _with_boundaries(self, pointer: Pointer) -> list[BlockNode]:
         """The blocks that lead to a place, and the boundaries inside them; inside the lock."""
