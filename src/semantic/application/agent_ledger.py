@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
+from semantic.application.unwritten_turns import UnwrittenTurns, WriteChanges
 from semantic.domain.agents import (
     LOCAL_TENANT,
     Agent,
@@ -21,6 +21,7 @@ from semantic.domain.agents import (
     Turn,
     conversation_digest,
 )
+from semantic.domain.blocks import BlockName
 from semantic.domain.chat import Message, Usage
 from semantic.domain.errors import AgentNotFoundError, InvalidRequestError, QuotaExceededError
 from semantic.ports.persistence import (
@@ -30,11 +31,9 @@ from semantic.ports.persistence import (
     LedgerState,
     PutAgent,
     PutTenant,
-    PutTurn,
     Tenant,
 )
 
-WriteChanges: TypeAlias = Callable[..., Future[None]]
 ANONYMOUS_TTL_S = 24 * 3600.0
 _SALT_BYTES = 16
 _MAX_WALK = 64  # turns looked at to find the one a prompt continues
@@ -82,7 +81,7 @@ class AgentLedger:
         self._lock = threading.RLock()
         self._agents = {(agent.tenant, agent.id): agent for agent in state.agents}
         self._tenants = {tenant.id: tenant for tenant in state.tenants}
-        self._unwritten: dict[str, Turn] = {}
+        self._unwritten = UnwrittenTurns(write)
 
     # -- tenants --------------------------------------------------------------------------------
 
@@ -95,6 +94,11 @@ class AgentLedger:
                 self._tenants[tenant] = known
                 self._write(PutTenant(known))
             return Principal(known.id, known.salt)
+
+    def principals(self) -> list[Principal]:
+        """All tenants there are."""
+        with self._lock:
+            return [Principal(tenant.id, tenant.salt) for tenant in self._tenants.values()]
 
     # -- agents ---------------------------------------------------------------------------------
 
@@ -121,6 +125,11 @@ class AgentLedger:
         if agent is None:
             raise AgentNotFoundError(f"there is no agent {agent_id!r}.")
         return agent
+
+    def find(self, tenant: str, agent_id: str) -> Agent | None:
+        """Find an agent, if there is one of this name."""
+        with self._lock:
+            return self._agents.get((tenant, agent_id))
 
     def create(self, agent: Agent) -> Agent:
         """Add an agent.
@@ -207,17 +216,14 @@ class AgentLedger:
 
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
         """Find a turn."""
-        with self._lock:
-            unwritten = self._unwritten.get(turn_id)
-        return unwritten or self._ledger.turn(tenant, turn_id)
+        return self._unwritten.get(turn_id) or self._ledger.turn(tenant, turn_id)
 
     def turns(self, agent: Agent, limit: int = _MAX_WALK) -> list[Turn]:
         """The turns of an agent, the latest first."""
         found: list[Turn] = []
         head = agent.head
         while head is not None and len(found) < limit:
-            with self._lock:
-                unwritten = self._unwritten.get(head)
+            unwritten = self._unwritten.get(head)
             if unwritten is None:
                 return [
                     *found,
@@ -269,13 +275,14 @@ class AgentLedger:
                 num_messages=len(exchange.messages),
                 digest=conversation_digest(tokens),
             )
-            self._unwritten[turn.id] = turn
             back = agent.rewind(turn.parent, depth, at=agent.last_used)
             agent = back.advance(turn.id, at=turn.created_at)
             self._agents[(tenant, agent.id)] = agent
-            done = self._write(PutTurn(tenant, turn), PutAgent(agent))
-        done.add_done_callback(lambda written: self._forget_written(turn.id, written))
-        return turn, done
+            return self._unwritten.put(tenant, turn, agent)
+
+    def move(self, old: BlockName, new: BlockName) -> None:
+        """Let turns that point at one block point into another; never waits for the disk."""
+        self._unwritten.move(old, new)
 
     # -- inside the lock ------------------------------------------------------------------------
 
@@ -299,14 +306,6 @@ class AgentLedger:
             if is_short and conversation_digest(prompt[: turn.num_tokens]) == turn.digest:
                 return turn, agent.num_turns - index
         return None, 0
-
-    def _forget_written(self, turn_id: str, written: Future[None]) -> None:
-        """Turns that are written can be read there; those before one were written before it."""
-        if written.exception() is not None:
-            return
-        with self._lock:
-            while turn_id in self._unwritten:
-                del self._unwritten[next(iter(self._unwritten))]
 
 
 def write_at_once(ledger: LedgerPort) -> WriteChanges:

@@ -6,11 +6,13 @@ moves payloads between the engine, the pool's budget and the disk; it does not k
 
 import hashlib
 import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
 from semantic.application.block_index import BlockIndex, BlockNode
+from semantic.application.disk_eviction import choose_victims
 from semantic.application.disk_tier import DiskTier
 from semantic.application.recall import (
     RestorePlan,
@@ -18,6 +20,7 @@ from semantic.application.recall import (
     kept_windows,
     plan_restore,
 )
+from semantic.domain.agents import Pointer
 from semantic.domain.block_pool import BlockPool, PoolUsage
 from semantic.domain.blocks import BlockName, BlockPart, KVBlock, PartKey, pack_tokens
 from semantic.domain.errors import CacheCorruptionError, PoolExhaustedError
@@ -46,12 +49,31 @@ class AgentCacheStore:
     Attributes:
         lock: Guards the index.
         index: All known blocks.
+        roots: Those whose blocks were sealed or asked for: the served model's.
         counters: What happened since the start.
     """
 
-    def __init__(self, pool: BlockPool, disk: DiskTier | None = None) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        disk: DiskTier | None = None,
+        *,
+        on_moved: Callable[[BlockName, BlockName], object] | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            pool: The budget of memory.
+            disk: Where blocks are kept beyond it, if anywhere.
+            on_moved: Told, within the lock, that what pointed at one block must point into another.
+            now: Seconds since the epoch.
+        """
         self._pool = pool
         self._disk = disk
+        self._on_moved = on_moved
+        self._now = now
+        self.roots: set[BlockName] = set()
         self.lock = threading.RLock()
         self.index = BlockIndex()
         self._resident: dict[BlockName, WantedPart] = {}  # by the name the pool knows
@@ -62,19 +84,26 @@ class AgentCacheStore:
     # -- recall ---------------------------------------------------------------------------------
 
     def plan(
-        self, root: BlockName, tokens: Sequence[int], *, seconds_per_token: float = 0.0
+        self,
+        root: BlockName,
+        tokens: Sequence[int],
+        *,
+        seconds_per_token: float = 0.0,
+        is_used: bool = True,
     ) -> RestorePlan:
-        """Find the longest beginning of `tokens` that can be restored; marks it as just used.
+        """Find the longest beginning of `tokens` that can be restored.
 
         Args:
             root: Root of the tenant's names.
             tokens: The prompt, less the tokens that must be computed anyway.
             seconds_per_token: What computing costs; what is slower to read is left out. 0 if it
                 is not known.
+            is_used: Whether that makes it young again.
         """
         packed = pack_tokens(tokens)
         spec = self._pool.spec
         with self.lock:
+            self.roots.add(root)
             match = self.index.match(root, packed, spec.block_tokens)
             ends = frozenset(
                 node.name
@@ -84,7 +113,8 @@ class AgentCacheStore:
             plan = plan_restore(root, match, spec, ends)
             if self._disk is not None and seconds_per_token:
                 plan = self._worth_reading(plan, root, seconds_per_token)
-            self._touch(plan.parts)
+            if is_used:
+                self._touch(plan.parts)
             return plan
 
     def fetch(self, wanted: WantedPart) -> Future[KVPayload]:
@@ -102,8 +132,8 @@ class AgentCacheStore:
             part = node.files.get(kind)
             if part is None or self._disk is None:
                 return _failed(CacheCorruptionError(f"block {node.name.short} is gone"))
-            node.num_leases += 1
             future = self._disk.read(part)
+            node.num_leases += 1
             self._reading[name] = future
         future.add_done_callback(lambda done: self._end_reading(wanted, done))
         return future
@@ -112,8 +142,10 @@ class AgentCacheStore:
         """Drop parts that could not be loaded, so that they are made anew."""
         with self.lock:
             for wanted in parts:
-                self.counters.corrupt += wanted.node.has(wanted.kind)
-                self._forget(self._pool.discard([_pool_name(wanted.node.name, wanted.kind)]))
+                evicted = self._pool.discard([_pool_name(wanted.node.name, wanted.kind)])
+                self._forget(evicted)
+                if evicted or wanted.kind in wanted.node.files:
+                    self.counters.corrupt += 1
                 self._drop_file(wanted.node, wanted.kind)
 
     # -- seal -----------------------------------------------------------------------------------
@@ -124,21 +156,33 @@ class AgentCacheStore:
         parent: BlockName,
         tokens: Sequence[int],
         payloads: Sequence[KVPayload],
+        max_bytes: int | None = None,
     ) -> BlockName | None:
         """Keep the block that follows `parent`; the parts that are known are not kept twice.
 
         Window parts are kept in memory alone until `settle` says which of them matter.
+
+        Args:
+            root: Root of the tenant's names.
+            parent: The block before it, or the root.
+            tokens: Its ids.
+            payloads: Its parts.
+            max_bytes: The most that its chain may take, what others share included.
 
         Returns:
             Its name, or None if there is no room: caching never fails a request.
         """
         packed = pack_tokens(tokens)
         with self.lock:
+            self.roots.add(root)
             chain = self.index.chain(parent)
             if not self._is_unbroken(root, parent, chain):
                 return None  # without its beginning the block is of no use
+            if max_bytes is not None and _nbytes(chain, payloads) > max_bytes:
+                return None
             start = chain[-1].end if chain else 0
             node = self.index.add(root, parent, start, packed)
+            node.last_used = self._now()  # its files say so
             is_kept = self._keep(node, payloads, chain)
             self._touch([WantedPart(link, LayerKind.FULL) for link in (*chain, node)])
             if not is_kept:
@@ -147,6 +191,13 @@ class AgentCacheStore:
             self.counters.sealed += 1
             self._supersede(node)
             return node.name
+
+    def add(self, name: BlockName, payloads: Sequence[KVPayload]) -> None:
+        """Keep further parts of a block, as far as there is room."""
+        with self.lock:
+            node = self.index.get(name)
+            if node is not None:
+                self._keep(node, payloads, self.index.chain(node.parent))
 
     def settle(
         self, sealed: Iterable[BlockName], last: BlockName, boundaries: Sequence[int]
@@ -163,12 +214,15 @@ class AgentCacheStore:
             nodes = [node for node in known if node and LayerKind.WINDOW in node.payloads]
             chain = [*self.index.chain(last), *nodes]
             kept = kept_windows(chain, boundaries, self._pool.spec.window)
+            now = self._now()
             for node in chain:
+                if node.name in kept:
+                    node.last_kept = now
                 if LayerKind.WINDOW not in node.payloads or LayerKind.WINDOW in node.files:
                     continue
                 if node.name in kept:
                     self._write(node, LayerKind.WINDOW)
-                elif node in nodes:
+                elif node in nodes and not node.last_kept:
                     self._forget(self._pool.discard([_pool_name(node.name, LayerKind.WINDOW)]))
 
     # -- memory ---------------------------------------------------------------------------------
@@ -202,8 +256,9 @@ class AgentCacheStore:
         with self.lock:
             for part in parts:
                 node = self.index.add(part.root, part.parent, part.start, part.tokens)
-                node.files[part.kind] = part
+                self.index.put_file(node, part)
                 node.last_used = max(node.last_used, part.last_used)
+            self.index.sort_by_age()
 
     def end_writing(self, part: BlockPart, *, is_written: bool) -> None:
         """Note that a part is on disk, or that it could not be written."""
@@ -218,31 +273,46 @@ class AgentCacheStore:
                 self._dirty[name] = WantedPart(node, part.kind)
                 return
             self.counters.written += 1
-            node.files[part.kind] = part
-            longer = self.index.continued_by(node)
-            if longer is not None and longer.has(LayerKind.FULL):
-                self._supersede(longer)
-            self._offer_again()
+            self.index.put_file(node, part)
+            self._supersede_by_longer(node)
+            self.offer_again()
 
-    def victims(self, nbytes: int, incoming: BlockPart) -> list[BlockPart]:
-        """Choose files to delete: least recently used first, ends of chains before beginnings.
+    def offer_again(self) -> None:
+        """Hand over what the writer had no room for, as far as it is still in memory."""
+        with self.lock:
+            waiting, self._dirty = self._dirty, {}
+            for wanted in waiting.values():
+                self._write(wanted.node, wanted.kind)
 
-        Files of pinned blocks, of blocks in use, and of those `incoming` follows are spared.
+    def is_on_disk(self, pointer: Pointer) -> bool:
+        """Whether all that leads to a place is on disk, and none of it is still to be written."""
+        with self.lock:
+            chain = self.index.chain(pointer.block)
+            if not chain or chain[0].parent != pointer.root:
+                return False
+            return all(
+                LayerKind.FULL in node.files and not self._is_unwritten(node) for node in chain
+            )
+
+    def disk_bytes(self, root: BlockName) -> int:
+        """Bytes of the files of one root's blocks."""
+        with self.lock:
+            return self.index.disk_bytes(root)
+
+    def victims(
+        self, nbytes: int, incoming: BlockPart, root: BlockName | None = None
+    ) -> list[BlockPart]:
+        """Choose files to delete, as `choose_victims` does, and forget them.
+
+        Those that `incoming` follows are spared.
         """
         with self.lock:
             spared = {node.name for node in self.index.chain(incoming.parent)}
             chosen: list[BlockPart] = []
-            while nbytes > 0:
-                leaves = [n for n in self.index if self._may_go(n) and n.name not in spared]
-                if not leaves:
-                    break
-                for node in sorted(leaves, key=lambda leaf: leaf.last_used):
-                    freed = [node.files.pop(kind) for kind in tuple(node.files)]
-                    chosen += freed
-                    nbytes -= sum(part.nbytes for part in freed)
-                    self._prune(node)
-                    if nbytes <= 0:
-                        break
+            for node in choose_victims(self.index, nbytes, spared=spared, root=root):
+                parts = [self.index.pop_file(node, kind) for kind in tuple(node.files)]
+                chosen += [part for part in parts if part is not None]
+                self._prune(node)
             return chosen
 
     def drop_files(self, parts: Iterable[WantedPart]) -> int:
@@ -279,6 +349,9 @@ class AgentCacheStore:
                 raise AssertionError("index, payloads and pool do not match")
             if any(not (node.payloads or node.files or node.num_leases) for node in self.index):
                 raise AssertionError("a node without parts is in the index")
+            if not set(self._dirty) <= set(self._resident):
+                raise AssertionError("what is to be written is not in memory")
+            self.index.check_integrity()
 
     # -- inside the lock ------------------------------------------------------------------------
 
@@ -292,6 +365,7 @@ class AgentCacheStore:
         first = min((w.node.start for w in unread), default=plan.end)
         if self._disk.seconds_to_read(nbytes) <= (plan.end - first) * seconds_per_token:
             return plan
+        self._disk.doubt()
         if self._pool.spec.kinds != (LayerKind.FULL,):
             return RestorePlan.nothing(root)
         parts = tuple(w for w in plan.parts if w.node.end <= first)
@@ -319,6 +393,8 @@ class AgentCacheStore:
         for payload, block in zip(new, blocks, strict=True):
             node.payloads[payload.kind] = payload
             self._resident[block.name] = WantedPart(node, payload.kind)
+            if payload.kind is LayerKind.STATE:
+                node.last_kept = self._now()
             if payload.kind is not LayerKind.WINDOW:
                 self._write(node, payload.kind)
         return True
@@ -328,56 +404,68 @@ class AgentCacheStore:
         if self._disk is None or kind in node.files:
             return
         name = _pool_name(node.name, kind)
+        if self._pool.num_refs(name):
+            return  # the writer has it
         if self._disk.offer(node.part(kind), node.payloads[kind]):
             self._pool.acquire([name])
         else:
             self._dirty[name] = WantedPart(node, kind)
 
-    def _offer_again(self) -> None:
-        """Hand over what the writer had no room for, as far as it is still in memory."""
-        waiting, self._dirty = self._dirty, {}
-        for name, wanted in waiting.items():
-            if name in self._resident:
-                self._write(wanted.node, wanted.kind)
+    def _is_unwritten(self, node: BlockNode) -> bool:
+        """Whether a part of a node waits to be written."""
+        names = [_pool_name(node.name, k) for k in node.payloads if k not in node.files]
+        return any(name in self._dirty or self._pool.num_refs(name) for name in names)
 
     def _supersede(self, node: BlockNode) -> None:
         """Free the tails that `node` begins with; their turns point into it from now on."""
         for tail in self.index.begun_by(node):
-            if not tail.has(LayerKind.FULL) or tail.num_leases or tail.num_pins > node.num_pins:
+            if not tail.has(LayerKind.FULL) or tail.num_leases:
                 continue
             self._forget(self._pool.discard([tail.name]))
             if LayerKind.FULL not in tail.payloads:
                 self._drop_file(tail, LayerKind.FULL)
-                if self._disk is not None:
-                    self._disk.repoint(tail.name, node.name)
+                node.num_pins = max(node.num_pins, tail.num_pins)
+                if self._on_moved is not None:
+                    self._on_moved(tail.name, node.name)
+
+    def _supersede_by_longer(self, node: BlockNode) -> None:
+        """Free a tail that could not be freed when what it begins was sealed."""
+        longer = self.index.continued_by(node) if node.has(LayerKind.FULL) else None
+        if longer is not None:
+            self._supersede(longer)
 
     def _end_reading(self, wanted: WantedPart, done: Future[KVPayload]) -> None:
+        error = CancelledError() if done.cancelled() else done.exception()
         with self.lock:
             node, kind = wanted.node, wanted.kind
             del self._reading[(node.name, kind)]
             node.num_leases -= 1
             if done.cancelled():
                 return  # the server stops
-            if done.exception() is None:
+            if error is None:
                 self.counters.read += 1
                 self._keep(node, [done.result()])
-            elif isinstance(done.exception(), CacheCorruptionError):
+            elif isinstance(error, CacheCorruptionError):
                 self.counters.corrupt += 1
                 self._drop_file(node, kind)
             self._prune(node)
+            if self.index.get(node.name) is node:
+                self._supersede_by_longer(node)
 
     def _drop_file(self, node: BlockNode, kind: LayerKind) -> None:
-        part = node.files.pop(kind, None)
+        part = self.index.pop_file(node, kind)
         if part is not None and self._disk is not None:
             self._disk.delete([part])
         self._prune(node)
 
     def _touch(self, parts: Sequence[WantedPart]) -> None:
+        """Mark parts as just used, of a chain the end first."""
+        now = self._now()
         self._pool.touch(_pool_name(wanted.node.name, wanted.kind) for wanted in parts)
-        if self._disk is not None:
-            now = self._disk.now()
-            for wanted in parts:
-                wanted.node.last_used = now
+        self.index.touch([wanted.node for wanted in parts], now)
+        for wanted in parts:
+            if wanted.kind is not LayerKind.FULL:
+                wanted.node.last_kept = now
 
     def _is_unbroken(self, root: BlockName, parent: BlockName, chain: Sequence[BlockNode]) -> bool:
         if parent == root:
@@ -387,12 +475,6 @@ class AgentCacheStore:
             and chain[0].parent == root
             and all(node.has(LayerKind.FULL) for node in chain)
         )
-
-    def _may_go(self, node: BlockNode) -> bool:
-        """Whether a node's files may be deleted: nothing on disk follows, nobody counts on it."""
-        if not node.files or node.num_leases or node.num_pins:
-            return False
-        return not any(c.files or c.payloads for c in self.index.followers(node.name))
 
     def _forget(self, evicted: Iterable[KVBlock]) -> None:
         for block in evicted:
@@ -412,6 +494,12 @@ def _pool_name(name: BlockName, kind: LayerKind) -> BlockName:
     if kind is LayerKind.FULL:
         return name
     return BlockName(hashlib.sha256(name + kind.value.encode()).digest())
+
+
+def _nbytes(chain: Sequence[BlockNode], payloads: Sequence[KVPayload]) -> int:
+    """Bytes of a chain's full attention state, and of the block that is to follow it."""
+    known = sum(node.nbytes(LayerKind.FULL) for node in chain)
+    return known + sum(payload.nbytes for payload in payloads)
 
 
 def _done(payload: KVPayload) -> Future[KVPayload]:

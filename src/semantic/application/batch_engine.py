@@ -508,7 +508,7 @@ def _put_away(generation: Generation) -> PutAway:
     return PutAway(
         tokens=tuple(generation.tokens[generation.num_prompt :]),
         block=generation.pointer,
-        num_sealed=generation.num_computed,
+        num_sealed=generation.num_sealed if generation.pointer else 0,
         reuse=generation.reuse,
     )
 

@@ -7,9 +7,10 @@ its owner has the lock.
 """
 
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from semantic.domain.blocks import (
     TOKEN_BYTES,
@@ -32,6 +33,7 @@ class BlockNode:
         files: Parts that are on disk.
         num_leases: Readers that count on its files.
         num_pins: Pinned agents it belongs to.
+        last_kept: When its window or state part was last worth keeping, or used.
     """
 
     root: BlockName
@@ -44,6 +46,7 @@ class BlockNode:
     num_leases: int = 0
     num_pins: int = 0
     last_used: float = 0.0
+    last_kept: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +61,12 @@ class BlockNode:
     def has(self, kind: LayerKind) -> bool:
         """Whether a part can be had, from memory or disk."""
         return kind in self.payloads or kind in self.files
+
+    def nbytes(self, kind: LayerKind) -> int:
+        """Bytes of a part, where it is in memory there; 0 if it is not to be had."""
+        if kind in self.payloads:
+            return self.payloads[kind].nbytes
+        return self.files[kind].nbytes if kind in self.files else 0
 
     def part(self, kind: LayerKind) -> BlockPart:
         """Describe a part that is to be written."""
@@ -135,20 +144,51 @@ class BlockIndex:
     """All known blocks, found by name, by parent or by what they hold."""
 
     def __init__(self) -> None:
-        self._nodes: dict[BlockName, BlockNode] = {}
+        # The least recently used first; of a chain, its end before its beginning.
+        self._nodes: OrderedDict[BlockName, BlockNode] = OrderedDict()
         self._followers: dict[BlockName, _Siblings] = {}
+        self._disk_bytes: Counter[BlockName] = Counter()
 
     def __len__(self) -> int:
         """How many nodes there are."""
         return len(self._nodes)
 
     def __iter__(self) -> Iterator[BlockNode]:
-        """All nodes, in no particular order."""
+        """All nodes, the least recently used first."""
         return iter(self._nodes.values())
 
     def get(self, name: BlockName) -> BlockNode | None:
         """Find a node by its name."""
         return self._nodes.get(name)
+
+    def touch(self, chain: Sequence[BlockNode], at: float) -> None:
+        """Mark nodes, of which the first begins the chain, as just used."""
+        for node in reversed(chain):
+            node.last_used = at
+            if node.name in self._nodes:
+                self._nodes.move_to_end(node.name)
+
+    def sort_by_age(self) -> None:
+        """Bring nodes into the order in which they were used, as far as that is known."""
+        nodes = sorted(self._nodes.values(), key=lambda node: (node.last_used, -node.start))
+        self._nodes = OrderedDict((node.name, node) for node in nodes)
+
+    def disk_bytes(self, root: BlockName) -> int:
+        """Bytes of the files of one root's blocks."""
+        return self._disk_bytes[root]
+
+    def put_file(self, node: BlockNode, part: BlockPart) -> None:
+        """Note a node's part on disk."""
+        self.pop_file(node, part.kind)
+        node.files[part.kind] = part
+        self._disk_bytes[node.root] += part.nbytes
+
+    def pop_file(self, node: BlockNode, kind: LayerKind) -> BlockPart | None:
+        """Forget a node's part on disk, and return it."""
+        part = node.files.pop(kind, None)
+        if part is not None:
+            self._disk_bytes[node.root] -= part.nbytes
+        return part
 
     def add(self, root: BlockName, parent: BlockName, start: int, tokens: bytes) -> BlockNode:
         """Find a node by what it holds, or make it."""
@@ -199,40 +239,58 @@ class BlockIndex:
         return [other for other in siblings if other is not node and not self.has_followers(other)]
 
     def continued_by(self, node: BlockNode) -> BlockNode | None:
-        """A sibling that begins with a node's tokens and goes on."""
+        """A sibling with FULL state that begins with a node's tokens and goes on."""
         siblings = self._followers[node.parent]
         place = bisect_left(siblings.ordered, node.tokens) + 1
-        if place < len(siblings.ordered) and siblings.ordered[place].startswith(node.tokens):
-            return siblings.by_tokens[siblings.ordered[place]]
+        for tokens in islice(siblings.ordered, place, None):
+            if not tokens.startswith(node.tokens):
+                return None
+            if siblings.by_tokens[tokens].has(LayerKind.FULL):
+                return siblings.by_tokens[tokens]
         return None
 
     def has_followers(self, node: BlockNode) -> bool:
         """Whether a block goes on from here."""
         return node.name in self._followers
 
+    def check_integrity(self) -> None:
+        """Recount the bytes on disk, and look for nodes that cannot be found.
+
+        Raises:
+            AssertionError: something does not add up.
+        """
+        counted: Counter[BlockName] = Counter()
+        for node in self:
+            counted[node.root] += sum(part.nbytes for part in node.files.values())
+            if self._followers[node.parent].by_tokens.get(node.tokens) is not node:
+                raise AssertionError("a node is not among those that follow its parent")
+        if any(counted[root] != nbytes for root, nbytes in self._disk_bytes.items()):
+            raise AssertionError("bytes on disk do not add up")
+        if sum(len(siblings.by_tokens) for siblings in self._followers.values()) != len(self):
+            raise AssertionError("a node that was removed is still followed to")
+
     def match(self, root: BlockName, tokens: bytes, block_tokens: int) -> Match:
         """Find the longest known beginning of `tokens`, which are packed."""
-        path: list[BlockNode] = []
         boundaries: list[BlockNode] = []
-        best: tuple[int, list[BlockNode]] = (0, [])
-        parent, position = root, 0
-        while (siblings := self._followers.get(parent)) is not None:
-            first = position * TOKEN_BYTES
-            rest = tokens[first : first + block_tokens * TOKEN_BYTES]
-            beginnings = siblings.beginnings(rest) if rest else []
+        end, last = 0, None
+        # Chains may be cut in different places: every way that goes on is followed.
+        ways = [(root, 0)] if root in self._followers else []
+        while ways:
+            parent, position = ways.pop()
+            siblings = self._followers[parent]
+            rest = tokens[position * TOKEN_BYTES : (position + block_tokens) * TOKEN_BYTES]
+            run = siblings.longest_run(rest)
+            if run is not None and position + run[1] > end:
+                end, last = position + run[1], run[0]
+            beginnings = siblings.beginnings(rest)
             boundaries += beginnings
-            run = siblings.longest_run(rest) if rest else None
-            if run is not None and position + run[1] > best[0]:
-                best = (position + run[1], [*path, run[0]])
-            leading = (n for n in beginnings if n.has(LayerKind.FULL) and self.has_followers(n))
-            onward = next(leading, None)
-            if onward is None:
-                break
-            path.append(onward)
-            parent, position = onward.name, onward.end
-            if position >= best[0]:
-                best = (position, list(path))
-        end, nodes = best
+            for node in reversed(beginnings):
+                if not node.has(LayerKind.FULL) or not self.has_followers(node):
+                    continue
+                ways.append((node.name, node.end))
+                if node.end >= end:
+                    end, last = node.end, node
+        nodes = self.chain(last.name) if last is not None else ()
         return Match(tuple(nodes), end, tuple(b for b in boundaries if b.end <= end))
 
 

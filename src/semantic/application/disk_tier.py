@@ -2,20 +2,24 @@
 
 What is handed in is written in order: files first, then in one transaction the rows that speak of
 them. The queue is bounded in bytes; what does not fit stays in memory and is offered again when
-there is room. A disk that fails costs durability, never a request.
+there is room. A disk that fails costs durability, never a request; a ledger that is busy is tried
+again, for turns must not be lost.
 """
 
 import logging
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, assert_never
 
+from semantic.application.row_writer import RowWriter
+from semantic.domain.agents import Pointer
 from semantic.domain.blocks import BlockName, BlockPart
-from semantic.domain.errors import CachePersistenceError
+from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.ports.outbound import KVPayload
 from semantic.ports.persistence import (
     BlockFilesPort,
@@ -23,17 +27,19 @@ from semantic.ports.persistence import (
     LedgerChange,
     LedgerPort,
     PutPart,
-    Repoint,
 )
 
 _log = logging.getLogger(__name__)
 
 _NUM_READERS = 2
 _MAX_BATCH = 256
+_MAX_BATCH_BYTES = 64 * 2**20  # after so much, rows are written: a crash must not lose many
 _RETRY_S = 0.5
 _TELL_AGAIN_S = 60.0
-_SMOOTHING = 0.3
+_MEMORY = 0.9  # how much of what reading took before counts at the next read
+_DOUBT = 0.9  # of what reading is said to take, each time that was too long
 _SLACK = 0.02  # of the budget, freed beyond what is needed, so that it is not done for each file
+_FILE_OVERHEAD = 4096  # what a file holds beside its payload and its ids, at most
 
 
 class PartKeeper(Protocol):
@@ -43,9 +49,34 @@ class PartKeeper(Protocol):
         """Take note of the fate of a part that was offered."""
         ...
 
-    def victims(self, nbytes: int, incoming: BlockPart) -> list[BlockPart]:
-        """Choose files that make room for another."""
+    def victims(
+        self, nbytes: int, incoming: BlockPart, root: BlockName | None = None
+    ) -> list[BlockPart]:
+        """Choose files that make room for another, of one root or of all."""
         ...
+
+    def disk_bytes(self, root: BlockName) -> int:
+        """Bytes of the files of one root's blocks."""
+        ...
+
+    def is_on_disk(self, pointer: Pointer) -> bool:
+        """Whether all that leads to a place is on disk."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DiskLimits:
+    """How much of the disk may be used.
+
+    Attributes:
+        budget_bytes: Everything in the directory, other models' files and the ledger too.
+        queue_bytes: The most that waits to be written.
+        tenant_bytes: Blocks of one tenant, for each model; None is as many as the budget allows.
+    """
+
+    budget_bytes: int
+    queue_bytes: int
+    tenant_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,30 +111,32 @@ class DiskTier:
         self,
         files: BlockFilesPort,
         ledger: LedgerPort,
+        limits: DiskLimits,
         *,
-        budget_bytes: int,
-        queue_bytes: int,
         is_synced: bool = False,
-        now: Callable[[], float] = time.time,
     ) -> None:
-        self.now = now
         self._files = files
-        self._ledger = ledger
-        self._budget_bytes = budget_bytes
-        self._queue_bytes = queue_bytes
+        self._limits = limits
         self._is_synced = is_synced
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0
-        self._seconds_per_byte = 0.0
+        self._read_seconds = 0.0
+        self._read_bytes = 0.0
         self._problems: dict[str, str] = {}  # of files, and of the ledger
         self._told_at: dict[str, float] = {}
         self._is_drained = threading.Event()
-        self._unwritten: list[LedgerChange] = []
-        self._waiting: list[Future[None]] = []
-        self._keeper: PartKeeper | None = None
+        self._is_closed = False
+        self._deadline = math.inf
         self._readers = ThreadPoolExecutor(_NUM_READERS, "semantic-reader")
         self._writer = threading.Thread(target=self._run, name="semantic-writer", daemon=True)
+        # The writer's own.
+        self._is_stopping = False
+        self._batch_bytes = 0
+        self._keeper: PartKeeper | None = None
+        self._rows = RowWriter(
+            ledger, is_synced=is_synced, is_on_disk=self._is_on_disk, report=self._report
+        )
 
     # -- any thread -----------------------------------------------------------------------------
 
@@ -128,7 +161,7 @@ class DiskTier:
         """Queue a part; False if the queue is full. `end_writing` follows if it is taken."""
         with self._lock:
             is_taken = not self._queued_bytes or (
-                self._queued_bytes + payload.nbytes <= self._queue_bytes
+                self._queued_bytes + payload.nbytes <= self._limits.queue_bytes
             )
             if is_taken:
                 self._queued_bytes += payload.nbytes
@@ -143,26 +176,34 @@ class DiskTier:
     def change(self, *changes: LedgerChange) -> Future[None]:
         """Write to the ledger after everything handed in before; the future tells when.
 
-        It fails with `CachePersistenceError` if that cannot be done now; it is tried again until
-        it succeeds or the server stops.
+        It fails with `CachePersistenceError` if they cannot be written, now or later.
         """
         done: Future[None] = Future()
-        done.set_running_or_notify_cancel()  # whoever waits may leave, the writer goes on
-        self._items.put(_Change(changes, done))
+        with self._lock:
+            if not self._is_closed:
+                self._items.put(_Change(changes, done))
+                return done
+        done.set_exception(CachePersistenceError("the directory was closed."))
         return done
-
-    def repoint(self, old: BlockName, new: BlockName) -> None:
-        """Let turns that point at one block point into another."""
-        self.change(Repoint(old, new))
 
     def read(self, part: BlockPart) -> Future[KVPayload]:
         """Read a part; the future may fail with `CacheCorruptionError`."""
-        return self._readers.submit(self._read, part)
+        try:
+            return self._readers.submit(self._read, part)
+        except RuntimeError:  # closed
+            gone: Future[KVPayload] = Future()
+            gone.set_exception(CacheCorruptionError("the directory was closed"))
+            return gone
 
     def seconds_to_read(self, nbytes: int) -> float:
         """How long reading takes, judged by what was read so far; 0 before the first time."""
         with self._lock:
-            return nbytes * self._seconds_per_byte
+            return nbytes * self._read_seconds / max(self._read_bytes, 1)
+
+    def doubt(self) -> None:
+        """Believe the measured cost less: one that keeps all from being read is never new."""
+        with self._lock:
+            self._read_seconds *= _DOUBT
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything handed in so far is written; False if it took too long."""
@@ -173,7 +214,14 @@ class DiskTier:
         return True
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is queued and end the threads; False if not all is written by then."""
+        """Write what is queued and end the threads; False if not all is written by then.
+
+        In the second half of the time blocks are left unwritten, so that the turns behind them
+        are not lost.
+        """
+        with self._lock:
+            self._is_closed = True
+            self._deadline = min(self._deadline, time.monotonic() + timeout_s / 2)
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._items.put(_Stop())
         self._writer.join(timeout_s)
@@ -189,116 +237,103 @@ class DiskTier:
     def _read(self, part: BlockPart) -> KVPayload:
         started = time.perf_counter()
         payload = self._files.read(part)
-        cost = (time.perf_counter() - started) / max(part.nbytes, 1)
+        elapsed = time.perf_counter() - started
         with self._lock:
-            known = self._seconds_per_byte or cost
-            self._seconds_per_byte = known + _SMOOTHING * (cost - known)
+            # By bytes: many small files must not make large ones look slow.
+            self._read_seconds = self._read_seconds * _MEMORY + elapsed
+            self._read_bytes = self._read_bytes * _MEMORY + part.nbytes
         return payload
 
     # -- the writer -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        is_stopping = False
-        # Writing makes room in the queue, and what had none is offered then, even at the end.
-        while not (is_stopping and self._items.empty()):
+        while not (self._is_stopping and self._items.empty()):
             try:
-                items = [self._items.get(timeout=_RETRY_S if self._unwritten else None)]
-            except queue.Empty:
-                items = []
-            while len(items) < _MAX_BATCH and not self._items.empty():
-                items.append(self._items.get())
-            for item in items:
-                is_stopping |= self._take(item)
-            self._apply(is_final=is_stopping)
-        if not self._unwritten:
+                self._round()
+            except Exception:  # noqa: BLE001 - whatever happens, the writer goes on
+                _log.exception("the writer failed, and goes on")
+        self._rows.close()
+        if not self._rows.has_unwritten:
             self._is_drained.set()
-        for end in (self._ledger.back_up, self._ledger.close):
-            try:
-                end()
-            except CachePersistenceError as error:
-                self._report("ledger", error.message)
 
-    def _take(self, item: _Item) -> bool:
-        """Do what is asked of the files and note what the ledger must know; True means stop."""
+    def _round(self) -> None:
+        """Take what is there, files first, then write the rows that speak of them."""
+        self._batch_bytes = 0
+        try:
+            self._take(self._items.get(timeout=_RETRY_S if self._rows.has_unwritten else None))
+            for _ in range(_MAX_BATCH):
+                if self._batch_bytes < _MAX_BATCH_BYTES:
+                    self._take(self._items.get_nowait())
+        except queue.Empty:
+            pass
+        self._rows.apply()
+
+    def _take(self, item: _Item) -> None:
+        """Do what is asked of the files, and note what the ledger must know."""
         match item:
             case _WritePart(part, payload):
-                self._unwritten += self._write(part, payload)
+                self._write(part, payload)
             case _Delete(parts):
-                self._unwritten += self._remove(parts)
+                self._remove(parts)
             case _Change(changes, done):
-                self._unwritten += changes
-                self._waiting.append(done)
+                self._rows.add(changes, done)
             case _Stop():
-                return True
+                self._is_stopping = True
             case _:
                 assert_never(item)
-        return False
 
-    def _write(self, part: BlockPart, payload: KVPayload) -> list[LedgerChange]:
-        """Write one file, making room for it; returns what the ledger must know."""
-        changes: list[LedgerChange] = []
+    def _write(self, part: BlockPart, payload: KVPayload) -> None:
+        """Write one file, making room for it."""
         written: BlockPart | None = None
         try:
-            changes += self._make_room(part, payload.nbytes)
-            written = self._files.write(part, payload, is_synced=self._is_synced)
-            changes.append(PutPart(written))
-            self._report("files", "")
+            if time.monotonic() < self._deadline:
+                self._make_room(part, payload.nbytes + len(part.tokens) + _FILE_OVERHEAD)
+                written = self._files.write(part, payload, is_synced=self._is_synced)
+                self._rows.add([PutPart(written)])
+                self._report("files", "")
         except CachePersistenceError as error:
             self._report("files", error.message)
         except Exception as error:  # noqa: BLE001 - whatever happens, the writer goes on
             _log.exception("a block could not be written")
             self._report("files", repr(error))
+        self._batch_bytes += payload.nbytes
         with self._lock:
             self._queued_bytes -= payload.nbytes
         assert self._keeper is not None  # noqa: S101 - set before the thread starts
         self._keeper.end_writing(written or part, is_written=written is not None)
-        return changes
 
-    def _make_room(self, part: BlockPart, nbytes: int) -> list[LedgerChange]:
-        excess = self._files.used_bytes() + nbytes - self._budget_bytes
-        if excess <= 0:
-            return []
+    def _make_room(self, part: BlockPart, nbytes: int) -> None:
+        """Evict what stands in a new file's way.
+
+        Raises:
+            CachePersistenceError: there is not enough that may go.
+        """
         assert self._keeper is not None  # noqa: S101 - set before the thread starts
-        slack = int(self._budget_bytes * _SLACK)
-        changes = self._remove(self._keeper.victims(excess + slack, part))
-        if self._files.used_bytes() + nbytes > self._budget_bytes:
-            raise CachePersistenceError("the disk budget is full and nothing may be evicted.")
-        return changes
+        limit = self._limits.tenant_bytes
+        if limit is not None:
+            excess = self._keeper.disk_bytes(part.root) + nbytes - limit
+            if excess > 0:
+                self._remove(self._keeper.victims(excess, part, part.root))
+            if self._keeper.disk_bytes(part.root) + nbytes > limit:
+                raise CachePersistenceError("the tenant's share of the disk is full.")
+        budget = self._limits.budget_bytes
+        excess = self._files.used_bytes() + nbytes - budget
+        if excess > 0:
+            self._remove(self._keeper.victims(excess + int(budget * _SLACK), part))
+            if self._files.used_bytes() + nbytes > budget:
+                raise CachePersistenceError("the disk budget is full and nothing may be evicted.")
 
-    def _remove(self, parts: Sequence[BlockPart]) -> list[LedgerChange]:
-        changes: list[LedgerChange] = []
+    def _remove(self, parts: Sequence[BlockPart]) -> None:
         for part in parts:
             try:
                 self._files.delete(part)
             except CachePersistenceError as error:
                 self._report("files", error.message)
-            changes.append(DropPart(part.key))
-        return changes
+        if parts:
+            self._rows.add([DropPart(part.key) for part in parts])
 
-    def _apply(self, *, is_final: bool) -> None:
-        """Write to the ledger. What fails is tried again: turns must not be lost."""
-        error: CachePersistenceError | None = None
-        try:
-            if self._unwritten:
-                self._ledger.apply(self._unwritten, is_synced=self._is_synced)
-            self._unwritten = []
-            self._report("ledger", "")
-        except CachePersistenceError as failure:
-            error = failure
-            self._report("ledger", failure.message)
-            if is_final:
-                _log.error("%d changes of the ledger are lost", len(self._unwritten))
-        except ValueError as failure:
-            _log.exception("a change can never be stored, and is dropped with its batch")
-            error = CachePersistenceError(f"it cannot be stored: {failure}")
-            self._unwritten = []
-        # Nobody waits for a disk that fails: replies go out, and are not durable yet.
-        waiting, self._waiting = self._waiting, []
-        for done in waiting:
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
+    def _is_on_disk(self, pointer: Pointer) -> bool:
+        return self._keeper is not None and self._keeper.is_on_disk(pointer)
 
     def _report(self, source: str, problem: str) -> None:
         """Take note of what fails, or works again; said at most once a minute."""

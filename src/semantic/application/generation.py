@@ -8,7 +8,7 @@ from typing import Final
 from semantic.application.restore import Restore
 from semantic.application.text_assembler import TextAssembler
 from semantic.domain.agents import Reuse
-from semantic.domain.blocks import BlockName, block_end
+from semantic.domain.blocks import BlockName, PartKey, block_end
 from semantic.domain.chat import Failed, Finished, ServiceClass, Usage
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, SequenceId, TokenConstraint
@@ -35,6 +35,7 @@ class Job:
         deadline: On the engine's clock; None waits for ever.
         constraint: Restricts the tokens of the reply; the engine advances it.
         visible: Special tokens that count as text; see `ReplyFormat.visible_ids`.
+        max_bytes: The most its conversation may keep; what follows is not sealed. None: no limit.
     """
 
     id: str
@@ -51,6 +52,7 @@ class Job:
     deadline: float | None = None
     constraint: TokenConstraint | None = None
     visible: Mapping[int, bytes] = field(default_factory=dict)
+    max_bytes: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -69,10 +71,13 @@ class Generation:
         num_draws: Of those, rows that will bring a token.
         block_tokens: Tokens of a full block.
         num_sealed: Positions whose full blocks are in the store.
+        last_sealed: Where the last block that it sealed itself begins.
         chain: Name of the last of them.
         sealed: Names of the blocks this request has sealed.
         pointer: Name of the block its state ends in, once it was put away.
         restore: Loads its beginning; until it is done nothing of it can run.
+        num_failed_restores: How often what was found could not be loaded.
+        prefetched: Parts that were read for it while it waited.
         is_sealing: False once a block could not be kept; what follows it is of no use then.
         final: Its last event, once it ended.
         retry_until: After a failed step: run alone until this position is computed.
@@ -91,10 +96,13 @@ class Generation:
     num_rows: int = 0
     num_draws: int = 0
     num_sealed: int = 0
+    last_sealed: int = 0
     chain: BlockName = field(init=False)
     sealed: list[BlockName] = field(default_factory=list)
     pointer: BlockName | None = None
     restore: Restore | None = None
+    num_failed_restores: int = 0
+    prefetched: set[PartKey] = field(default_factory=set)
     reuse: Reuse = field(default_factory=Reuse)
     is_sealing: bool = True
     is_done: bool = False
@@ -161,7 +169,7 @@ class Generation:
     def rewind(self) -> None:
         """Forget the backend's state: it was closed or lost."""
         self.num_launched = self.num_computed = self.num_rows = self.num_draws = 0
-        self.num_sealed = 0
+        self.num_sealed = self.last_sealed = 0
         self.chain = self.job.root
         self.restore = None
         self.is_sealing = True
@@ -170,6 +178,7 @@ class Generation:
         """Start from state that was found instead of computed."""
         self.num_launched = self.num_computed = num_tokens
         self.num_sealed, self.chain = num_sealed, chain
+        self.last_sealed = num_tokens
 
     def count_reuse(self, reuse: Reuse) -> None:
         """Note what the first opening found; what is resumed later was paid for already."""

@@ -4,23 +4,24 @@ Works on what agents reach; it computes nothing and never stands in a request's 
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from semantic.application.agent_ledger import AgentLedger
 from semantic.application.agent_store import AgentCacheStore
 from semantic.application.block_index import BlockNode
 from semantic.application.disk_tier import DiskTier
-from semantic.application.recall import WantedPart, kept_windows
-from semantic.domain.agents import Agent, Pointer, Tier, Turn
-from semantic.domain.blocks import BlockName
+from semantic.application.old_boundaries import OldBoundaries
+from semantic.application.recall import RestorePlan, WantedPart
+from semantic.domain.agents import Agent, Pointer, Tier
+from semantic.domain.blocks import BlockName, BlockPart, pack_tokens
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.domain.spec import LayerKind
 from semantic.ports.persistence import (
     BlockFilesPort,
-    LedgerChange,
     LedgerPort,
     MarkIndexWhole,
     PutPart,
@@ -29,7 +30,6 @@ from semantic.ports.persistence import (
 
 _log = logging.getLogger(__name__)
 
-_KEPT_TURNS = 2  # ends of so many turns can be resumed by models with window or state layers
 _WARM_SHARE = 0.25
 _ALL = 10**9
 
@@ -82,7 +82,9 @@ class Housekeeping:
         self._files = files
         self._orphan_ttl_s = orphan_ttl_s
         self._now = now
+        self._boundaries = OldBoundaries(store, agents, now)
         self._touched_at = now()
+        self._has_pins = False
         self._is_stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -91,8 +93,8 @@ class Housekeeping:
     def footprint(self, agent: Agent) -> Footprint:
         """See where an agent's state is."""
         pointer = self._pointer(agent)
+        nodes = self._known(agent, pointer)
         with self._store.lock:
-            nodes = self._store.index.chain(pointer.block) if pointer else []
             memory = _leading(nodes, lambda node: LayerKind.FULL in node.payloads)
             disk = _leading(nodes, lambda node: LayerKind.FULL in node.files)
             return Footprint(
@@ -104,23 +106,28 @@ class Housekeeping:
             )
 
     def prefetch(self, agent: Agent) -> int:
-        """Begin to read an agent's state into memory; returns how many parts that are."""
-        pointer = self._pointer(agent)
-        return self._fetch(pointer) if pointer else 0
+        """Begin to read what an agent's next turn needs; returns how many parts that are."""
+        return sum(1 for _ in self._fetch(self._next_plan(agent)))
 
     def evict(self, agent: Agent, *, is_cold: bool = False) -> int:
         """Drop an agent's own state from memory, and from disk too if it is to be cold.
 
-        What other agents share stays. Returns how many parts went.
+        What other agents share stays, and so does what is not on disk yet, unless it is to be cold.
+        Returns how many parts went from memory.
         """
         pointer = self._pointer(agent)
         if pointer is None:
             return 0
+        if is_cold and self._disk is not None:
+            self._disk.flush(timeout_s=30)  # what is being written would come back
         shared = self._reached(self._ledger_pointers(but=agent))
+        chain = self._known(agent, pointer)
         with self._store.lock:
-            chain = self._store.index.chain(pointer.block)
-            own = [node for node in chain if node.name not in shared]
+            known = {node.name: node for node in (*chain, *self._with_boundaries(pointer))}
+            own = [node for name, node in known.items() if name not in shared]
             parts = [WantedPart(node, kind) for node in own[::-1] for kind in LayerKind]
+            if self._disk is not None and not is_cold:
+                parts = [wanted for wanted in parts if wanted.kind in wanted.node.files]
             num_dropped = self._store.drop_payloads(parts)
             if is_cold:
                 self._store.drop_files(parts)
@@ -128,10 +135,23 @@ class Housekeeping:
 
     def pin(self, agent: Agent, *, is_pinned: bool) -> None:
         """Keep an agent's state on disk whatever the budget, or let it go again."""
-        pointer = self._pointer(agent)
+        known = self._agents.get(agent.tenant, agent.id)
+        self._agents.update(replace(known, is_pinned=is_pinned))
+        self.refresh_pins()
+
+    def refresh_pins(self) -> None:
+        """Pin what pinned agents reach by now."""
+        pinned = [agent for agent in self._agents.recent(limit=_ALL) if agent.is_pinned]
+        if not pinned and not self._has_pins:
+            return
+        pointers = [pointer for agent in pinned if (pointer := self._pointer(agent))]
         with self._store.lock:
-            for node in self._store.index.chain(pointer.block) if pointer else ():
-                node.num_pins = max(0, node.num_pins + (1 if is_pinned else -1))
+            for node in self._store.index:
+                node.num_pins = 0
+            for pointer in pointers:
+                for node in self._with_boundaries(pointer):
+                    node.num_pins += 1
+        self._has_pins = bool(pinned)
 
     # -- garbage --------------------------------------------------------------------------------
 
@@ -143,7 +163,7 @@ class Housekeeping:
         if self._disk is not None:
             self._disk.flush(timeout_s=30)  # what was committed is reached from now on
         self._ledger.forget_unreachable(before=before)
-        reached = self._reached(self._ledger.pointers())
+        reached = self._reached(self._ledger.pointers()) | self._partly_reached()
         with self._store.lock:
             orphans = [
                 node
@@ -153,7 +173,7 @@ class Housekeeping:
             parts = [WantedPart(node, kind) for node in orphans for kind in LayerKind]
             freed = self._store.drop_files(parts)
             self._store.drop_payloads(parts)
-        return freed + self._drop_old_boundaries(before)
+        return freed + self._boundaries.drop(unused_since=before)
 
     def verify(self) -> Iterator[VerifyProgress]:
         """Read every file; what is bad is dropped and made anew when it is needed."""
@@ -167,6 +187,8 @@ class Housekeeping:
                 try:
                     self._disk.read(part).result()
                 except CacheCorruptionError as error:
+                    if wanted.node.files.get(wanted.kind) is not part:
+                        continue  # it was deleted meanwhile, as it may be
                     _log.warning("block %s is bad: %s", part.name.short, error.message)
                     num_bad += 1
                     self._store.discard([wanted])
@@ -181,8 +203,10 @@ class Housekeeping:
         """
         if is_index_lost:
             self._guarded(self.reconcile)
+        self._guarded(self.refresh_pins)
+        first = [self.warm_up] if is_index_lost else [self.warm_up, self.reconcile]
         self._thread = threading.Thread(
-            target=self._run, args=(interval_s,), name="semantic-housekeeping", daemon=True
+            target=self._run, args=(interval_s, first), name="semantic-housekeeping", daemon=True
         )
         self._thread.start()
 
@@ -194,15 +218,10 @@ class Housekeeping:
 
     def warm_up(self) -> None:
         """Read the heads of the agents used last, within a share of the memory."""
-        room = self._store.usage().total * _WARM_SHARE
+        room = int(self._store.usage().total * _WARM_SHARE)
         for agent in self._agents.recent(limit=64):
-            pointer = self._pointer(agent)
-            if pointer is None:
-                continue
-            room -= self.footprint(agent).disk_bytes
-            if room < 0:
-                return
-            self._fetch(pointer)
+            for nbytes in self._fetch(self._next_plan(agent), max_bytes=room):
+                room -= nbytes
 
     def reconcile(self) -> None:
         """Compare the index with the files: a crash may have come between the two."""
@@ -210,25 +229,27 @@ class Housekeeping:
             return
         with self._store.lock:
             unseen = {part.key: part for node in self._store.index for part in node.files.values()}
-        changes: list[LedgerChange] = []
-        for part in self._files.scan():
-            if unseen.pop(part.key, None) is None:
-                self._store.restore_index([part])
-                changes.append(PutPart(part))
+        unknown = [part for part in self._files.scan() if unseen.pop(part.key, None) is None]
         with self._store.lock:
+            # Those that were written while the files were read are known by now.
+            unknown = [part for part in unknown if not self._is_known(part)]
+            self._store.restore_index(unknown)
             nodes = [(self._store.index.get(name), kind) for name, kind in unseen]
             self._store.drop_files([WantedPart(node, kind) for node, kind in nodes if node])
-        self._disk.change(*changes, MarkIndexWhole())
+        self._disk.change(*(PutPart(part) for part in unknown), MarkIndexWhole())
 
     def tick(self) -> None:
         """Write down what was used, forget who expired, and back up the ledger."""
         self._agents.expire()
+        self.refresh_pins()
+        self._store.offer_again()
+        self._boundaries.drop(unused_since=self._now() - self._orphan_ttl_s)
         self._write_touches()
         self._ledger.back_up()
 
-    def _run(self, interval_s: float) -> None:
-        self._guarded(self.warm_up)
-        self._guarded(self.reconcile)
+    def _run(self, interval_s: float, first: Sequence[Callable[[], None]]) -> None:
+        for work in first:
+            self._guarded(work)
         num_ticks = 0
         while not self._is_stopping.wait(interval_s):
             self._guarded(self.tick)
@@ -250,18 +271,59 @@ class Housekeeping:
         turn = self._agents.turn(agent.tenant, agent.head) if agent.head else None
         return turn.pointer if turn else None
 
-    def _fetch(self, pointer: Pointer) -> int:
+    def _known(self, agent: Agent, pointer: Pointer | None) -> list[BlockNode]:
+        """What is known of the blocks that lead to an agent's head, from the first on."""
+        if pointer is None:
+            return []
         with self._store.lock:
-            nodes = self._store.index.chain(pointer.block)
-            wanted = [
-                WantedPart(node, kind)
-                for node in nodes
-                for kind in node.files
-                if kind not in node.payloads
-            ]
-        for part in wanted:
-            self._store.fetch(part)
-        return len(wanted)
+            chain = self._store.index.chain(pointer.block)
+        if chain and chain[0].parent == pointer.root:
+            return chain
+        # Its end is gone: what is left is found as a prompt would find it.
+        packed = pack_tokens(self._agents.tokens(agent))
+        with self._store.lock:
+            block_tokens = self._store.spec.block_tokens
+            match = self._store.index.match(pointer.root, packed, block_tokens)
+            return [node for node in match.nodes if node.end <= match.end]
+
+    def _partly_reached(self) -> set[BlockName]:
+        """Blocks of agents whose last blocks were evicted."""
+        reached: set[BlockName] = set()
+        for agent in self._agents.recent(limit=_ALL):
+            pointer = self._pointer(agent)
+            if pointer is not None and self._store.index.get(pointer.block) is None:
+                reached.update(node.name for node in self._known(agent, pointer))
+        return reached
+
+    def _with_boundaries(self, pointer: Pointer) -> list[BlockNode]:
+        """The blocks that lead to a place, and the boundaries inside them; inside the lock."""
+        chain = self._store.index.chain(pointer.block)
+        inner = [tail for node in chain for tail in self._store.index.begun_by(node)]
+        return [*chain, *inner]
+
+    def _next_plan(self, agent: Agent) -> RestorePlan | None:
+        """What an agent's next turn will start from."""
+        pointer = self._pointer(agent)
+        if pointer is None or pointer.root not in self._store.roots:
+            return None
+        tokens = self._agents.tokens(agent)
+        return self._store.plan(pointer.root, tokens, is_used=False)
+
+    def _fetch(self, plan: RestorePlan | None, max_bytes: float = math.inf) -> Iterator[int]:
+        """Begin to read what of a plan is not in memory, in order; yields the bytes of each."""
+        for wanted in plan.parts if plan else ():
+            part = wanted.node.files.get(wanted.kind)
+            if part is None or wanted.kind in wanted.node.payloads:
+                continue
+            max_bytes -= part.nbytes
+            if max_bytes < 0:
+                return
+            self._store.fetch(wanted)
+            yield part.nbytes
+
+    def _is_known(self, part: BlockPart) -> bool:
+        node = self._store.index.get(part.name)
+        return node is not None and part.kind in node.files
 
     def _reached(self, pointers: Sequence[Pointer]) -> set[BlockName]:
         """Blocks that lead to a pointer, and the boundaries inside them."""
@@ -275,37 +337,6 @@ class Housekeeping:
             if (agent.tenant, agent.id) != (but.tenant, but.id)
         ]
         return [pointer for agent in others if (pointer := self._pointer(agent)) is not None]
-
-    def _drop_old_boundaries(self, before: float) -> int:
-        """Drop window and state parts that no kept boundary needs and nobody used for a while."""
-        kept: set[BlockName] = set()
-        for agent in self._agents.recent(limit=_ALL):
-            for turn in self._agents.turns(agent, limit=_KEPT_TURNS):
-                kept |= self._needed_by(turn)
-        with self._store.lock:
-            parts = [
-                WantedPart(node, kind)
-                for node in self._store.index
-                for kind in (LayerKind.WINDOW, LayerKind.STATE)
-                if node.name not in kept and node.last_used < before
-            ]
-            freed = self._store.drop_files(parts)
-            self._store.drop_payloads(parts)
-        return freed
-
-    def _needed_by(self, turn: Turn) -> set[BlockName]:
-        """Blocks whose window and state parts let a turn be continued, or its reply made anew."""
-        if turn.pointer is None:
-            return set()
-        spec = self._store.spec
-        with self._store.lock:
-            chain = self._store.index.chain(turn.pointer.block)
-            # Heads that agents share end in blocks that were cut short.
-            heads = [node.end for node in chain[:-1] if node.num_tokens < spec.block_tokens]
-            ends = [turn.pointer.num_tokens, turn.usage.prompt_tokens, *heads]
-            inner = [tail for node in chain for tail in self._store.index.begun_by(node)]
-            needed = kept_windows(chain, ends, spec.window)
-            return needed | {node.name for node in (*chain, *inner) if node.end in ends}
 
     def _write_touches(self) -> None:
         if self._disk is None:

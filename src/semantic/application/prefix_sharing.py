@@ -23,6 +23,8 @@ from semantic.ports.outbound import KVPayload, ModelBackendPort, SequenceId
 
 _log = logging.getLogger(__name__)
 
+_MAX_FAILED_RESTORES = 3
+
 
 @dataclass(frozen=True, slots=True)
 class TakeOver:
@@ -79,6 +81,7 @@ class PrefixSharing:
         """Begin to read what a queued request will need from disk."""
         for wanted in self._plan(generation, seconds_per_token).parts:
             if wanted.kind not in wanted.node.payloads:
+                generation.prefetched.add(wanted.key)
                 self._store.fetch(wanted)
 
     def should_wait(self, generation: Generation, running: Sequence[Generation]) -> bool:
@@ -94,7 +97,9 @@ class PrefixSharing:
                 continue
             if known is None:
                 known = self._plan(generation).end
-            if shared - max(known, other.num_computed) >= self._backend.spec.block_tokens:
+            # What the other has so far can be had at once only where it can be cut.
+            at_once = max(known, other.num_computed if self.can_cut_anywhere else 0)
+            if shared - at_once >= self._backend.spec.block_tokens:
                 return True
         return False
 
@@ -150,12 +155,14 @@ class PrefixSharing:
             is_complete = restore.advance(self._backend, max_bytes)
         except CacheCorruptionError as error:
             _log.warning("sealed blocks could not be loaded: %s", error.message)
-            # What leads to a bad file is good. Which part a backend refused is not known.
-            unreadable = restore.unreadable()
-            self._store.discard(unreadable or plan.parts)
+            self._store.discard(restore.suspects)
             self._backend.close(generation.seq)
-            nothing = RestorePlan.nothing(generation.job.root)
-            self._begin_restore(generation, self._plan(generation) if unreadable else nothing)
+            generation.num_failed_restores += 1
+            # What is left of it may still be worth loading; not for ever, for not all can go.
+            is_hopeless = generation.num_failed_restores > _MAX_FAILED_RESTORES
+            root = generation.job.root
+            again = RestorePlan.nothing(root) if is_hopeless else self._plan(generation)
+            self._begin_restore(generation, again)
             return
         if is_complete:
             generation.restore = None
@@ -176,6 +183,7 @@ class PrefixSharing:
             generation.is_sealing = name is not None
             if name is not None:
                 generation.chain, generation.num_sealed = name, end
+                generation.last_sealed = start
         if not self.can_cut_anywhere and generation.num_computed == generation.num_prompt:
             self._seal_boundary(generation)
 
@@ -186,7 +194,10 @@ class PrefixSharing:
         generation.pointer = generation.chain if generation.num_sealed else None
         if generation.is_sealing and start < end:
             tail = self._seal_block(generation, start, end, is_end=True)
-            generation.pointer = tail or generation.pointer
+            if tail is not None:
+                generation.pointer, generation.num_sealed = tail, end
+        elif start == end and generation.last_sealed < end:
+            self._seal_end(generation)
         if self._backend.spec.num_window:
             boundaries = [*generation.job.boundaries, generation.num_prompt, end]
             last = generation.pointer or generation.chain
@@ -206,7 +217,7 @@ class PrefixSharing:
             generation.count_reuse(Reuse(computed=generation.num_prompt))
             return
         futures = [self._store.fetch(wanted) for wanted in plan.parts]
-        generation.restore = Restore(generation.seq, plan, futures)
+        generation.restore = Restore(generation.seq, plan, futures, generation.prefetched)
         for future in futures:
             if not future.done():
                 future.add_done_callback(lambda _: self._on_ready())
@@ -226,12 +237,12 @@ class PrefixSharing:
         is_boundary = is_end or end in (*generation.job.boundaries, generation.num_prompt)
         kinds = self._backend.spec.kinds
         wanted = [kind for kind in kinds if kind is not LayerKind.STATE or is_boundary]
-        payloads = self._snapshot(generation, start, end, wanted)
-        if payloads is None:
-            return None
-        if LayerKind.FULL not in self._backend.spec.kinds:
+        payloads = self._snapshots(generation, start, end, wanted)
+        if LayerKind.FULL not in kinds:
             abi = self._backend.traits.kv_abi
             payloads.insert(0, KVPayload(abi, LayerKind.FULL, start, end, ()))
+        if not any(payload.kind is LayerKind.FULL for payload in payloads):
+            return None
         return self._keep(generation, start, end, payloads)
 
     def _seal_boundary(self, generation: Generation) -> None:
@@ -240,31 +251,40 @@ class PrefixSharing:
         if not generation.is_sealing or start >= end:
             return
         kinds = [k for k in self._backend.spec.kinds if k is not LayerKind.FULL]
-        payloads = self._snapshot(generation, start, end, kinds)
-        if payloads is not None:
+        payloads = self._snapshots(generation, start, end, kinds)
+        if len(payloads) == len(kinds):
             self._keep(generation, start, end, payloads)
+
+    def _seal_end(self, generation: Generation) -> None:
+        """Keep the state after a reply that filled its last block, sealed before that was known."""
+        kinds = [k for k in self._backend.spec.kinds if k is LayerKind.STATE]
+        start, end = generation.last_sealed, generation.num_computed
+        self._store.add(generation.chain, self._snapshots(generation, start, end, kinds))
 
     def _keep(
         self, generation: Generation, start: int, end: int, payloads: list[KVPayload]
     ) -> BlockName | None:
-        name = self._store.seal(
-            generation.job.root, generation.chain, generation.tokens[start:end], payloads
-        )
+        job, tokens = generation.job, generation.tokens[start:end]
+        name = self._store.seal(job.root, generation.chain, tokens, payloads, job.max_bytes)
         if name is not None:
             generation.sealed.append(name)
         return name
 
-    def _snapshot(
+    def _snapshots(
         self, generation: Generation, start: int, end: int, kinds: Sequence[LayerKind]
-    ) -> list[KVPayload] | None:
-        try:
-            tickets = [self._backend.snapshot(generation.seq, start, end, kind) for kind in kinds]
-            return [self._backend.payload(ticket) for ticket in tickets]
-        except ValueError:
-            return None  # the device is past the point where this could be kept
-        except Exception:  # noqa: BLE001 - caching never fails a request
-            _log.exception("a block could not be kept")
-            return None
+    ) -> list[KVPayload]:
+        """Copy what the device still holds of ``[start, end)``."""
+        found: list[KVPayload] = []
+        for kind in kinds:
+            try:
+                ticket = self._backend.snapshot(generation.seq, start, end, kind)
+                found.append(self._backend.payload(ticket))
+            except ValueError:
+                continue  # the device is past the point where this could be kept
+            except Exception:  # noqa: BLE001 - caching never fails a request
+                _log.exception("a block could not be kept")
+                return []
+        return found
 
     def _num_usable(self, other: Generation, generation: Generation) -> int:
         """Tokens another sequence will leave behind that this one can start from."""

@@ -13,7 +13,7 @@ from semantic.application.rendering import Prompt, Renderer
 from semantic.application.replay import Replay, ReplayStore
 from semantic.domain.agents import Principal
 from semantic.domain.chat import ChatRequest
-from semantic.domain.errors import AgentNotFoundError, ContextLengthError
+from semantic.domain.errors import ContextLengthError
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 
@@ -75,7 +75,7 @@ class Preparation:
         identity = self._identities.identify(
             principal.tenant, request.agent, prompt.tokens, prompt.num_head, is_busy
         )
-        self._check_quota(principal, identity)
+        max_bytes = self._max_bytes(principal, identity)
         reply_format = ReplyFormat() if prompt.has_tool_markup else model.reply_format
         visible = reply_format.visible_ids(
             model.tokenizer.special_ids, has_tools=bool(request.tools)
@@ -106,6 +106,7 @@ class Preparation:
             deadline=monotonic() + self._request_timeout_s,
             constraint=constraint,
             visible=visible,
+            max_bytes=max_bytes,
         )
         return Prepared(request, principal, model, job, shape, identity)
 
@@ -123,12 +124,13 @@ class Preparation:
         replay = Replay(model.root(principal), self._replays)
         return renderer.render(request, today=today, replay=replay)
 
-    def _check_quota(self, principal: Principal, identity: Identity) -> None:
-        try:
-            agent = self._agents.get(principal.tenant, identity.agent_id)
-        except AgentNotFoundError:
-            return
+    def _max_bytes(self, principal: Principal, identity: Identity) -> int | None:
+        """What an agent may keep; refuses one that has had all its turns."""
+        agent = self._agents.find(principal.tenant, identity.agent_id)
+        if agent is None:
+            return None
         self._agents.check_quota(agent)
+        return agent.quota.max_bytes
 
     def _max_tokens(self, request: ChatRequest, num_prompt: int, max_context: int) -> int:
         limit, limited_by = max_context, "the model's context"

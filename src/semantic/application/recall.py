@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from semantic.application.block_index import BlockNode, Match
-from semantic.domain.blocks import BlockName
+from semantic.domain.blocks import BlockName, PartKey
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 
 
@@ -19,6 +19,11 @@ class WantedPart:
 
     node: BlockNode
     kind: LayerKind
+
+    @property
+    def key(self) -> PartKey:
+        """What tells it from every other part."""
+        return (self.node.name, self.kind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from semantic.application.agent_ledger import AgentLedger, write_at_once
 from semantic.application.agent_store import AgentCacheStore
 from semantic.application.batch_engine import BlockPoolBatchEngine, EventSink
 from semantic.application.device_thread import LoadedModel
-from semantic.application.disk_tier import DiskTier
+from semantic.application.disk_tier import DiskLimits, DiskTier
 from semantic.application.housekeeping import Housekeeping
 from semantic.application.kept_replies import KeptReplies
 from semantic.application.scheduler import EngineLimits
@@ -75,8 +75,7 @@ class AgentMemory:
             self.disk = DiskTier(
                 self._files,
                 self.ledger,
-                budget_bytes=settings.disk_budget_mb * 2**20,
-                queue_bytes=settings.write_queue_mb * 2**20,
+                _disk_limits(settings),
                 is_synced=settings.durability == "sync",
             )
         write = self.disk.change if self.disk else write_at_once(self.ledger)
@@ -110,8 +109,9 @@ class AgentMemory:
         """
         settings = self._settings
         pool = BlockPool(model.backend.spec, settings.memory_budget_mb * 2**20)
-        store = AgentCacheStore(pool, self.disk)
+        store = AgentCacheStore(pool, self.disk, on_moved=self.agents.move)
         store.restore_index(self._state.parts)
+        store.roots.update(model.root(principal) for principal in self.agents.principals())
         if self._files is not None:
             self._files.announce(model.root(self.agents.principal()), model.fingerprint)
         with self._closing:
@@ -169,3 +169,12 @@ class AgentMemory:
     def _unlock(self) -> None:
         if self._lock is not None:
             self._lock.close()
+
+
+def _disk_limits(settings: Settings) -> DiskLimits:
+    quota = settings.tenant_disk_quota_mb
+    return DiskLimits(
+        budget_bytes=settings.disk_budget_mb * 2**20,
+        queue_bytes=settings.write_queue_mb * 2**20,
+        tenant_bytes=quota * 2**20 if quota else None,
+    )

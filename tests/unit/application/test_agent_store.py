@@ -6,6 +6,7 @@ import pytest
 from semantic.adapters.outbound.fake_backend import fake_spec
 from semantic.application.agent_store import AgentCacheStore
 from semantic.domain.block_pool import BlockPool
+from semantic.domain.blocks import BlockName
 from semantic.domain.spec import LayerKind
 from semantic.ports.outbound import HostBuffer, KVPayload
 from tests.unit.application.engine_rig import ROOT
@@ -71,3 +72,24 @@ def test_eviction_leaves_no_empty_entries() -> None:
         tracemalloc.stop()
     # An entry left behind by each pair would take some 200 bytes.
     assert after - before < 20_000
+
+
+def test_beyond_its_quota_a_conversation_is_not_kept() -> None:
+    store = store_of(8)
+    parent = store.seal(ROOT, ROOT, [1] * 8, payload(0, 8), max_bytes=2 * BLOCK_BYTES)
+    assert parent is not None
+    second = store.seal(ROOT, parent, [2] * 8, payload(8, 16), max_bytes=2 * BLOCK_BYTES)
+    assert second is not None
+    assert store.seal(ROOT, second, [3] * 8, payload(16, 24), max_bytes=2 * BLOCK_BYTES) is None
+    assert store.plan(ROOT, [*[1] * 8, *[2] * 8, *[3] * 8]).end == 16
+    store.check_integrity()
+
+
+def test_a_tail_goes_into_the_block_that_it_begins() -> None:
+    moved: list[tuple[BlockName, BlockName]] = []
+    pool = BlockPool(fake_spec(block_tokens=8), 8 * BLOCK_BYTES)
+    store = AgentCacheStore(pool, on_moved=lambda old, new: moved.append((old, new)))
+    tail = store.seal(ROOT, ROOT, [1, 2], payload(0, 2))
+    block = store.seal(ROOT, ROOT, [1, 2, 3], payload(0, 3))
+    assert moved == [(tail, block)]
+    assert len(store.index) == 1

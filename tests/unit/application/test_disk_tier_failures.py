@@ -12,7 +12,7 @@ from semantic.adapters.outbound.memory_ledger import MemoryLedger
 from semantic.adapters.outbound.safetensors_cache import SafetensorsCache
 from semantic.application.agent_ledger import AgentLedger, Exchange
 from semantic.application.agent_store import AgentCacheStore
-from semantic.application.disk_tier import DiskTier
+from semantic.application.disk_tier import DiskLimits, DiskTier
 from semantic.domain.agents import Agent, Reuse
 from semantic.domain.block_pool import BlockPool
 from semantic.domain.chat import Message, Role, Usage
@@ -59,7 +59,7 @@ def make_disk(tmp_path: Path, ledger: FailingLedger) -> Iterator[Callable[[int],
 
     def make(queue_bytes: int) -> DiskTier:
         files = SafetensorsCache(tmp_path)
-        made.append(DiskTier(files, ledger, budget_bytes=2**30, queue_bytes=queue_bytes))
+        made.append(DiskTier(files, ledger, DiskLimits(2**30, queue_bytes)))
         return made[-1]
 
     yield make

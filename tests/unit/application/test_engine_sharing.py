@@ -1,8 +1,11 @@
 """State that one request computed and another uses: waited for, forked, or recalled."""
 
+from dataclasses import replace
+
 import pytest
 
 from semantic.adapters.outbound.fake_backend import fake_spec
+from semantic.application.batch_engine import PutAway
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.chat import ServiceClass
 from semantic.ports.outbound import SequenceId
@@ -116,3 +119,36 @@ def test_one_step_ahead_still_keeps_each_block_of_layers_that_cannot_be_cut() ->
     rig.submit(make_job("b", "x" * 40 + "y"))
     rig.run()
     assert rig.finished("b").usage.cache_read_tokens == 40
+
+
+def test_a_reply_that_ends_where_a_block_does_is_resumed_there() -> None:
+    rig = make_rig(spec=fake_spec(block_tokens=8, has_state=True))
+    rig.submit(make_job("a", "x" * 12, max_tokens=5))
+    rig.run()
+    rig.submit(make_job("b", "x" * 12 + rig.text("a") + "more"))
+    rig.run()
+    assert rig.finished("b").usage.cache_read_tokens == 16
+
+
+def test_a_shared_head_is_waited_for_to_its_end_where_layers_cannot_be_cut() -> None:
+    rig = make_rig(
+        spec=fake_spec(block_tokens=8, has_state=True), limits=EngineLimits(prefill_step_size=8)
+    )
+    for name in ("a", "b"):
+        rig.submit(make_job(name, "s" * 20 + name * 9, boundaries=(20,)))
+    rig.run()
+    assert rig.finished("b").usage.cache_read_tokens == 20
+    assert rig.text("b") == alone(
+        make_job("b", "s" * 20 + "b" * 9), fake_spec(block_tokens=8, has_state=True)
+    )
+
+
+def test_a_quota_ends_sealing_and_not_the_reply() -> None:
+    rig = make_rig()
+    job = replace(make_job("a", "x" * 40), max_bytes=2 * 8 * 4)
+    rig.submit(job)
+    rig.run()
+    assert rig.text("a") == alone(job)
+    assert rig.store.usage().num_blocks == 2
+    (left,) = [event for event in rig.events["a"] if isinstance(event, PutAway)]
+    assert left.num_sealed == 16

@@ -64,6 +64,9 @@ class Settings(BaseSettings):
     disk_budget_mb: int = Field(
         20480, ge=1, description="most that the cache directory may hold, other models' files too"
     )
+    tenant_disk_quota_mb: int = Field(
+        0, ge=0, description="most that one tenant's state of one model may take; 0 has no limit"
+    )
     write_queue_mb: int = Field(
         512, ge=1, description="most that waits to be written; more stays in memory unwritten"
     )

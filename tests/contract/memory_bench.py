@@ -1,0 +1,177 @@
+"""An engine with a memory: real files and a real ledger in a directory, and what it answered."""
+
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from semantic.adapters.outbound.safetensors_cache import SafetensorsCache
+from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
+from semantic.application.agent_store import AgentCacheStore
+from semantic.application.batch_engine import (
+    BlockPoolBatchEngine,
+    EngineEvent,
+    EventBatch,
+    PutAway,
+)
+from semantic.application.block_index import BlockNode
+from semantic.application.disk_tier import DiskLimits, DiskTier
+from semantic.application.generation import Job
+from semantic.application.recall import WantedPart
+from semantic.application.scheduler import EngineLimits
+from semantic.domain.agents import Reuse
+from semantic.domain.block_pool import BlockPool
+from semantic.domain.blocks import BlockNamespace, BlockPart
+from semantic.domain.chat import Finished, TextDelta
+from semantic.domain.errors import DrainingError
+from semantic.domain.sampling import SamplingParams, StopRules
+from semantic.domain.spec import LayerKind
+from semantic.ports.outbound import KVPayload, ModelBackendPort
+from tests.contract.test_engine_contract import IdTokenizer
+
+GREEDY = SamplingParams(temperature=0, seed=0)
+NUM_REPLY = 6
+HEAD = 21  # where the system prompt of all conversations ends: inside a block
+
+
+class GatedFiles(SafetensorsCache):
+    """Files that can be made to wait before they are read."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def read(self, part: BlockPart) -> KVPayload:
+        assert self.gate.wait(30)
+        return super().read(part)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchLimits:
+    """How large a bench is, in tokens."""
+
+    budget_tokens: int = 6000
+    max_idle: int = 0
+    prefill_step_size: int = 16
+
+
+class MemoryBench:
+    """One start of a server, without the server."""
+
+    def __init__(
+        self, directory: Path, backend: ModelBackendPort, limits: BenchLimits | None = None
+    ) -> None:
+        limits = limits or BenchLimits()
+        self._directory, self._backend, self._limits = directory, backend, limits
+        self.events: dict[str, list[EngineEvent]] = {}
+        self.files = GatedFiles(directory)
+        self.ledger = SqliteLedger(directory)
+        state = self.ledger.load()
+        self.disk = DiskTier(self.files, self.ledger, DiskLimits(2**30, 2**26))
+        budget = backend.bytes_for([limits.budget_tokens])
+        self.store = AgentCacheStore(BlockPool(backend.spec, budget), self.disk)
+        self.store.restore_index(state.parts)
+        self.disk.start(self.store)
+        self._news = threading.Event()
+        # Steps seem to take long, so that reading is always worth it.
+        clock = itertools.count(step=0.5)
+        self.engine = BlockPoolBatchEngine(
+            backend,
+            IdTokenizer(),
+            self.store,
+            EngineLimits(
+                prefill_step_size=limits.prefill_step_size,
+                max_idle=limits.max_idle,
+                target_step_ms=10**9,
+            ),
+            self._keep,
+            clock=lambda: float(next(clock)),
+            on_ready=self._news.set,
+        )
+        self.root = BlockNamespace("model", backend.traits.kv_abi).root()
+
+    def _keep(self, batch: EventBatch) -> None:
+        for name, event in batch:
+            self.events.setdefault(name, []).append(event)
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        num_reply: int = NUM_REPLY,
+        *,
+        agent: str = "",
+        params: SamplingParams = GREEDY,
+    ) -> None:
+        """Queue a prompt whose first tokens are a system prompt."""
+        stop = StopRules(ignore_eos=True)
+        job = Job(name, agent or name, self.root, tuple(tokens), params, stop, num_reply)
+        self.engine.submit(replace(job, boundaries=(HEAD,) if len(tokens) > HEAD else ()))
+
+    def step(self, count: int = 1) -> None:
+        """So many turns of the loop, and the invariants after each."""
+        for _ in range(count):
+            if not self.engine.step():
+                self._news.wait(0.02)
+                self._news.clear()
+            self.engine.check_integrity()
+
+    def run(self) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(5000):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError("the engine did not come to rest")
+
+    def say(
+        self, name: str, tokens: Sequence[int], num_reply: int = NUM_REPLY, *, agent: str = "a"
+    ) -> list[int]:
+        """Run one request to its end."""
+        self.submit(name, tokens, num_reply, agent=agent)
+        self.run()
+        return self.reply(name)
+
+    def reply(self, name: str) -> list[int]:
+        """The tokens of a reply that must not have failed."""
+        final = self.events[name][-1]
+        assert isinstance(final, Finished), final
+        text = "".join(e.text for e in self.events[name] if isinstance(e, TextDelta))
+        return IdTokenizer().encode(text)
+
+    def reuse(self, name: str) -> Reuse:
+        """Where the tokens of a prompt came from."""
+        (left,) = [e for e in self.events[name] if isinstance(e, PutAway)]
+        final = self.events[name][-1]
+        assert isinstance(final, Finished)
+        assert final.usage.cache_read_tokens == left.reuse.reused
+        return left.reuse
+
+    # -- memory ---------------------------------------------------------------------------------
+
+    def nodes(self) -> list[BlockNode]:
+        """All blocks, from the beginning."""
+        return sorted(self.store.index, key=lambda node: node.start)
+
+    def forget(self, nodes: Sequence[BlockNode] | None = None) -> None:
+        """Wait until all is on disk, and drop blocks from memory."""
+        assert self.disk.flush(30)
+        parts = [WantedPart(node, kind) for node in nodes or self.nodes() for kind in LayerKind]
+        self.store.drop_payloads(parts)
+
+    def close(self) -> None:
+        """End as a server does."""
+        self.files.gate.set()
+        self.engine.abandon(DrainingError("the end"))
+        assert self.disk.close(30)
+
+    def restart(
+        self, backend: ModelBackendPort, limits: BenchLimits | None = None
+    ) -> "MemoryBench":
+        """End, and start again with another backend on the same directory."""
+        self.close()
+        return MemoryBench(self._directory, backend, limits or self._limits)

@@ -1,0 +1,268 @@
+"""Agent memory on every backend: whatever was kept and wherever, a reply is that of alone.
+
+Each test also shows that state was reused: an engine that computes everything anew would be right
+too.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from semantic.application import batch_engine
+from semantic.application.recall import WantedPart
+from semantic.domain.agents import Reuse
+from semantic.domain.chat import Finished
+from semantic.domain.sampling import FinishReason
+from semantic.domain.spec import LayerKind
+from semantic.ports.outbound import ModelBackendPort
+from tests.contract.conftest import Alone, Subject
+from tests.contract.driver import prompt
+from tests.contract.memory_bench import GREEDY, HEAD, NUM_REPLY, BenchLimits, MemoryBench
+from tests.contract.models import BLOCK_TOKENS, WINDOW
+
+pytestmark = pytest.mark.contract
+
+SYSTEM = prompt(HEAD, 1000)
+FIRST = [*SYSTEM, *prompt(24, 1)]
+Benches = Callable[..., MemoryBench]
+
+
+@pytest.fixture
+def benches(tmp_path: Path, shared_backend: ModelBackendPort) -> Iterator[Benches]:
+    """Makes benches on one directory, and ends the last one."""
+    made: list[MemoryBench] = []
+
+    def make(limits: BenchLimits | None = None, *, after: MemoryBench | None = None) -> MemoryBench:
+        if after is None:
+            made.append(MemoryBench(tmp_path, shared_backend, limits))
+        else:
+            made.append(after.restart(shared_backend, limits))
+        return made[-1]
+
+    yield make
+    made[-1].close()
+
+
+def checked(bench: MemoryBench, alone: Alone, name: str, said: list[int], agent: str) -> list[int]:
+    """Say something, compare the reply, and return the conversation so far."""
+    reply = bench.say(name, said, agent=agent)
+    assert reply == alone(said, GREEDY, NUM_REPLY)
+    return [*said, *reply]
+
+
+def talk(bench: MemoryBench, alone: Alone, num_turns: int = 1, agent: str = "a") -> list[int]:
+    """Some turns of an agent; returns its conversation."""
+    said = FIRST
+    for turn in range(num_turns):
+        question = prompt(3 + turn, 50 + turn) if turn else []
+        said = checked(bench, alone, f"{agent}, turn {turn}", [*said, *question], agent)
+    return said
+
+
+def next_turn(bench: MemoryBench, alone: Alone, said: list[int], agent: str = "a") -> Reuse:
+    """One more turn, with a reply that crosses blocks."""
+    name, asked = f"{agent} again", [*said, *prompt(5, 99)]
+    assert bench.say(name, asked, 20, agent=agent) == alone(asked, GREEDY, 20)
+    return bench.reuse(name)
+
+
+# -- tiers --------------------------------------------------------------------------------------
+
+
+def test_hot(benches: Benches, alone: Alone) -> None:
+    bench = benches(BenchLimits(max_idle=4))
+    said = talk(bench, alone, 2)
+    assert next_turn(bench, alone, said).hot >= len(said) - 1
+
+
+def test_from_the_pool(benches: Benches, alone: Alone) -> None:
+    bench = benches()
+    said = talk(bench, alone, 2)
+    assert next_turn(bench, alone, said).pool >= len(said) - 1
+
+
+def test_from_disk(benches: Benches, alone: Alone) -> None:
+    bench = benches()
+    said = talk(bench, alone, 2)
+    bench.forget()
+    assert bench.store.usage().num_blocks == 0
+    assert next_turn(bench, alone, said).disk >= len(said) - 1
+
+
+def test_after_a_restart(benches: Benches, subject: Subject, alone: Alone, tmp_path: Path) -> None:
+    said = talk(bench := benches(), alone, 2)
+    bench.close()
+    fresh = subject.make()
+    again = MemoryBench(tmp_path, fresh)
+    assert next_turn(again, alone, said).disk >= len(said) - 1
+    again.close()
+    fresh.shutdown()
+    benches()  # for the fixture to end
+
+
+def test_every_second_block_left_memory(benches: Benches, alone: Alone) -> None:
+    said = talk(bench := benches(), alone, 2)
+    bench.forget(bench.nodes()[::2])
+    reuse = next_turn(bench, alone, said)
+    assert reuse.reused >= len(said) - 1
+    assert reuse.pool
+    assert reuse.disk
+
+
+def test_the_later_half_is_gone_from_memory_and_disk(benches: Benches, alone: Alone) -> None:
+    said = talk(bench := benches(), alone, 2)
+    bench.forget()
+    late = [node for node in bench.nodes() if node.end > len(said) // 2]
+    bench.store.drop_files([WantedPart(node, kind) for node in late for kind in LayerKind])
+    reuse = next_turn(bench, alone, said)
+    # Where layers cannot be cut, the head is what is left.
+    assert HEAD <= reuse.disk <= len(said) // 2
+
+
+def test_a_bad_file_costs_what_follows_it(benches: Benches, alone: Alone, tmp_path: Path) -> None:
+    said = talk(bench := benches(), alone, 2)
+    bench.forget()
+    victim = next(node for node in bench.nodes() if node.start >= HEAD + BLOCK_TOKENS)
+    (path,) = tmp_path.rglob(f"{victim.name.hex()}.full.safetensors")
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    reuse = next_turn(bench, alone, said)
+    assert HEAD <= reuse.disk + reuse.pool <= victim.start
+    assert bench.store.counters.corrupt == 1
+
+
+# -- branches -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_idle", [0, 4])
+def test_rewound_to_an_earlier_turn(benches: Benches, alone: Alone, max_idle: int) -> None:
+    bench = benches(BenchLimits(max_idle=max_idle))
+    talk(bench, alone, 3)
+    first = [*FIRST, *bench.reply("a, turn 0")]
+    other = [*first, *prompt(7, 77)]
+    assert bench.say("other", other) == alone(other, GREEDY, NUM_REPLY)
+    assert bench.reuse("other").reused >= len(first) - 1
+
+
+def test_forked_and_diverged(benches: Benches, alone: Alone) -> None:
+    bench = benches(BenchLimits(max_idle=4))
+    said = talk(bench, alone, 2)
+    ways = {f"fork {i}": [*said, *prompt(4 + i, 200 + i)] for i in range(3)}
+    for name, way in ways.items():
+        ways[name] = checked(bench, alone, name, way, name)
+    bench = benches(after=bench)
+    for name, way in ways.items():
+        assert next_turn(bench, alone, way, name).reused >= len(way) - 1
+    assert next_turn(bench, alone, said).reused >= len(said) - 1
+
+
+# -- many at once -------------------------------------------------------------------------------
+
+
+def test_eight_agents_at_once_from_disk_in_small_portions(
+    benches: Benches, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_engine, "_RESTORE_BYTES", 1)
+    bench = benches()
+    said = {f"a{i}": [*SYSTEM, *prompt(9 + 5 * i, 300 + i)] for i in range(8)}
+    for turn in range(3):
+        for name, tokens in said.items():
+            bench.submit(f"{name}.{turn}", tokens, 5 + 4 * (turn == 2), agent=name)
+        bench.run()
+        for name, tokens in said.items():
+            reply = bench.reply(f"{name}.{turn}")
+            assert reply == alone(tokens, GREEDY, 5 + 4 * (turn == 2))
+            said[name] = [*tokens, *reply, *prompt(3, turn)]
+        bench.forget()
+    for name, tokens in said.items():
+        reuse = bench.reuse(f"{name}.2")
+        assert reuse.reused >= len(tokens) - 3 - 9 - 3 - 1
+        assert reuse.disk or reuse.hot
+
+
+def test_restored_in_small_portions_while_another_decodes(
+    benches: Benches, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = talk(bench := benches(), alone, 2)
+    bench.forget()
+    monkeypatch.setattr(batch_engine, "_RESTORE_BYTES", 1)
+    other = prompt(12, 7)
+    bench.submit("decoding", other, 60)
+    bench.step(3)
+    asked = [*said, *prompt(5, 99)]
+    bench.submit("restored", asked)
+    bench.run()
+    assert bench.reply("decoding") == alone(other, GREEDY, 60)
+    assert bench.reply("restored") == alone(asked, GREEDY, NUM_REPLY)
+    assert bench.reuse("restored").disk >= len(said) - 1
+
+
+def test_five_that_start_at_once_compute_their_head_once(benches: Benches, alone: Alone) -> None:
+    bench = benches()
+    head = [*SYSTEM, *prompt(40, 5)]
+    ways = {f"w{i}": [*head, *prompt(3 + i, 500 + i)] for i in range(5)}
+    for name, tokens in ways.items():
+        bench.submit(name, tokens)
+    bench.run()
+    for name, tokens in ways.items():
+        assert bench.reply(name) == alone(tokens, GREEDY, NUM_REPLY)
+    assert all(bench.reuse(name).reused >= HEAD for name in list(ways)[1:])
+
+
+# -- in the middle of a restore -----------------------------------------------------------------
+
+
+def test_cancelled_during_a_restore(benches: Benches, alone: Alone) -> None:
+    said = talk(bench := benches(), alone, 2)
+    bench.forget()
+    bench.files.gate.clear()
+    bench.submit("cancelled", [*said, *prompt(5, 99)])
+    bench.step(2)
+    bench.engine.cancel("cancelled")
+    bench.run()
+    final = bench.events["cancelled"][-1]
+    assert isinstance(final, Finished)
+    assert final.reason is FinishReason.CANCELLED
+    bench.files.gate.set()
+    assert next_turn(bench, alone, said).reused >= len(said) - 1
+
+
+def test_preempted_during_a_restore(benches: Benches, alone: Alone) -> None:
+    # Torch counts in allocations of 256 tokens: two fit until the older grows past that.
+    long = [*SYSTEM, *prompt(214, 1)]
+    first = benches()
+    said = [*long, *first.say("long", long)]
+    bench = benches(BenchLimits(budget_tokens=512, prefill_step_size=128), after=first)
+    older = prompt(200, 9)
+    bench.submit("older", older, 70)
+    bench.step(4)
+    bench.files.gate.clear()
+    assert bench.disk.flush(30)  # what is being written is in the way
+    bench.submit("young", said)
+    bench.step()
+    assert bench.engine.num_preemptions == 0
+    for _ in range(150):
+        if bench.engine.num_preemptions:
+            break
+        bench.step()
+    assert bench.engine.num_preemptions == 1
+    bench.files.gate.set()
+    bench.run()
+    assert bench.reply("older") == alone(older, GREEDY, 70)
+    assert bench.reply("young") == alone(said, GREEDY, NUM_REPLY)
+    assert bench.reuse("young").disk >= len(long)
+
+
+# -- where layers cannot be cut -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("around", [-BLOCK_TOKENS - 1, -1, 0, 1, WINDOW])
+def test_resumed_around_a_boundary(benches: Benches, alone: Alone, around: int) -> None:
+    said = talk(bench := benches(), alone, 2)
+    bench.forget()
+    for place in (HEAD, len(FIRST), len(said) - 1):
+        asked = [*said[: place + around], *prompt(6, 800 + place)]
+        name = f"at {place + around}"
+        assert bench.say(name, asked, agent=name) == alone(asked, GREEDY, NUM_REPLY)
+        if around >= 0:
+            assert bench.reuse(name).reused >= place

@@ -1,0 +1,288 @@
+"""A store with a disk, files and a ledger in memory, and payloads that tell what they stand for."""
+
+import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from semantic.adapters.outbound.fake_backend import fake_spec
+from semantic.adapters.outbound.memory_ledger import MemoryLedger
+from semantic.adapters.outbound.payload_parts import sort_parts
+from semantic.application.agent_ledger import AgentLedger, Exchange
+from semantic.application.agent_store import AgentCacheStore
+from semantic.application.disk_tier import DiskLimits, DiskTier
+from semantic.application.housekeeping import Housekeeping
+from semantic.domain.agents import LOCAL_TENANT, Pointer, Reuse, Turn
+from semantic.domain.block_pool import BlockPool
+from semantic.domain.blocks import BlockName, BlockPart, PartKey, block_end
+from semantic.domain.chat import Usage
+from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
+from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.ports.outbound import HostBuffer, KVPayload
+from semantic.ports.persistence import (
+    DropPart,
+    LedgerChange,
+    LedgerState,
+    MarkIndexWhole,
+    PutPart,
+    TouchParts,
+)
+from tests.unit.application.engine_rig import ROOT
+
+ENTRY_BYTES = 8
+HEADER_BYTES = 1000
+ABI = "rig.v1"
+
+
+def _entry(kind: LayerKind, tokens: Sequence[int]) -> bytes:
+    """What a layer keeps of the last of `tokens`: it depends on all of them."""
+    text = f"{kind.value}:{','.join(map(str, tokens))}"
+    return hashlib.sha256(text.encode()).digest()[:ENTRY_BYTES]
+
+
+def make_payload(
+    spec: ModelCacheSpec, tokens: Sequence[int], start: int, end: int, kind: LayerKind
+) -> KVPayload:
+    """What a model would keep of positions ``[start, end)`` of `tokens`."""
+    if kind is LayerKind.WINDOW:
+        start = max(start, end - spec.window)
+    places = [end] if kind is LayerKind.STATE else range(start + 1, end + 1)
+    data = b"".join(_entry(kind, tokens[:place]) for place in places)
+    buffer = HostBuffer(kind.value, (len(data),), "u8", data)
+    return KVPayload(ABI, kind, start, end, (buffer,))
+
+
+class MemoryFiles:
+    """`BlockFilesPort` over a dictionary; files can be spoilt, and the disk can be full."""
+
+    def __init__(self) -> None:
+        self.files: dict[PartKey, tuple[BlockPart, KVPayload]] = {}
+        self.bad: set[PartKey] = set()
+        self.is_full = False
+        self.other_bytes = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.write_gate = threading.Event()
+        self.write_gate.set()
+
+    def write(self, part: BlockPart, payload: KVPayload, *, is_synced: bool) -> BlockPart:
+        del is_synced
+        assert self.write_gate.wait(10)
+        if self.is_full:
+            raise CachePersistenceError("No space left on device")
+        written = replace(part, nbytes=payload.nbytes + len(part.tokens) + HEADER_BYTES)
+        self.files[part.key] = (written, payload)
+        self.bad.discard(part.key)
+        return written
+
+    def read(self, part: BlockPart) -> KVPayload:
+        assert self.gate.wait(10)
+        found = self.files.get(part.key)
+        if found is None or part.key in self.bad or found[0].key != part.key:
+            raise CacheCorruptionError("the file is missing, damaged or another")
+        return found[1]
+
+    def delete(self, part: BlockPart) -> None:
+        self.files.pop(part.key, None)
+        self.bad.discard(part.key)
+
+    def scan(self) -> Iterator[BlockPart]:
+        for key, (part, _) in list(self.files.items()):
+            if key not in self.bad:
+                yield part
+
+    def used_bytes(self) -> int:
+        files = list(self.files.values())
+        return self.other_bytes + sum(part.nbytes for part, _ in files)
+
+
+class IndexedLedger(MemoryLedger):
+    """A ledger in memory that keeps the index of parts too, and can be busy or refuse a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: dict[PartKey, BlockPart] = {}
+        self.is_index_whole = False
+        self.is_busy = False
+        self.unstorable: LedgerChange | None = None
+        self.num_applied = 0
+
+    def load(self) -> LedgerState:
+        state = super().load()
+        parts = tuple(self.parts.values())
+        return replace(state, parts=parts, is_index_lost=not self.is_index_whole)
+
+    def apply(self, changes: Sequence[LedgerChange], *, is_synced: bool) -> None:
+        if self.is_busy:
+            raise CachePersistenceError("the ledger is busy.")
+        if self.unstorable in changes:
+            raise ValueError("a change cannot be stored")
+        super().apply(changes, is_synced=is_synced)
+        self.num_applied += 1
+        for change in changes:
+            match change:
+                case PutPart(part):
+                    self.parts[part.key] = part
+                case DropPart(key):
+                    self.parts.pop(key, None)
+                case TouchParts(keys, at):
+                    for key in keys:
+                        if key in self.parts:
+                            self.parts[key] = replace(self.parts[key], last_used=at)
+                case MarkIndexWhole():
+                    self.is_index_whole = True
+                case _:
+                    continue
+
+
+@dataclass(frozen=True, slots=True)
+class RigLimits:
+    """How large a rig is, in bytes."""
+
+    memory: int = 10**6
+    disk: DiskLimits = field(default_factory=lambda: DiskLimits(10**7, 10**6))
+
+
+class MemoryRig:
+    """Everything that keeps agents but the engine, whose part `talk` plays."""
+
+    def __init__(
+        self,
+        *,
+        spec: ModelCacheSpec | None = None,
+        limits: RigLimits | None = None,
+        has_disk: bool = True,
+    ) -> None:
+        self.spec = spec or fake_spec(block_tokens=4)
+        self.limits = limits or RigLimits()
+        self.files = MemoryFiles()
+        self.ledger = IndexedLedger()
+        self.now = [1000.0]
+        self._has_disk = has_disk
+        self._start()
+
+    def _start(self) -> None:
+        state = self.ledger.load()
+        self.disk = DiskTier(self.files, self.ledger, self.limits.disk)
+        self.pool = BlockPool(self.spec, self.limits.memory)
+        self.agents = AgentLedger(self.ledger, state, self.disk.change, now=self.clock)
+        self.store = AgentCacheStore(
+            self.pool,
+            self.disk if self._has_disk else None,
+            on_moved=self.agents.move,
+            now=self.clock,
+        )
+        self.store.restore_index(state.parts)
+        self.store.roots.add(ROOT)
+        self.disk.start(self.store)
+        self.housekeeping = Housekeeping(
+            self.store,
+            self.agents,
+            self.ledger,
+            self.disk if self._has_disk else None,
+            files=self.files,
+            orphan_ttl_s=100,
+            now=self.clock,
+        )
+
+    def clock(self) -> float:
+        return self.now[0]
+
+    def flush(self) -> None:
+        assert self.disk.flush(10)
+
+    def close(self) -> None:
+        self.files.gate.set()
+        self.files.write_gate.set()
+        assert self.disk.close(10)
+
+    def restart(self, limits: RigLimits | None = None) -> None:
+        """Close, forget what was in memory, and start again."""
+        self.close()
+        self.limits = limits or self.limits
+        self._start()
+
+    # -- what an engine does --------------------------------------------------------------------
+
+    def recall(self, tokens: Sequence[int]) -> tuple[int, BlockName, int]:
+        """Restore what is known of a prompt and check every payload.
+
+        Returns:
+            Positions restored, and the chain to seal from: its name and length.
+        """
+        for _ in range(20):
+            plan = self.store.plan(ROOT, tokens[:-1])
+            futures = [(wanted, self.store.fetch(wanted)) for wanted in plan.parts]
+            failed = [wanted for wanted, future in futures if future.exception(10) is not None]
+            if not failed:
+                break
+            self.store.discard(failed[:1])
+        else:
+            raise AssertionError("a bad part comes back for ever")
+        position = 0
+        for wanted, future in futures:
+            node, kind = wanted.node, wanted.kind
+            expected = make_payload(self.spec, tokens, node.start, node.end, kind)
+            if node.end > plan.end:  # a block that is sliced
+                payload = make_payload(self.spec, tokens, node.start, plan.end, kind)
+                data = bytes(payload.buffers[0].data)
+                assert bytes(future.result().buffers[0].data).startswith(data)
+            else:
+                assert future.result() == expected, f"a wrong payload for {node.start}..{node.end}"
+            if kind is LayerKind.FULL:
+                assert node.start == position, "the chain has a gap"
+                position = node.end
+        assert position >= plan.end
+        payloads = [future.result() for _, future in futures]
+        found = sort_parts(payloads, 0, plan.end, self.spec, ABI)  # as a backend would
+        assert bool(found.window) == bool(plan.end and self.spec.num_window)
+        assert (found.state is not None) == bool(plan.end and self.spec.num_state)
+        last = self.store.index.get(plan.chain)
+        assert (last.end if last else 0) == plan.num_whole, "sealing would leave a gap"
+        assert plan.num_whole <= plan.end < len(tokens) or not plan.end
+        return plan.end, plan.chain, plan.num_whole
+
+    def seal(
+        self,
+        tokens: Sequence[int],
+        chain: BlockName = ROOT,
+        start: int = 0,
+        boundaries: Sequence[int] = (),
+    ) -> tuple[BlockName | None, int]:
+        """Seal the blocks of a conversation from `start` on; returns where its state ends."""
+        names: list[BlockName] = []
+        ends = {*boundaries, len(tokens)}
+        pointer: BlockName | None = chain if start else None
+        while start < len(tokens):
+            end = min(block_end(start, self.spec.block_tokens, boundaries), len(tokens))
+            kinds = [k for k in self.spec.kinds if k is not LayerKind.STATE or end in ends]
+            payloads = [make_payload(self.spec, tokens, start, end, kind) for kind in kinds]
+            name = self.store.seal(ROOT, chain, tokens[start:end], payloads)
+            if name is None:
+                break
+            names.append(name)
+            chain, start, pointer = name, end, name
+        if self.spec.num_window:
+            self.store.settle(names, pointer or chain, sorted(ends))
+        return pointer, start
+
+    def talk(
+        self, agent: str, tokens: Sequence[int], num_reply: int = 1, boundaries: Sequence[int] = ()
+    ) -> Turn:
+        """One turn that ends with `tokens`: recall, compute, seal, log."""
+        end, chain, num_whole = self.recall(tokens)
+        pointer, num_sealed = self.seal(tokens, chain, num_whole, boundaries)
+        num_prompt = len(tokens) - num_reply
+        turn, _ = self.agents.commit(
+            LOCAL_TENANT,
+            agent,
+            Exchange(
+                prompt=tokens[:num_prompt],
+                reply=tokens[num_prompt:],
+                messages=(),
+                pointer=Pointer(ROOT, pointer, num_sealed) if pointer else None,
+                usage=Usage(prompt_tokens=num_prompt),
+                reuse=Reuse(pool=end),
+            ),
+        )
+        return turn
