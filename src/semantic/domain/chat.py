@@ -249,10 +249,19 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """How much of the prompt is computed; comes while the client waits."""
+    """How much of the prompt is computed; comes while the client waits.
+
+    The first comes before the first token of every reply: what was found is known by then.
+
+    Attributes:
+        done: Prompt tokens whose state is there.
+        total: All tokens of the prompt.
+        reused: Of those done, the ones that were found and not computed.
+    """
 
     done: int
     total: int
+    reused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
