@@ -72,7 +72,7 @@ def block(index: int, content: str, *deltas: str) -> str:
 
 
 def test_text() -> None:
-    events = [
+    events: list[Event] = [
         STARTED,
         FOUND,
         TextDelta("Hé"),
@@ -129,7 +129,7 @@ def test_thinking_text_and_calls() -> None:
 
 
 def test_thinking_may_be_kept_back() -> None:
-    events = [STARTED, FOUND, ThinkingDelta("Hm."), ThinkingEnded("a1"), TextDelta("Hi"),
+    events: list[Event] = [STARTED, FOUND, ThinkingDelta("Hm."), ThinkingEnded("a1"), TextDelta("Hi"),
               Finished(FinishReason.END_TURN, USAGE)]  # fmt: skip
     assert transcript(events, shows_thinking=False) == (
         START

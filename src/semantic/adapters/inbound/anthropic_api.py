@@ -70,7 +70,7 @@ async def _collect(reply: Reply, stream: MessageStream) -> Response:
 async def _stream(reply: Reply, stream: MessageStream) -> AsyncIterator[str]:
     progress = "waiting"
     yield sse.comment(progress)
-    async for event in sse.with_heartbeats(reply):
+    async for event in sse.with_heartbeats(reply, sse.HEARTBEAT_S):
         if isinstance(event, sse.Heartbeat):
             yield sse.comment(progress) + sse.named("ping", {"type": "ping"})
             continue
