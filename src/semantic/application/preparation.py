@@ -87,7 +87,7 @@ class Preparation:
         shape = ReplyShape(
             format=reply_format,
             output=request.output_format,
-            tools=request.tools,
+            tools=request.known_tools,
             tool_choice=request.tool_choice,
             is_thinking_open=reply_format.is_opened_by(_tail(prompt, model, visible)),
             may_think=request.thinking is None or request.thinking.is_enabled,

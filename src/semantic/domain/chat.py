@@ -208,6 +208,25 @@ class ChatRequest:
         if not self.messages:
             raise InvalidRequestError("messages must hold at least one message.", param="messages")
 
+    @property
+    def known_tools(self) -> tuple[ToolSpec, ...]:
+        """The tools the model was told of: deferred ones only where something references them."""
+        if not any(tool.is_deferred for tool in self.tools):
+            return self.tools
+        results = (
+            part
+            for message in self.messages
+            for part in message.parts
+            if isinstance(part, ToolResultPart)
+        )
+        referenced = {
+            part.tool_name
+            for result in results
+            for part in result.content
+            if isinstance(part, ToolReferencePart)
+        }
+        return tuple(t for t in self.tools if not t.is_deferred or t.name in referenced)
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:

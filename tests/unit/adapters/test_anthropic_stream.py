@@ -129,8 +129,14 @@ def test_thinking_text_and_calls() -> None:
 
 
 def test_thinking_may_be_kept_back() -> None:
-    events: list[Event] = [STARTED, FOUND, ThinkingDelta("Hm."), ThinkingEnded("a1"), TextDelta("Hi"),
-              Finished(FinishReason.END_TURN, USAGE)]  # fmt: skip
+    events: list[Event] = [
+        STARTED,
+        FOUND,
+        ThinkingDelta("Hm."),
+        ThinkingEnded("a1"),
+        TextDelta("Hi"),
+        Finished(FinishReason.END_TURN, USAGE),
+    ]
     assert transcript(events, shows_thinking=False) == (
         START
         + block(
