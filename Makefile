@@ -77,6 +77,20 @@ test-e2e: $(VENV)/.dev ## run whole flows as a user would
 chaos: $(VENV)/.dev ## kill servers under load, again and again, and check what they left (minutes)
 	@$(PYTEST) -s tests/chaos/chaos_kills.py $(ARGS)
 
+# Clients have dependencies of their own, which must not meet the server's.
+CLIENTS := .clients
+$(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
+	@echo "==> installing the clients into $(CLIENTS)"
+	@$(PYTHON) -m venv $(CLIENTS)/venv
+	@$(CLIENTS)/venv/bin/pip install -q -r tests/clients/requirements.txt || $(INSTALL_FAILED)
+	@cp tests/clients/package.json $(CLIENTS)/
+	@npm install --silent --no-audit --no-fund --prefix $(CLIENTS) || $(INSTALL_FAILED)
+	@touch $@
+
+.PHONY: clients
+clients: $(VENV)/.dev $(CLIENTS)/.ready ## run real clients (Claude Code and others; needs npm) against the starter model
+	@CLIENTS_DIR=$(abspath $(CLIENTS)) $(PYTEST) -m clients $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.dev ## check format, lint rules and spelling
 	@$(BIN)/ruff format --check
@@ -111,5 +125,5 @@ bench: $(VENV)/.dev ## run the benchmarks and print their figures
 
 .PHONY: clean
 clean: ## remove .venv and everything that was built
-	@rm -rf $(VENV) build dist site htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(CLIENTS) build dist site htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -350,6 +350,9 @@ class BlockPoolBatchEngine:
             self._isolate(rows, error)
             return
         for generation, chunk in rows:
+            if not generation.is_reuse_told:
+                generation.is_reuse_told = True
+                self._say(generation, generation.progress)
             generation.num_launched += chunk.num_tokens
             generation.num_rows += 1
             generation.num_draws += chunk.draw is not None
@@ -419,8 +422,7 @@ class BlockPoolBatchEngine:
         self._sharing.seal(generation)
         match row:
             case Computed():
-                done = min(generation.num_computed, generation.num_prompt)
-                self._say(generation, PrefillProgress(done, generation.num_prompt))
+                self._say(generation, generation.progress)
             case Sampled():
                 self._accept(generation, row)
             case _:

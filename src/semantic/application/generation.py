@@ -9,7 +9,7 @@ from semantic.application.restore import Restore
 from semantic.application.text_assembler import TextAssembler
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockName, PartKey, block_end
-from semantic.domain.chat import Failed, Finished, ServiceClass, Usage
+from semantic.domain.chat import Failed, Finished, PrefillProgress, ServiceClass, Usage
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, SequenceId, TokenConstraint
 
@@ -78,6 +78,7 @@ class Generation:
         restore: Loads its beginning; until it is done nothing of it can run.
         num_failed_restores: How often what was found could not be loaded.
         prefetched: Parts that were read for it while it waited.
+        is_reuse_told: Whether its reader knows what was found.
         is_sealing: False once a block could not be kept; what follows it is of no use then.
         final: Its last event, once it ended.
         retry_until: After a failed step: run alone until this position is computed.
@@ -105,6 +106,7 @@ class Generation:
     prefetched: set[PartKey] = field(default_factory=set)
     reuse: Reuse = field(default_factory=Reuse)
     is_sealing: bool = True
+    is_reuse_told: bool = False
     is_done: bool = False
     final: Finished | Failed | None = None
     retry_until: int | None = None
@@ -145,6 +147,12 @@ class Generation:
     def is_last_draw_launched(self) -> bool:
         """Whether the reply's last permitted token is already on its way."""
         return self.num_generated + self.num_draws >= self.job.max_tokens
+
+    @property
+    def progress(self) -> PrefillProgress:
+        """How much of the prompt is computed."""
+        done = min(self.num_computed, self.num_prompt)
+        return PrefillProgress(done, self.num_prompt, self.reuse.reused)
 
     def block_end(self, position: int) -> int:
         """Where the block that holds `position`, which is not sealed yet, ends."""

@@ -81,6 +81,7 @@ class InferenceService:
             on_finish=lambda finished: self._log_turn(prepared, finished),
             on_end=lambda: self._leave(job.agent),
         )
+        reply.span = prepared.span
         self._busy[job.agent] += 1
         try:
             self._device.submit(job)

@@ -11,11 +11,13 @@ from semantic.application.generation import Job, monotonic
 from semantic.application.identity import Identities, Identity
 from semantic.application.rendering import Prompt, Renderer
 from semantic.application.replay import Replay, ReplayStore
+from semantic.application.thinking_budget import ThinkingBudget, ThinkingSpan
 from semantic.domain.agents import Principal
 from semantic.domain.chat import ChatRequest
 from semantic.domain.errors import ContextLengthError
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
 from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.ports.outbound import TokenConstraint
 
 _TAIL_TOKENS = 32  # enough to see a marker at the end of a prompt
 
@@ -27,6 +29,7 @@ class Prepared:
     Attributes:
         shape: What its reply must look like.
         identity: Whose turn it is.
+        span: Counts the reply's thinking; None if the model has none.
     """
 
     request: ChatRequest
@@ -35,6 +38,7 @@ class Prepared:
     job: Job
     shape: ReplyShape
     identity: Identity
+    span: ThinkingSpan | None = None
 
 
 class Preparation:
@@ -83,13 +87,16 @@ class Preparation:
         shape = ReplyShape(
             format=reply_format,
             output=request.output_format,
-            tools=request.tools,
+            tools=request.known_tools,
             tool_choice=request.tool_choice,
             is_thinking_open=reply_format.is_opened_by(_tail(prompt, model, visible)),
             may_think=request.thinking is None or request.thinking.is_enabled,
         )
         max_tokens = self._max_tokens(request, len(prompt.tokens), model.backend.spec.max_context)
         constraint = model.grammar.constrain(shape, max_tokens) if model.grammar else None
+        budget = request.thinking.budget if request.thinking else None
+        if budget is not None:
+            constraint = _within(budget, shape, model, visible, constraint)
         seed = request.sampling.seed
         job_id = secrets.token_hex(12)
         job = Job(
@@ -108,7 +115,8 @@ class Preparation:
             visible=visible,
             max_bytes=max_bytes,
         )
-        return Prepared(request, principal, model, job, shape, identity)
+        span = _span(shape, model, visible)
+        return Prepared(request, principal, model, job, shape, identity, span)
 
     def count_tokens(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> int:
         """Count the tokens of the prompt that `prepare` would make."""
@@ -152,6 +160,35 @@ class Preparation:
                 param="max_tokens",
             )
         return wanted
+
+
+def _span(
+    shape: ReplyShape, model: LoadedModel, visible: Mapping[int, bytes]
+) -> ThinkingSpan | None:
+    markers = shape.format.thinking_markers
+    if markers is None:
+        return None
+
+    def piece(token: int) -> bytes:
+        return visible.get(token) or model.tokenizer.token_bytes(token)
+
+    return ThinkingSpan(markers, piece, is_open=shape.is_thinking_open)
+
+
+def _within(
+    budget: int,
+    shape: ReplyShape,
+    model: LoadedModel,
+    visible: Mapping[int, bytes],
+    inner: TokenConstraint | None,
+) -> TokenConstraint | None:
+    """Constrain a reply to think for so many tokens at most."""
+    span, markers = _span(shape, model, visible), shape.format.thinking_markers
+    if span is None or markers is None:
+        return inner
+    # Models put it on a line of its own.
+    way_out = model.tokenizer.encode(f"\n{markers.end}")
+    return ThinkingBudget(budget, span, way_out, model.tokenizer.vocab_size, inner)
 
 
 def _tail(prompt: Prompt, model: LoadedModel, visible: Mapping[int, bytes]) -> str:

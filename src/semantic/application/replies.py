@@ -8,11 +8,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from semantic.application.batch_engine import EventBatch, PutAway
 from semantic.application.parsing import MessageFold, ReplyParser
+from semantic.application.thinking_budget import ThinkingSpan
 from semantic.domain.chat import (
     Event,
     Failed,
@@ -52,6 +53,7 @@ class LiveReply:
 
     Attributes:
         put_away: What the reply left behind, once that is known.
+        span: Counts the tokens of its thinking; None if it has none.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class LiveReply:
             on_finish: Logs the reply; what it awaits comes before the reader's last event.
         """
         self.put_away: PutAway | None = None
+        self.span: ThinkingSpan | None = None
         self._on_cancel = on_cancel
         self._parser = parser
         self._on_finish = on_finish
@@ -88,6 +91,7 @@ class LiveReply:
     async def finish(self, event: Finished) -> None:
         """Log the turn, then give the final event; a log that fails costs no reply."""
         self._is_final = True
+        event = self._counted(event)
         *events, last = self._parsed(event)
         for parsed in events:
             self._add(parsed)
@@ -99,6 +103,15 @@ class LiveReply:
             except Exception:  # noqa: BLE001 - the reply goes out, whatever became of the log
                 _log.exception("a turn could not be logged")
         self._add(last)
+
+    def _counted(self, event: Finished) -> Finished:
+        """Add how many of the tokens were thinking."""
+        if self.span is None or self.put_away is None:
+            return event
+        for token in self.put_away.tokens:
+            self.span.feed(token)
+        usage = replace(event.usage, thinking_tokens=self.span.num_tokens)
+        return replace(event, usage=usage)
 
     def _parsed(self, event: Event) -> list[Event]:
         if isinstance(event, TextDelta):

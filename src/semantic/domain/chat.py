@@ -208,6 +208,25 @@ class ChatRequest:
         if not self.messages:
             raise InvalidRequestError("messages must hold at least one message.", param="messages")
 
+    @property
+    def known_tools(self) -> tuple[ToolSpec, ...]:
+        """The tools the model was told of: deferred ones only where something references them."""
+        if not any(tool.is_deferred for tool in self.tools):
+            return self.tools
+        results = (
+            part
+            for message in self.messages
+            for part in message.parts
+            if isinstance(part, ToolResultPart)
+        )
+        referenced = {
+            part.tool_name
+            for result in results
+            for part in result.content
+            if isinstance(part, ToolReferencePart)
+        }
+        return tuple(t for t in self.tools if not t.is_deferred or t.name in referenced)
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -249,10 +268,19 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """How much of the prompt is computed; comes while the client waits."""
+    """How much of the prompt is computed; comes while the client waits.
+
+    The first comes before the first token of every reply: what was found is known by then.
+
+    Attributes:
+        done: Prompt tokens whose state is there.
+        total: All tokens of the prompt.
+        reused: Of those done, the ones that were found and not computed.
+    """
 
     done: int
     total: int
+    reused: int = 0
 
 
 @dataclass(frozen=True, slots=True)

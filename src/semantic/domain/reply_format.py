@@ -61,6 +61,7 @@ _TOOL_MARKERS: Mapping[ToolFormat, tuple[str, ...]] = {
 _HARMONY_MARKERS = (
     "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>",
 )  # fmt: skip
+_ANALYSIS = Markers("<|channel|>analysis<|message|>", "<|end|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,11 @@ class ReplyFormat:
     def has_thinking(self) -> bool:
         """Whether replies may hold thinking."""
         return self.thinking is not None or self.tools is ToolFormat.HARMONY
+
+    @property
+    def thinking_markers(self) -> Markers | None:
+        """What stands around thinking, in channels too; None if there is none."""
+        return _ANALYSIS if self.tools is ToolFormat.HARMONY else self.thinking
 
     def markers(self, *, has_tools: bool) -> tuple[str, ...]:
         """Texts that must stay visible to the parser even where they are special tokens."""

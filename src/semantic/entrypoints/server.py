@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from semantic import __version__
+from semantic.adapters.inbound.anthropic_api import anthropic_router
 from semantic.adapters.inbound.health import health_router
 from semantic.adapters.inbound.http_errors import install_error_handlers
 from semantic.adapters.inbound.openai_api import openai_router
@@ -53,6 +54,9 @@ def create_app(server: Server) -> FastAPI:
         openai_router(server.inference, server.models, server.memory.agents.principal)
     )
     app.include_router(health_router(server.models, lambda: server.memory.problem))
+    app.include_router(
+        anthropic_router(server.inference, server.models, server.memory.agents.principal)
+    )
     app.add_middleware(BodyLimit, max_bytes=int(server.settings.max_body_mb * 2**20))
     if not server.settings.allow_remote:
         app.add_middleware(LocalHosts)
@@ -149,7 +153,7 @@ def _url_host(host: str) -> str:
 def _banner(server: Server, url: str) -> str:
     return f"""
   Semantic {__version__}
-  listening  {url}   (OpenAI base URL: {url}/v1)
+  listening  {url}   (OpenAI base URL: {url}/v1; Anthropic: {url})
   model      {server.model_id} on {server.backend_name}, loading
   home       {server.settings.home_dir}
   agents     {server.memory.summary}

@@ -42,6 +42,16 @@ class InferencePort(Protocol):
         """
         ...
 
+    async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:
+        """Count the tokens of the prompt that `start` would compute; queues nothing.
+
+        Raises:
+            InvalidRequestError: a part cannot be shown to the model.
+            ModelNotFoundError: the request names a model that is not served.
+            ModelSwapError: the model is still loading, or failed to load.
+        """
+        ...
+
 
 class ModelState(Enum):
     """Where a model is on its way to answering."""

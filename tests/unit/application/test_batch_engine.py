@@ -6,7 +6,7 @@ import pytest
 from semantic.adapters.outbound.fake_backend import END_TOKEN, fake_spec
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace
-from semantic.domain.chat import Failed, PrefillProgress, ServiceClass, TextDelta
+from semantic.domain.chat import Failed, Finished, PrefillProgress, ServiceClass, TextDelta
 from semantic.domain.errors import BackendError, GenerationTimeoutError, PoolExhaustedError
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.domain.spec import ModelCacheSpec
@@ -372,8 +372,22 @@ def test_progress_is_reported_while_a_prompt_is_computed() -> None:
     rig.submit(make_job("a", "x" * 35))
     rig.run()
     progress = [e for e in rig.events["a"] if isinstance(e, PrefillProgress)]
-    assert [p.done for p in progress] == [10, 20, 30]
-    assert {p.total for p in progress} == {35}
+    assert [p.done for p in progress] == [0, 10, 20, 30]
+    assert {(p.total, p.reused) for p in progress} == {(35, 0)}
+
+
+def test_what_was_found_is_told_before_the_first_token() -> None:
+    rig = make_rig()
+    rig.submit(make_job("a", "x" * 35))
+    rig.run()
+    rig.submit(make_job("b", "x" * 35 + "y"))
+    rig.run()
+    first, *_ = rig.events["b"]
+    assert isinstance(first, PrefillProgress)
+    final = rig.final("b")
+    assert isinstance(final, Finished)
+    assert first.done == first.reused == final.usage.cache_read_tokens == 35
+    assert first.total - first.reused == final.usage.cache_creation_tokens
 
 
 def test_stateful_requests_of_one_agent_run_in_order() -> None:

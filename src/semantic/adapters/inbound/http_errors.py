@@ -1,14 +1,15 @@
-"""One table from errors to what HTTP clients see, in OpenAI's shape."""
+"""What HTTP clients see of errors, in OpenAI's shape; `anthropic_errors` has the other."""
 
 import math
 from collections.abc import Mapping, Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
+from semantic.adapters.inbound.anthropic_errors import in_callers_shape
 from semantic.domain import errors
 
 # The first class that fits decides, so subclasses come before their base.
@@ -57,24 +58,26 @@ def error_response(
     *,
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
-) -> JSONResponse:
+) -> Response:
     """Answer what is no error of ours, such as an unknown path, in the same shape."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    return JSONResponse(_body(message, kind, code, param), status, headers)
+    openai = JSONResponse(_body(message, kind, code, param), status, headers)
+    return in_callers_shape(openai, message)
 
 
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every refusal, ours or not, in one shape; defects are the access log's."""
 
     @app.exception_handler(errors.SemanticError)
-    async def _semantic(_: Request, error: errors.SemanticError) -> JSONResponse:
+    async def _semantic(_: Request, error: errors.SemanticError) -> Response:
         headers = {}
         if error.retry_after_s is not None:
             headers["retry-after"] = str(math.ceil(error.retry_after_s))
-        return JSONResponse(openai_body(error), status_of(error), headers)
+        openai = JSONResponse(openai_body(error), status_of(error), headers)
+        return in_callers_shape(openai, error.message, error)
 
     @app.exception_handler(RequestValidationError)
-    async def _validation(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def _validation(_: Request, error: RequestValidationError) -> Response:
         problem = _most_telling(error.errors())
         param = field_path(problem["loc"][1:])
         if problem["type"] == "json_invalid":
@@ -87,7 +90,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return error_response(400, message, "invalid_request", param=param)
 
     @app.exception_handler(HTTPException)
-    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+    async def _http(request: Request, error: HTTPException) -> Response:
         if error.status_code == 400:
             # FastAPI raises it for what it did not expect: bad UTF-8, deep nesting, huge numbers.
             return _not_json()
@@ -97,7 +100,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return error_response(error.status_code, message, "http_error", headers=error.headers)
 
 
-def _not_json(detail: str = "") -> JSONResponse:
+def _not_json(detail: str = "") -> Response:
     message = f"the body is not valid JSON: {detail}".rstrip(": ")
     return error_response(400, message, "invalid_request")
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse, Response
 
 from semantic.adapters.inbound import sse
+from semantic.adapters.inbound.anthropic_models import model_info, models_page, served_model
 from semantic.adapters.inbound.http_errors import openai_body
 from semantic.adapters.inbound.openai_schema import ChatCompletionRequest
 from semantic.domain.agents import Principal
@@ -57,17 +58,23 @@ def openai_router(
             raise
         if body.stream:
             has_usage = bool(body.stream_options and body.stream_options.include_usage)
-            return sse.event_stream(_stream(reply, has_usage=has_usage))
+            return sse.event_stream(_stream(reply, has_usage=has_usage), reply)
         return await _respond(reply, http)
 
     @router.get("/models")
-    async def list_models() -> Json:
-        """The models that requests may name."""
+    async def list_models(anthropic_version: Annotated[str | None, Header()] = None) -> Json:
+        """The models that requests may name, in the shape of the caller's vendor."""
+        if anthropic_version:
+            return models_page(models.models())
         return {"object": "list", "data": [_model(status) for status in models.models()]}
 
     @router.get("/models/{model_id:path}")
-    async def get_model(model_id: str) -> Json:
+    async def get_model(
+        model_id: str, anthropic_version: Annotated[str | None, Header()] = None
+    ) -> Json:
         """One of them."""
+        if anthropic_version:
+            return model_info(served_model(model_id, models.models()))
         for status in models.models():
             if status.id == model_id:
                 return _model(status)

@@ -95,6 +95,7 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         request_id = f"req_{secrets.token_hex(8)}"
+        scope.setdefault("state", {})["request_id"] = request_id
         started = time.perf_counter()
         status = 0
         defect: Exception | None = None
@@ -103,7 +104,9 @@ class AccessLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                names = (b"x-request-id", b"request-id")  # OpenAI's clients', Anthropic's
+                told = [(name, request_id.encode()) for name in names]
+                message["headers"] = [*message["headers"], *told]
             await send(message)
 
         structlog.contextvars.bind_contextvars(request_id=request_id)

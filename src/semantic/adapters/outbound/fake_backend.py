@@ -342,7 +342,7 @@ class FakeTokenizer:
     eos_ids = frozenset({END_TOKEN})
     special_tokens = (SpecialToken(START_TOKEN, "<|start|>"), SpecialToken(END_TOKEN, "<|end|>"))
     special_ids: Mapping[str, int] = {token.text: token.id for token in special_tokens}
-    chat_template = None
+    chat_template: str | None = None
 
     def encode(self, text: str) -> list[int]:
         """Tokenise; the special tokens are written as in the chat template."""

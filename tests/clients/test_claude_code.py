@@ -1,0 +1,165 @@
+"""Claude Code, as its users run it, against the starter model."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from semantic.adapters.config.settings import STARTER_MODEL
+from tests.smoke.server_process import ServerProcess
+
+pytestmark = pytest.mark.clients
+
+QUESTION = "What is the capital of France? Answer in one word."
+
+
+@dataclass(frozen=True)
+class ClaudeCode:
+    """Claude Code with a home of its own, which knows nothing but the server."""
+
+    program: Path
+    home: Path
+    url: str
+
+    def command(self, *arguments: str) -> list[str]:
+        output = ("--output-format", "stream-json", "--verbose")
+        return [str(self.program), "--bare", "-p", *output, *arguments]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.home),
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": "none",
+            "ANTHROPIC_MODEL": STARTER_MODEL,
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "300",
+            "CLAUDE_CODE_MAX_RETRIES": "1",
+        }
+
+    def ask(self, *arguments: str) -> list[dict[str, Any]]:
+        """Run it to its end; returns the lines it wrote."""
+        done = subprocess.run(  # noqa: S603 - our own command
+            self.command(*arguments),
+            env=self.environment,
+            cwd=self.home,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+        )
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        assert lines, done.stderr
+        return lines
+
+
+@pytest.fixture
+def claude(clients: Path, server: ServerProcess, tmp_path: Path) -> ClaudeCode:
+    program = clients / "node_modules" / ".bin" / "claude"
+    return ClaudeCode(program, tmp_path, server.url)
+
+
+def usages(lines: list[dict[str, Any]]) -> list[dict[str, int]]:
+    """The usage of each request that was answered, in order; its blocks come as one line each."""
+    by_message = {
+        line["message"]["id"]: line["message"]["usage"]
+        for line in lines
+        if line["type"] == "assistant" and line["message"]["id"].startswith("msg_")
+    }
+    return list(by_message.values())
+
+
+def prompt_tokens(usage: dict[str, int]) -> int:
+    parts = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    return sum(usage[part] for part in parts)
+
+
+def test_each_turn_reuses_the_whole_one_before(claude: ClaudeCode) -> None:
+    turns = [
+        claude.ask(QUESTION),
+        claude.ask("--continue", "And of Spain? One word."),
+        claude.ask("--continue", "And of Italy? One word."),
+    ]
+    told = [usage for lines in turns for usage in usages(lines)]
+    assert len(told) >= 3
+    for before, after in itertools.pairwise(told):
+        assert after["cache_read_input_tokens"] >= prompt_tokens(before)
+    session_ids = {line["session_id"] for lines in turns for line in lines if "session_id" in line}
+    assert len(session_ids) == 1
+
+
+def test_three_sessions_at_once(claude: ClaudeCode, tmp_path: Path) -> None:
+    sessions = []
+    for name in ("a", "b", "c"):
+        home = tmp_path / name
+        home.mkdir()
+        sessions.append(ClaudeCode(claude.program, home, claude.url))
+    with ThreadPoolExecutor(3) as pool:
+        replies = list(pool.map(lambda session: session.ask(QUESTION), sessions))
+    for lines in replies:
+        assert usages(lines)
+        assert lines[-1]["type"] == "result"
+    # They start alike, and what they share was computed once at most.
+    firsts = [usages(lines)[0] for lines in replies]
+    assert sum(usage["cache_read_input_tokens"] > 500 for usage in firsts) >= 2
+
+
+def test_a_reply_too_long_for_the_context_is_asked_for_again(claude: ClaudeCode) -> None:
+    """The model has 8192 tokens; Claude Code reads that off the refusal and asks for fewer."""
+    generous = {**claude.environment, "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "32000"}
+    process = subprocess.Popen(  # noqa: S603 - our own command
+        claude.command(QUESTION),
+        env=generous,
+        cwd=claude.home,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, _ = process.communicate(timeout=300)
+    finally:
+        process.kill()
+        process.wait()
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert usages(lines)
+
+
+def test_a_session_that_is_killed_in_mid_prefill_leaves_nothing_behind(
+    claude: ClaudeCode, server: ServerProcess
+) -> None:
+    before = server.output.count('"/v1/messages"')
+    long = " ".join(f"word{index}" for index in range(2000))
+    process = subprocess.Popen(  # noqa: S603 - our own command
+        claude.command(long),
+        env=claude.environment,
+        cwd=claude.home,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    time.sleep(4)  # it has asked by now, and prefill takes longer
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    for _ in range(600):
+        if server.output.count('"/v1/messages"') > before:
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the request was not given up")
+    body = {
+        "model": STARTER_MODEL,
+        "max_tokens": 4,
+        "messages": [{"role": "user", "content": "hi"}],
+    }
+    with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http:
+        assert http.post("/v1/messages", json=body).status_code == 200

@@ -1,0 +1,63 @@
+"""Libraries that speak Anthropic's protocol, against the starter model."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from semantic.adapters.config.settings import STARTER_MODEL
+from tests.smoke.server_process import ServerProcess
+
+pytestmark = pytest.mark.clients
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def run(clients: Path, home: Path, script: str, *arguments: str) -> Any:
+    """Run a script with the clients' own Python; returns what it printed."""
+    done = subprocess.run(  # noqa: S603 - our own command
+        [str(clients / "venv" / "bin" / "python"), str(SCRIPTS / script), *arguments],
+        env={"PATH": os.environ["PATH"], "HOME": str(home), "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_langchain(clients: Path, server: ServerProcess, tmp_path: Path) -> None:
+    told = run(clients, tmp_path, "langchain_client.py", server.url, STARTER_MODEL)
+    assert told["text"]
+    assert told["streamed"]
+    assert told["usage"]["input_tokens"] > 0
+    (call,) = told["calls"]
+    assert call["name"] == "get_weather"
+    assert isinstance(call["args"]["city"], str)
+
+
+def test_litellm(clients: Path, server: ServerProcess, tmp_path: Path) -> None:
+    told = run(clients, tmp_path, "litellm_client.py", server.url, STARTER_MODEL)
+    assert told["text"]
+    assert told["streamed"]
+    assert told["prompt_tokens"] > 0
+    assert 0 < told["completion_tokens"] <= 20
+
+
+def test_pydantic_ai(clients: Path, server: ServerProcess, tmp_path: Path) -> None:
+    told = run(clients, tmp_path, "pydantic_ai_client.py", server.url, STARTER_MODEL)
+    assert told["text"]
+    assert told["city"] in ("Paris", "Rome")
+
+
+def test_the_agent_sdk(clients: Path, server: ServerProcess, tmp_path: Path) -> None:
+    program = clients / "node_modules" / ".bin" / "claude"
+    arguments = (server.url, STARTER_MODEL, str(program), str(tmp_path))
+    first, second = run(clients, tmp_path, "agent_sdk_client.py", *arguments)
+    before = first["cache_creation_input_tokens"] + first["cache_read_input_tokens"]
+    assert second["cache_read_input_tokens"] >= before
