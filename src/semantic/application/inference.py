@@ -2,12 +2,14 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from semantic.application.agent_ledger import AgentLedger, Exchange
 from semantic.application.device_thread import DeviceThread, LoadedModel
 from semantic.application.identity import Identities
 from semantic.application.parsing import ReplyParser
+from semantic.application.past_turns import turn_id
 from semantic.application.preparation import Preparation, Prepared
 from semantic.application.replay import (
     ReplayStore,
@@ -94,6 +96,11 @@ class InferenceService:
         model = self._model(request)
         return await asyncio.to_thread(self._preparation.count_tokens, request, principal, model)
 
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """Write tokens out as text, special ones left out."""
+        token_bytes = self._device.ready_model().tokenizer.token_bytes
+        return b"".join(map(token_bytes, tokens)).decode("utf-8", "replace")
+
     def _model(self, request: ChatRequest) -> LoadedModel:
         model = self._device.ready_model()
         if request.model != model.id:
@@ -118,14 +125,17 @@ class InferenceService:
     def _commit(self, prepared: Prepared, finished: FinishedReply) -> Future[None]:
         job, left, tenant = prepared.job, finished.put_away, prepared.principal.tenant
         self._remember(prepared, finished)
-        block = left.block
+        block, request = left.block, prepared.request
+        said = () if request.raw_prompt else (*request.messages, finished.message)
         exchange = Exchange(
             prompt=job.tokens,
             reply=left.tokens,
-            messages=(*prepared.request.messages, finished.message),
+            messages=said,
             pointer=None if block is None else Pointer(job.root, block, left.num_sealed),
             usage=finished.event.usage,
             reuse=left.reuse,
+            turn_id=turn_id(job.id),
+            is_stored=request.is_stored,
         )
         identity = prepared.identity
         turn, done = self._agents.commit(
@@ -140,6 +150,8 @@ class InferenceService:
             tokens = emitted_tokens(tokens, finished.raw_text, prepared.model.tokenizer)
         elif tokens and tokens[-1] in stop.token_ids:
             tokens = tokens[:-1]
+        if prepared.request.raw_prompt is not None:
+            return  # no template will ever write this reply again
         prompt = prompt_digest(prepared.job.root, prepared.job.tokens)
         for key in keys_to_remember(prompt, finished.message):
             self._replays.remember(key, tokens)
