@@ -57,7 +57,9 @@ def create_app(server: Server) -> FastAPI:
     app.include_router(openai_router(server.inference, server.models, principal))
     app.include_router(completions_router(server.inference, principal))
     app.include_router(
-        responses_router(server.inference, PastTurns(server.memory.agents), principal)
+        responses_router(
+            server.inference, server.models, PastTurns(server.memory.agents), principal
+        )
     )
     app.include_router(health_router(server.models))
     app.add_middleware(BodyLimit, max_bytes=int(server.settings.max_body_mb * 2**20))

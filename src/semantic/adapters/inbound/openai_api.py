@@ -22,7 +22,6 @@ from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 from semantic.ports.inbound import InferencePort, ModelManagementPort, ModelStatus
 
 
-
 def openai_router(
     inference: InferencePort, models: ModelManagementPort, principal: Callable[[], Principal]
 ) -> APIRouter:
