@@ -73,7 +73,12 @@ class InferenceService:
         )
         job, shape = prepared.job, prepared.shape
         started = Started(job.id, model.id, Usage(prompt_tokens=len(job.tokens)))
-        parser = ReplyParser(shape.format, shape.offered, is_thinking_open=shape.is_thinking_open)
+        parser = ReplyParser(
+            shape.format,
+            shape.offered,
+            is_thinking_open=shape.is_thinking_open,
+            is_parallel=shape.tool_choice.is_parallel,
+        )
         reply = self._hub.open(
             job.id,
             started,
