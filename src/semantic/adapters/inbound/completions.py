@@ -7,6 +7,7 @@ from semantic.adapters.inbound.completions_schema import CompletionRequest
 from semantic.adapters.inbound.http_errors import openai_body
 from semantic.adapters.inbound.openai_output import (
     FINISH_REASONS,
+    finite,
     head_of,
     total_usage,
     usage_json,
@@ -49,9 +50,9 @@ class _Choice:
             self._num_characters += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [token.logprob for token in scored],
+            "token_logprobs": [finite(token.logprob) for token in scored],
             "top_logprobs": [
-                {text.decode("utf-8", "replace"): logprob for text, logprob in token.top}
+                {text.decode("utf-8", "replace"): finite(logprob) for text, logprob in token.top}
                 for token in scored
             ],
             "text_offset": offsets,

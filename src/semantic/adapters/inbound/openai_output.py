@@ -16,6 +16,7 @@ FINISH_REASONS = {
     FinishReason.TOOL_USE: "tool_calls",
     FinishReason.CANCELLED: "stop",
 }
+_IMPOSSIBLE = -9999.0
 
 
 def head_of(started: Started, prefix: str, kind: str) -> Json:
@@ -35,7 +36,16 @@ def scored_json(token: ScoredToken) -> Json:
 
 
 def _token(text: bytes, logprob: float) -> Json:
-    return {"token": text.decode("utf-8", "replace"), "bytes": list(text), "logprob": logprob}
+    return {
+        "token": text.decode("utf-8", "replace"),
+        "bytes": list(text),
+        "logprob": finite(logprob),
+    }
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can spell: OpenAI's number for the impossible."""
+    return max(logprob, _IMPOSSIBLE)
 
 
 def usage_json(usage: Usage) -> Json:

@@ -64,7 +64,16 @@ def settings_of(body: ResponsesRequest) -> Json:
         "tools": [_tool(tool.model_dump()) for tool in body.functions],
         "reasoning": body.reasoning.model_dump() if body.reasoning else None,
     }
-    return {**_DEFAULTS, **{name: value for name, value in made.items() if value is not None}}
+    return _spelled(
+        {**_DEFAULTS, **{name: value for name, value in made.items() if value is not None}}
+    )
+
+
+def _spelled(settings: Json) -> Json:
+    """Leave out what a client's JSON may hold and ours may not: half characters, NaN, infinity."""
+    text = json.dumps(settings, ensure_ascii=False).encode("utf-8", "replace")
+    made: Json = json.loads(text, parse_constant=lambda _: None)
+    return made
 
 
 def _text(body: ResponsesRequest) -> Json:
