@@ -134,5 +134,5 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 def reply_or_stream(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """Document an answer that is an object, or a stream of events."""
-    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    stream = {"text/event-stream": {"schema": {"description": "Server-sent events."}}}
     return {200: {"model": model, "content": stream, "description": "The reply."}}
