@@ -151,12 +151,12 @@ def test_a_tool_loop_goes_on_from_what_was_computed(
         message = reply.choices[0].message
         assert reply.usage is not None
         assert reply.usage.prompt_tokens_details is not None
-        cached.append(reply.usage.prompt_tokens_details.cached_tokens)
+        cached.append(reply.usage.prompt_tokens_details.cached_tokens or 0)
         # As clients do it: through JSON and back, with the ids they were given.
         messages.append(json.loads(message.to_json()))
         call = (message.tool_calls or [])[0]
         messages.append({"role": "tool", "tool_call_id": call.id, "content": "22 degrees"})
-    assert 0 < cached[0] + 1 < cached[1] < cached[2] or cached[0] == 0 < cached[1] < cached[2]
+    assert cached[0] < cached[1] < cached[2]
     assert agents_of(running)["loop"] == 3
 
 

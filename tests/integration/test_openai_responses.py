@@ -288,11 +288,12 @@ def test_a_response_in_the_background_is_cancelled(
 
 def test_a_response_in_the_background_ends(client: openai.OpenAI) -> None:
     started = client.responses.create(model="fake", input="x", background=True, max_output_tokens=5)
+    found = started
     for _ in range(200):
-        found = client.responses.retrieve(started.id)
         if found.status != "in_progress":
             break
         threading.Event().wait(0.02)
+        found = client.responses.retrieve(started.id)
     assert found.status in ("completed", "incomplete")
     assert client.responses.cancel(started.id).status == found.status
     with pytest.raises(openai.NotFoundError):

@@ -7,9 +7,18 @@ from dataclasses import replace
 import pytest
 
 from semantic.adapters.inbound import sse
-from semantic.adapters.inbound.reply_set import ReplySet, start_all, times
+from semantic.adapters.inbound.reply_set import ReplySet, ReplyStream, start_all, times
 from semantic.domain.agents import Principal
-from semantic.domain.chat import ChatRequest, Event, Finished, Message, Role, TextDelta, Usage
+from semantic.domain.chat import (
+    ChatRequest,
+    Event,
+    Finished,
+    Message,
+    PrefillProgress,
+    Role,
+    TextDelta,
+    Usage,
+)
 from semantic.domain.errors import OverloadedError
 from semantic.domain.sampling import FinishReason, SamplingParams
 from tests.canned_replies import CannedInference, CannedReply
@@ -45,11 +54,44 @@ async def test_a_slow_reply_does_not_hold_others_up() -> None:
 async def test_silence_is_noticed() -> None:
     slow = SlowReply()
     beats = 0
-    async for item in ReplySet([slow]).events_and_heartbeats(interval_s=0.001):
+    async for item in ReplySet([slow], heartbeat_s=0.001).events_and_heartbeats():
         if isinstance(item, sse.Heartbeat):
             beats += 1
             slow.may_speak.set()
     assert beats >= 1
+
+
+async def test_steady_progress_does_not_silence_the_heart() -> None:
+    class Prefilling(CannedReply):
+        async def __aiter__(self) -> AsyncIterator[Event]:
+            while not self.is_cancelled:
+                await asyncio.sleep(0.001)
+                yield PrefillProgress(1, 2)
+
+    num_progress = 0
+    async for item in ReplySet([Prefilling()], heartbeat_s=0.02).events_and_heartbeats():
+        if isinstance(item, sse.Heartbeat):
+            break
+        num_progress += 1
+    assert num_progress > 2
+
+
+async def test_a_client_that_left_before_the_first_frame_cancels_all() -> None:
+    replies = [CannedReply(), CannedReply()]
+
+    async def frames() -> AsyncIterator[str]:
+        yield "never"
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: object) -> None:
+        del message
+        await asyncio.sleep(0)
+
+    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+    await ReplyStream(frames(), ReplySet(replies))(scope, receive, send)
+    assert all(reply.is_cancelled for reply in replies)
 
 
 async def test_whoever_stops_reading_cancels_all() -> None:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from semantic.adapters.inbound import sse
 from semantic.adapters.inbound.openai_chat import collect_chat, stream_chat
 from semantic.adapters.inbound.openai_docs import (
     ERRORS,
@@ -16,7 +15,7 @@ from semantic.adapters.inbound.openai_docs import (
 )
 from semantic.adapters.inbound.openai_fields import Hint
 from semantic.adapters.inbound.openai_schema import ChatCompletionRequest
-from semantic.adapters.inbound.reply_set import Json, answer, start_all, times
+from semantic.adapters.inbound.reply_set import Json, ReplyStream, answer, start_all, times
 from semantic.domain.agents import Principal
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 from semantic.ports.inbound import InferencePort, ModelManagementPort, ModelStatus
@@ -40,7 +39,7 @@ def openai_router(
             error.param = body.spelled(error.param)
             raise
         if body.stream:
-            return sse.event_stream(stream_chat(replies, has_usage=body.has_usage))
+            return ReplyStream(stream_chat(replies, has_usage=body.has_usage), replies)
         return await answer(http, collect_chat(replies), replies)
 
     @router.get("/models", responses={200: {"model": ModelList}})
