@@ -114,6 +114,26 @@ def test_sentencepiece_vocabularies(tmp_path: Path) -> None:
     assert tokenizer.eos_ids == {0}
 
 
+def test_a_whole_prompt_begins_as_the_models_texts_do(tmp_path: Path) -> None:
+    path = write_model(tmp_path, SENTENCEPIECE, "") / "tokenizer.json"
+    plain = HFTokenizer(tmp_path)
+    assert plain.encode_prompt("\u2581") == [4]
+    stored = json.loads(path.read_text())
+    stored["added_tokens"].append({**stored["added_tokens"][0], "id": 5, "content": "<s>"})
+    begin = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    stored["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [5], "tokens": ["<s>"]}},
+    }
+    path.write_text(json.dumps(stored))
+    begun = HFTokenizer(tmp_path)
+    assert begun.encode("\u2581") == [4]
+    assert begun.encode_prompt("\u2581") == [5, 4]
+    assert begun.encode_prompt("<s>\u2581</s>") == [5, 4, 0]
+
+
 def test_a_template_can_refuse_and_may_be_missing(tmp_path: Path) -> None:
     refusing = write_model(tmp_path, SENTENCEPIECE, "{{ raise_exception('no roles') }}")
     with pytest.raises(InvalidRequestError, match="no roles"):

@@ -150,7 +150,7 @@ BAD_REQUESTS: list[tuple[str, Any, int, str | None, str]] = [
         body(messages=[{"role": "king", "content": "x"}]),
         400,
         "messages[0].role",
-        "'system', 'developer', 'user' or 'assistant'",
+        "'system', 'developer', 'user', 'assistant' or 'tool'",
     ),
     ("no content", body(messages=[{"role": "user"}]), 400, "messages[0].content", "required"),
     ("temperature of a wrong type", body(temperature="hot"), 400, "temperature", "number"),
@@ -166,7 +166,8 @@ BAD_REQUESTS: list[tuple[str, Any, int, str | None, str]] = [
     ),
     ("too many logprobs", body(logprobs=True, top_logprobs=99), 400, "top_logprobs", "20"),
     ("an empty stop string", body(stop=""), 400, "stop", "empty"),
-    ("several replies", body(n=3), 400, "n", "one reply"),
+    ("no reply", body(n=0), 400, "n", "greater than or equal to 1"),
+    ("too many replies", body(n=129), 400, "n", "less than or equal to 128"),
     ("a reply over the context", body(max_tokens=10**6), 400, "max_tokens", "131072"),
     (
         "a reply over the context, by its newer name",
@@ -208,7 +209,7 @@ BAD_REQUESTS: list[tuple[str, Any, int, str | None, str]] = [
         body(messages=[{"role": "user", "content": [{"type": "input_text", "text": "x"}]}]),
         400,
         "messages[0].content[0].type",
-        "'text' or 'image_url'",
+        "'text', 'image_url' or 'refusal'",
     ),
     (
         "a part without its text",

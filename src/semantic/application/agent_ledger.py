@@ -47,6 +47,8 @@ class Exchange:
         prompt: All tokens of the prompt.
         reply: The tokens of the reply.
         messages: The whole conversation, the reply included.
+        turn_id: What the turn is to be called; empty lets the ledger name it.
+        is_stored: Whether what was said is logged; if not, the turn holds no text and no ids.
     """
 
     prompt: Sequence[int]
@@ -55,6 +57,8 @@ class Exchange:
     pointer: Pointer | None
     usage: Usage
     reuse: Reuse
+    turn_id: str = ""
+    is_stored: bool = True
 
 
 class AgentLedger:
@@ -261,18 +265,20 @@ class AgentLedger:
             parent, depth = self._continued(agent, exchange.prompt)
             tokens = [*exchange.prompt, *exchange.reply]
             start = parent.num_tokens if parent else 0
+            num_told = parent.num_messages if parent else 0
+            messages = exchange.messages if exchange.is_stored else exchange.messages[:num_told]
             turn = Turn(
-                id=f"turn_{secrets.token_hex(12)}",
+                id=exchange.turn_id or f"turn_{secrets.token_hex(12)}",
                 parent=parent.id if parent else None,
                 agent_id=agent.id,
-                messages=tuple(exchange.messages[parent.num_messages if parent else 0 :]),
-                tokens=tuple(tokens[start:]),
+                messages=tuple(messages[num_told:]),
+                tokens=tuple(tokens[start:]) if exchange.is_stored else (),
                 num_tokens=len(tokens),
                 pointer=exchange.pointer,
                 usage=exchange.usage,
                 created_at=self._now(),
                 reuse=exchange.reuse,
-                num_messages=len(exchange.messages),
+                num_messages=len(messages),
                 digest=conversation_digest(tokens),
             )
             back = agent.rewind(turn.parent, depth, at=agent.last_used)
@@ -283,6 +289,10 @@ class AgentLedger:
     def move(self, old: BlockName, new: BlockName) -> None:
         """Let turns that point at one block point into another; never waits for the disk."""
         self._unwritten.move(old, new)
+
+    def forget_text(self, tenant: str, turn: Turn) -> None:
+        """Remove what was said in a turn; its place and its attention state stay."""
+        self._unwritten.put(tenant, replace(turn, messages=(), tokens=()))
 
     # -- inside the lock ------------------------------------------------------------------------
 

@@ -68,6 +68,8 @@ class Identities:
             num_head: How many of them are tools and system prompt, which many agents share.
             is_busy: Whether an agent has a request running: then another takes its place.
         """
+        if hint.previous_turn and not (hint.agent_id or hint.session):
+            return self._following(tenant, hint.previous_turn, is_busy)
         named = self._named(hint, tokens[:num_head])
         if named is not None:
             if not is_busy(named):
@@ -103,6 +105,20 @@ class Identities:
             # A client's sub-agents share its session; their tools and system prompts differ.
             return _as_id("client", f"{hint.client_key}\n{_digest(pack_tokens(head))}")
         return None
+
+    def _following(self, tenant: str, turn_id: str, is_busy: Callable[[str], bool]) -> Identity:
+        """An idle agent whose latest turn it is, else a fork of one that came by."""
+        agents = self._agents.agents(tenant)
+        for agent in agents:
+            if agent.head == turn_id and not is_busy(agent.id):
+                return Identity(agent.id, agent.is_anonymous)
+        turn = self._agents.turn(tenant, turn_id)
+        owner = self._find(tenant, turn.agent_id) if turn else None
+        for agent in (*((owner,) if owner else ()), *agents):
+            forked = self._forked(agent, turn_id)
+            if forked is not None:
+                return Identity(forked, is_anonymous=True)
+        return Identity(_new_id(), is_anonymous=True)
 
     def _matches(self, tenant: str, tokens: Sequence[int], num_head: int) -> list[list[_Sighting]]:
         """What is known of the prompt's beginnings, the longest first."""

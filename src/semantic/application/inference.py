@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from semantic.application.agent_ledger import AgentLedger, Exchange
 from semantic.application.device_thread import DeviceThread, LoadedModel
 from semantic.application.identity import Identities
 from semantic.application.parsing import ReplyParser
+from semantic.application.past_turns import turn_id
 from semantic.application.preparation import Preparation, Prepared
 from semantic.application.replay import (
     ReplayStore,
@@ -72,7 +74,12 @@ class InferenceService:
         )
         job, shape = prepared.job, prepared.shape
         started = Started(job.id, model.id, Usage(prompt_tokens=len(job.tokens)))
-        parser = ReplyParser(shape.format, shape.offered, is_thinking_open=shape.is_thinking_open)
+        parser = ReplyParser(
+            shape.format,
+            shape.offered,
+            is_thinking_open=shape.is_thinking_open,
+            is_parallel=shape.tool_choice.is_parallel,
+        )
         reply = self._hub.open(
             job.id,
             started,
@@ -95,6 +102,11 @@ class InferenceService:
         """Count the tokens of the prompt that a request would make."""
         model = self._model(request)
         return await asyncio.to_thread(self._preparation.count_tokens, request, principal, model)
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """Write tokens out as text, special ones left out."""
+        token_bytes = self._device.ready_model().tokenizer.token_bytes
+        return b"".join(map(token_bytes, tokens)).decode("utf-8", "replace")
 
     def _model(self, request: ChatRequest) -> LoadedModel:
         model = self._device.ready_model()
@@ -122,14 +134,17 @@ class InferenceService:
     def _commit(self, prepared: Prepared, finished: FinishedReply) -> Future[None]:
         job, left, tenant = prepared.job, finished.put_away, prepared.principal.tenant
         self._remember(prepared, finished)
-        block = left.block
+        block, request = left.block, prepared.request
+        said = () if request.raw_prompt else (*request.messages, finished.message)
         exchange = Exchange(
             prompt=job.tokens,
             reply=left.tokens,
-            messages=(*prepared.request.messages, finished.message),
+            messages=said,
             pointer=None if block is None else Pointer(job.root, block, left.num_sealed),
             usage=finished.event.usage,
             reuse=left.reuse,
+            turn_id=turn_id(job.id),
+            is_stored=request.is_stored,
         )
         identity = prepared.identity
         turn, done = self._agents.commit(
@@ -144,6 +159,8 @@ class InferenceService:
             tokens = emitted_tokens(tokens, finished.raw_text, prepared.model.tokenizer)
         elif tokens and tokens[-1] in stop.token_ids:
             tokens = tokens[:-1]
+        if prepared.request.raw_prompt is not None:
+            return  # no template will ever write this reply again
         prompt = prompt_digest(prepared.job.root, prepared.job.tokens)
         for key in keys_to_remember(prompt, finished.message):
             self._replays.remember(key, tokens)

@@ -9,12 +9,12 @@ from semantic.application.device_thread import DeviceThread, LoadedModel
 from semantic.application.frozen_dates import FrozenDates
 from semantic.application.generation import Job, monotonic
 from semantic.application.identity import Identities, Identity
-from semantic.application.rendering import Prompt, Renderer
+from semantic.application.rendering import Prompt, Renderer, require_whole_characters
 from semantic.application.replay import Replay, ReplayStore
 from semantic.application.thinking_budget import ThinkingBudget, ThinkingSpan
 from semantic.domain.agents import Principal
-from semantic.domain.chat import ChatRequest
-from semantic.domain.errors import ContextLengthError
+from semantic.domain.chat import ChatRequest, RawPrompt
+from semantic.domain.errors import ContextLengthError, InvalidRequestError
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.outbound import TokenConstraint
@@ -80,7 +80,8 @@ class Preparation:
             principal.tenant, request.agent, prompt.tokens, prompt.num_head, is_busy
         )
         max_bytes = self._max_bytes(principal, identity)
-        reply_format = ReplyFormat() if prompt.has_tool_markup else model.reply_format
+        is_plain = prompt.has_tool_markup or request.raw_prompt is not None
+        reply_format = ReplyFormat() if is_plain else model.reply_format
         visible = reply_format.visible_ids(
             model.tokenizer.special_ids, has_tools=bool(request.tools)
         )
@@ -123,6 +124,8 @@ class Preparation:
         return len(self._render(request, principal, model).tokens)
 
     def _render(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> Prompt:
+        if request.raw_prompt is not None:
+            return Prompt(_raw_tokens(request.raw_prompt, model))
         renderer = self._renderer
         if renderer is None or renderer.tokenizer is not model.tokenizer:
             renderer = self._renderer = Renderer(model.tokenizer)
@@ -189,6 +192,20 @@ def _within(
     # Models put it on a line of its own.
     way_out = model.tokenizer.encode(f"\n{markers.end}")
     return ThinkingBudget(budget, span, way_out, model.tokenizer.vocab_size, inner)
+
+
+def _raw_tokens(prompt: RawPrompt, model: LoadedModel) -> tuple[int, ...]:
+    """Tokens of a prompt that is taken as it stands."""
+    content = prompt.content
+    if isinstance(content, str):
+        require_whole_characters(content, param="prompt")
+        content = tuple(model.tokenizer.encode_prompt(content))
+    if not content:
+        raise InvalidRequestError("the prompt is empty.", param="prompt")
+    size = model.tokenizer.vocab_size
+    if min(content) < 0 or max(content) >= size:
+        raise InvalidRequestError(f"a token id is not in [0, {size}).", param="prompt")
+    return content
 
 
 def _tail(prompt: Prompt, model: LoadedModel, visible: Mapping[int, bytes]) -> str:

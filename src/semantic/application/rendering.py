@@ -101,7 +101,7 @@ class Renderer:
             today=conversation.today,
             is_thinking=conversation.is_thinking,
         )
-        _require_whole_characters(text)
+        require_whole_characters(text, param="messages")
         return text
 
     def _walk(self, text: str) -> TokenWalk:
@@ -137,11 +137,13 @@ class Renderer:
         return walk.tokens
 
 
-def _require_whole_characters(text: str) -> None:
-    """JSON can spell half a surrogate pair; UTF-8, and so every tokenizer, cannot."""
+def require_whole_characters(text: str, *, param: str) -> None:
+    """JSON can spell half a surrogate pair; UTF-8, and so every tokenizer, cannot.
+
+    Raises:
+        InvalidRequestError: the text holds one; names `param`.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            "the text holds half a surrogate pair.", param="messages"
-        ) from error
+        raise InvalidRequestError("the text holds half a surrogate pair.", param=param) from error

@@ -34,12 +34,13 @@ class UnwrittenTurns:
             turn = self._turns.get(turn_id)
             return self._located(turn) if turn else None
 
-    def put(self, tenant: str, turn: Turn, agent: Agent) -> tuple[Turn, Future[None]]:
-        """Write a turn and the agent that has it; returns it as it is written."""
+    def put(self, tenant: str, turn: Turn, agent: Agent | None = None) -> tuple[Turn, Future[None]]:
+        """Write a turn and the agent that has it now, if any; returns it as it is written."""
         with self._lock:
             turn = self._located(turn)
             self._turns[turn.id] = turn
-            done = self._write(PutTurn(tenant, turn), PutAgent(agent))
+            changes = (PutTurn(tenant, turn), *((PutAgent(agent),) if agent else ()))
+            done = self._write(*changes)
         done.add_done_callback(lambda written: self._forget(turn.id, written))
         return turn, done
 

@@ -112,7 +112,7 @@ class Turn:
         messages: What was said in this turn, question and reply.
         tokens: The ids this turn added to the conversation, as computed.
         num_tokens: Tokens of the whole conversation after it.
-        num_messages: Messages of the whole conversation after it.
+        num_messages: Messages that it and the turns before it hold.
         digest: Of the conversation's tokens, see `conversation_digest`.
         pointer: Where its attention state ends; None while nothing is sealed.
         is_durable: Whether the turn and its attention state are on disk.

@@ -84,10 +84,15 @@ Part: TypeAlias = TextPart | ImagePart | ThinkingPart | ToolUsePart | ToolResult
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One speaker's contribution."""
+    """One speaker's contribution.
+
+    Attributes:
+        is_instruction: It holds for one request, and whoever goes on from there leaves it out.
+    """
 
     role: Role
     parts: tuple[Part, ...]
+    is_instruction: bool = False
 
     @classmethod
     def of(cls, role: Role, text: str) -> "Message":
@@ -175,11 +180,13 @@ class AgentHint:
         agent_id: Named explicitly; decides.
         session: A session named explicitly; decides too.
         client_key: A client's own session or cache key; its agents share it.
+        previous_turn: The turn it goes on from; its agent, or a fork of it, is meant.
     """
 
     agent_id: str | None = None
     session: str | None = None
     client_key: str | None = None
+    previous_turn: str | None = None
 
 
 class ServiceClass(enum.Enum):
@@ -190,8 +197,20 @@ class ServiceClass(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class RawPrompt:
+    """What the model is to go on from as it stands: text, in which special tokens count, or ids."""
+
+    content: str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """Everything a client may ask for in one turn."""
+    """Everything a client may ask for in one turn.
+
+    Attributes:
+        raw_prompt: Given instead of messages; no template is applied.
+        is_stored: Whether what is said may be kept; attention state is in any case.
+    """
 
     model: str
     messages: tuple[Message, ...]
@@ -203,9 +222,11 @@ class ChatRequest:
     thinking: Thinking | None = None
     agent: AgentHint = field(default_factory=AgentHint)
     service_class: ServiceClass = ServiceClass.INTERACTIVE
+    raw_prompt: RawPrompt | None = None
+    is_stored: bool = True
 
     def __post_init__(self) -> None:
-        if not self.messages:
+        if not self.messages and self.raw_prompt is None:
             raise InvalidRequestError("messages must hold at least one message.", param="messages")
 
     @property

@@ -15,10 +15,13 @@ from fastapi import FastAPI
 
 from semantic import __version__
 from semantic.adapters.inbound.anthropic_api import anthropic_router
+from semantic.adapters.inbound.completions_api import completions_router
 from semantic.adapters.inbound.health import health_router
 from semantic.adapters.inbound.http_errors import install_error_handlers
 from semantic.adapters.inbound.openai_api import openai_router
+from semantic.adapters.inbound.responses_api import responses_router
 from semantic.adapters.inbound.security import AccessLog, BodyLimit, LocalHosts
+from semantic.application.past_turns import PastTurns
 from semantic.domain.errors import InvalidRequestError, ModelSwapError
 from semantic.entrypoints.bootstrap import Server
 from semantic.ports.inbound import ModelState
@@ -50,8 +53,13 @@ def create_app(server: Server) -> FastAPI:
         lifespan=lifespan,
     )
     install_error_handlers(app)
+    principal = server.memory.agents.principal
+    app.include_router(openai_router(server.inference, server.models, principal))
+    app.include_router(completions_router(server.inference, principal))
     app.include_router(
-        openai_router(server.inference, server.models, server.memory.agents.principal)
+        responses_router(
+            server.inference, server.models, PastTurns(server.memory.agents), principal
+        )
     )
     app.include_router(health_router(server.models, lambda: server.memory.problem))
     app.include_router(

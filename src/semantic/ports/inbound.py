@@ -1,12 +1,29 @@
 """What protocol adapters ask of the core."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 from semantic.domain.agents import Principal
-from semantic.domain.chat import ChatRequest, Event
+from semantic.domain.chat import ChatRequest, Event, Message, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class PastTurn:
+    """A turn that is over.
+
+    Attributes:
+        turn_id: For `AgentHint.previous_turn`.
+        messages: The whole conversation after it, without instructions for one request.
+        reply: What the model said in it.
+    """
+
+    turn_id: str
+    messages: tuple[Message, ...]
+    reply: Message
+    usage: Usage
+    created_at: float
 
 
 class Reply(Protocol):
@@ -50,6 +67,26 @@ class InferencePort(Protocol):
             ModelNotFoundError: the request names a model that is not served.
             ModelSwapError: the model is still loading, or failed to load.
         """
+        ...
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """Write tokens out as text, special ones left out.
+
+        Raises:
+            ModelSwapError: the model is still loading, or failed to load.
+        """
+        ...
+
+
+class PastTurnsPort(Protocol):
+    """What was said in turns that are over. May read a disk: not for the event loop's thread."""
+
+    def find(self, request_id: str, principal: Principal) -> PastTurn | None:
+        """Find the turn that a request made; None if it is unknown, or its text is not kept."""
+        ...
+
+    def forget(self, request_id: str, principal: Principal) -> bool:
+        """Remove what was said in a turn; False if there is nothing to remove."""
         ...
 
 

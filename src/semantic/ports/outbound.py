@@ -327,6 +327,10 @@ class TokenizerPort(Protocol):
         """The tokens that `encode` finds in a text and `encode_plain` never makes."""
         ...
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Tokenise a whole prompt as `encode` does, begun as the model's texts begin."""
+        ...
+
     def encode_plain(self, text: str, *, is_start: bool = False) -> list[int]:
         """Tokenise text as it is: no id of the result is special, whatever the text spells.
 

@@ -29,6 +29,7 @@ from semantic.domain.chat import (
     Finished,
     ImagePart,
     Message,
+    RawPrompt,
     RegexFormat,
     Role,
     Started,
@@ -232,6 +233,33 @@ async def test_a_request_too_many_leaves_no_reply_behind(
     assert hub.num_open == 1
     running.cancel()
     await read(running)
+
+
+async def test_a_raw_prompt_is_taken_as_it_stands(
+    service: InferenceService, agents: AgentLedger
+) -> None:
+    greedy = replace(REQUEST, sampling=SamplingParams(temperature=0))
+    prompt = render(REQUEST, FakeTokenizer()).tokens
+    by_chat = await read(await service.start(greedy, Principal()))
+    texts = []
+    for content in (prompt, "<|start|>user\nhello<|end|><|start|>assistant\n"):
+        raw = replace(greedy, messages=(), raw_prompt=RawPrompt(content))
+        texts.append(text_of(await read(await service.start(raw, Principal()))))
+    assert texts == [text_of(by_chat)] * 2
+    assert await service.decode(list(b"hello")) == "hello"
+    head = agents.agents("local")[0].head
+    turn = agents.turn("local", head or "")
+    assert turn is not None
+    assert turn.messages == ()
+
+
+@pytest.mark.parametrize("content", ["", (), (258,), (-1,), "\ud800"])
+async def test_a_raw_prompt_is_checked_early(
+    service: InferenceService, content: str | tuple[int, ...]
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await service.start(ChatRequest("fake", (), raw_prompt=RawPrompt(content)), Principal())
+    assert caught.value.param == "prompt"
 
 
 def test_the_registry_reports_the_model(device: tuple[DeviceThread, ReplyHub]) -> None:

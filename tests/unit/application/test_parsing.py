@@ -199,6 +199,24 @@ def test_a_reply_cut_off_in_a_call_keeps_its_reason() -> None:
     assert last == Finished(FinishReason.MAX_TOKENS, Usage(1))
 
 
+def test_a_reply_cut_off_in_what_ends_a_call_has_no_text() -> None:
+    whole = '<tool_call>\n{"name": "send", "arguments": {"a": 1}}\n</tool_call>'
+    for size in range(1, len("</tool_call>")):
+        events = parse(whole[:-size], ReplyFormat())
+        assert calls_of(events) == [("send", {"a": 1})]
+        assert text_of(events) == ""
+
+
+@pytest.mark.parametrize("tools", list(ToolFormat))
+def test_only_the_first_call_counts_where_several_are_not_wanted(tools: ToolFormat) -> None:
+    parser = ReplyParser(ReplyFormat(tools), TOOLS, is_parallel=False)
+    events = [*parser.push(TextDelta(TWO_CALLS[tools])), *parser.push(END)]
+    assert len(calls_of(events)) == 1
+    assert text_of(events) == ""
+    assert isinstance(events[-1], Finished)
+    assert events[-1].reason is FinishReason.TOOL_USE
+
+
 def test_a_failure_ends_the_open_call_first() -> None:
     parser = ReplyParser(ReplyFormat(), TOOLS)
     parser.push(TextDelta('<tool_call>{"name": "send", "arguments": {"a": "b'))

@@ -354,6 +354,10 @@ class FakeTokenizer:
                 ids += run.encode()
         return ids
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Tokenise; nothing begins a text."""
+        return self.encode(text)
+
     def encode_plain(self, text: str, *, is_start: bool = False) -> list[int]:  # noqa: ARG002
         """Return the text's bytes."""
         return list(text.encode())

@@ -22,6 +22,7 @@ from semantic.ports.outbound import TokenConstraint, TokenizerPort
 
 _MAX_CACHED = 64
 _TOKEN_GROWTH = 16  # brackets that one token may open
+_CALL_GROWTH = 80  # markers and keys around a call's name and arguments
 
 
 class LLGuidanceGrammar:
@@ -65,6 +66,8 @@ class LLGuidanceGrammar:
     def _closing(self, shape: ReplyShape) -> Closing:
         schemas = _schemas(shape)
         growth = max(map(schema_growth, schemas), default=0)
+        if shape.offered:  # another call may begin
+            growth += _CALL_GROWTH + max(len(tool.name.encode()) for tool in shape.offered)
         endings: list[str] = []
         match shape.output:
             case RegexFormat(pattern):

@@ -76,6 +76,13 @@ class HFTokenizer:
         """Tokenise; special tokens in the text become their ids, none is added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Tokenise a whole prompt, after the token that begins texts where there is one."""
+        ids = self.encode(text)
+        begun = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
+        is_begun = not begun or begun[0] in self.eos_ids or ids[:1] == begun
+        return ids if is_begun else [*begun, *ids]
+
     def encode_plain(self, text: str, *, is_start: bool = False) -> list[int]:
         """Tokenise text as it is: no id of the result is special."""
         return self._plain.encode(text, is_start=is_start)

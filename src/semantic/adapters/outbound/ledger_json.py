@@ -136,14 +136,17 @@ _AGENT_FIELDS: dict[str, Callable[[Any], object]] = {
 
 
 def _message_fields(message: Message) -> JsonObject:
-    return {
+    stored: JsonObject = {
         "role": message.role.value,
         "parts": [_part_fields(part) for part in message.parts],
     }
+    return stored | {"is_instruction": True} if message.is_instruction else stored
 
 
 def _message(stored: dict[str, Any]) -> Message:
-    return Message(Role(stored["role"]), tuple(_part(part) for part in stored["parts"]))
+    parts = tuple(_part(part) for part in stored["parts"])
+    is_instruction = stored.get("is_instruction") is True
+    return Message(Role(stored["role"]), parts, is_instruction=is_instruction)
 
 
 def _part_fields(part: _AnyPart) -> JsonObject:

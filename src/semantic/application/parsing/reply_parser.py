@@ -9,7 +9,7 @@ from semantic.application.parsing.call_syntax import SYNTAXES
 from semantic.application.parsing.harmony import HarmonySplitter
 from semantic.application.parsing.thinking import ThinkingSplitter
 from semantic.application.parsing.tool_calls import CallNumbers, CallSplitter
-from semantic.domain.chat import Event, Failed, Finished, TextDelta, ToolSpec
+from semantic.domain.chat import Event, Failed, Finished, TextDelta, ToolCallEnded, ToolSpec
 from semantic.domain.reply_format import ReplyFormat, ToolFormat
 from semantic.domain.sampling import FinishReason
 
@@ -39,6 +39,7 @@ class ReplyParser:
         tools: Sequence[ToolSpec] = (),
         *,
         is_thinking_open: bool = False,
+        is_parallel: bool = True,
         new_id: Callable[[], str] = _random_id,
         sign: Callable[[], str] = _random_id,
     ) -> None:
@@ -48,9 +49,12 @@ class ReplyParser:
             reply_format: How the model writes.
             tools: Those that may be called; without any, their markup is text.
             is_thinking_open: The prompt ended inside thinking.
+            is_parallel: More than one call is wanted; if not, what follows the first is dropped.
             new_id: Makes the ids of calls.
             sign: Makes the handles of thinking.
         """
+        self._is_parallel = is_parallel
+        self._is_over = False
         self._numbers = CallNumbers(new_id)
         self._splitters: list[_Splitter] = []
         if reply_format.tools is ToolFormat.HARMONY:
@@ -70,7 +74,7 @@ class ReplyParser:
                 events: list[Event] = [event]
                 for splitter in self._splitters:
                     events = _through(splitter, events)
-                return events
+                return self._wanted(events)
             case Finished(reason):
                 events = self._flush()
                 if reason is FinishReason.END_TURN and self._numbers.num_calls:
@@ -85,7 +89,16 @@ class ReplyParser:
         events: list[Event] = []
         for splitter in self._splitters:
             events = [*_through(splitter, events), *splitter.finish()]
-        return events
+        return self._wanted(events)
+
+    def _wanted(self, events: list[Event]) -> list[Event]:
+        if self._is_parallel:
+            return events
+        wanted: list[Event] = []
+        for event in events:
+            wanted += [] if self._is_over else [event]
+            self._is_over |= isinstance(event, ToolCallEnded)
+        return wanted
 
 
 def _through(splitter: _Splitter, events: list[Event]) -> list[Event]:

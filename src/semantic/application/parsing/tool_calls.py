@@ -215,8 +215,10 @@ class CallSplitter:
         stripped = text.lstrip(self._syntax.junk)
         if closer and stripped.startswith(closer):
             stripped = stripped[len(closer) :]
-        elif closer.startswith(stripped) and not is_final:
-            return []
+        elif closer.startswith(stripped):
+            if not is_final:
+                return []
+            stripped = ""  # the reply was cut in the middle of what ends the call
         self._pending.drop(len(text) - len(stripped))
         self._leading = self._syntax.again
         self._is_after_call = True

@@ -1,0 +1,153 @@
+"""Several replies to one request, read as one."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from semantic.adapters.inbound import sse
+from semantic.domain.agents import Principal
+from semantic.domain.chat import ChatRequest, Event, PrefillProgress
+from semantic.domain.errors import SemanticError
+from semantic.ports.inbound import InferencePort, Reply
+
+Json: TypeAlias = dict[str, object]
+
+
+class ReplySet:
+    """Replies that are read together and end together. Used on the event loop's thread."""
+
+    def __init__(self, replies: Sequence[Reply], heartbeat_s: float = sse.HEARTBEAT_S) -> None:
+        self._replies = tuple(replies)
+        self._heartbeat_s = heartbeat_s
+
+    def __len__(self) -> int:
+        return len(self._replies)
+
+    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+        """Yield the events of all replies with the number of the reply."""
+        async for item in self.events_and_heartbeats():
+            if not isinstance(item, sse.Heartbeat):
+                yield item
+
+    async def events_and_heartbeats(
+        self,
+    ) -> AsyncIterator[tuple[int, Event] | sse.Heartbeat]:
+        """Yield the same, and a `Heartbeat` whenever nothing came for a while.
+
+        Progress is no sign of life: it is not written out, and may come for minutes.
+        """
+        streams = [aiter(reply) for reply in self._replies]
+        pending = {_next_of(stream): index for index, stream in enumerate(streams)}
+        now = asyncio.get_running_loop().time
+        due = now() + self._heartbeat_s
+        try:
+            while pending:
+                done, _ = await asyncio.wait(
+                    pending, timeout=max(0.0, due - now()), return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in sorted(done, key=pending.__getitem__):
+                    index = pending.pop(task)
+                    event = _result_of(task)
+                    if event is None:
+                        continue
+                    pending[_next_of(streams[index])] = index
+                    if not isinstance(event, PrefillProgress):
+                        due = now() + self._heartbeat_s
+                    yield index, event
+                if pending and now() >= due:
+                    due = now() + self._heartbeat_s
+                    yield sse.Heartbeat()
+        finally:
+            for task in pending:
+                task.cancel()
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Stop computing those that have not ended."""
+        for reply in self._replies:
+            reply.cancel()
+
+
+def _next_of(stream: AsyncIterator[Event]) -> "asyncio.Task[Event]":
+    async def step() -> Event:
+        return await anext(stream)
+
+    return asyncio.create_task(step())
+
+
+def _result_of(task: "asyncio.Task[Event]") -> Event | None:
+    """The event a stream gave; None at its end."""
+    try:
+        return task.result()
+    except StopAsyncIteration:
+        return None
+
+
+def times(request: ChatRequest, num_replies: int) -> list[ChatRequest]:
+    """Repeat a request; each gets a seed of its own, the first the one that was given."""
+    seed = request.sampling.seed
+    if seed is None:
+        return [request] * num_replies
+    seeds = [(seed + index + 2**63) % 2**64 - 2**63 for index in range(1, num_replies)]
+    others = [replace(request, sampling=replace(request.sampling, seed=seed)) for seed in seeds]
+    return [request, *others]
+
+
+async def start_all(
+    inference: InferencePort, requests: Iterable[ChatRequest], principal: Principal
+) -> ReplySet:
+    """Start requests; if one is refused, none runs.
+
+    Raises:
+        SemanticError: see `InferencePort.start`.
+    """
+    replies: list[Reply] = []
+    try:
+        for request in requests:
+            replies.append(await inference.start(request, principal))  # noqa: PERF401
+    except SemanticError:
+        ReplySet(replies).cancel()
+        raise
+    return ReplySet(replies)
+
+
+class ReplyStream(StreamingResponse):
+    """A stream that cancels its replies however it ends, even before its first frame was sent."""
+
+    def __init__(self, frames: AsyncIterator[str], replies: ReplySet) -> None:
+        """Take the frames that are sent, and the replies they are made from."""
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(frames, media_type="text/event-stream", headers=headers)
+        self._replies = replies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._replies.cancel()
+
+
+async def answer(http: Request, body: Coroutine[None, None, Json], replies: ReplySet) -> Response:
+    """Answer with a body once it is made, unless the client goes away first."""
+    making = asyncio.create_task(body)
+    leaving = asyncio.create_task(_disconnected(http))
+    try:
+        await asyncio.wait({making, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if making.done():
+            return JSONResponse(making.result())
+        return Response(status_code=499)
+    finally:
+        making.cancel()
+        leaving.cancel()
+        replies.cancel()
+
+
+async def _disconnected(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

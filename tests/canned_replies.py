@@ -1,0 +1,72 @@
+"""Replies that are known beforehand, for tests of what protocols make of them."""
+
+from collections.abc import AsyncIterator, Sequence
+
+from semantic.domain.agents import Principal
+from semantic.domain.chat import (
+    ChatRequest,
+    Event,
+    Finished,
+    ScoredToken,
+    Started,
+    TextDelta,
+    ThinkingDelta,
+    ThinkingEnded,
+    ToolCallDelta,
+    ToolCallEnded,
+    ToolCallStarted,
+    Usage,
+)
+from semantic.domain.sampling import FinishReason
+
+USAGE = Usage(20, completion_tokens=12, cache_read_tokens=15, cache_creation_tokens=5)
+# Thinking, text and two calls, as a model that can do everything would answer.
+EVERYTHING: tuple[Event, ...] = (
+    Started("abc", "m", Usage(20)),
+    ThinkingDelta("Let me "),
+    ThinkingDelta("look."),
+    ThinkingEnded("sig"),
+    TextDelta("I", (ScoredToken(b"I", -0.5, ((b"I", -0.5), (b"You", float("-inf")))),)),
+    TextDelta(" look."),
+    ToolCallStarted(0, "1", "read"),
+    ToolCallDelta(0, '{"path": '),
+    ToolCallDelta(0, '"ä.txt"}'),
+    ToolCallEnded(0),
+    ToolCallStarted(1, "2", "list"),
+    ToolCallDelta(1, "{}"),
+    ToolCallEnded(1),
+    Finished(FinishReason.TOOL_USE, USAGE),
+)
+
+
+class CannedReply:
+    """A `Reply` that says what it is told to."""
+
+    def __init__(self, events: Sequence[Event] = EVERYTHING) -> None:
+        self._events = events
+        self.is_cancelled = False
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        for event in self._events:
+            yield event
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class CannedInference:
+    """An `InferencePort` that answers all requests alike, and keeps them."""
+
+    def __init__(self, events: Sequence[Event] = EVERYTHING) -> None:
+        self._events = events
+        self.requests: list[ChatRequest] = []
+
+    async def start(self, request: ChatRequest, principal: Principal) -> CannedReply:  # noqa: ARG002
+        self.requests.append(request)
+        return CannedReply(self._events)
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode()
+
+    async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:  # noqa: ARG002
+        return len(request.messages)

@@ -1,0 +1,240 @@
+"""Clients as their users install them, against a real server with the starter model.
+
+Not part of `make test`: `make clients-openai` installs them into a directory of their own and runs
+this. Each client runs in a process of its own, sees an empty home, and talks to 127.0.0.1 only.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.smoke.server_process import serve
+
+pytestmark = pytest.mark.e2e
+
+CLIENTS = Path(os.environ.get("CLIENTS_DIR", "build/clients")).absolute()
+PYTHON = CLIENTS / "openai" / "bin" / "python"
+NODE = CLIENTS / "node"
+MODEL = "smollm2-135m-instruct"
+NEEDED_TEXT = "Paris"
+
+OPENAI_PYTHON = """
+import os, openai
+client = openai.OpenAI(_strict_response_validation=True)
+asked = dict(model=os.environ["MODEL"], temperature=0)
+question = "What is the capital of France? Answer in one sentence."
+chat = client.chat.completions.create(messages=[{"role": "user", "content": question}], **asked)
+print(chat.choices[0].message.content)
+first = client.responses.create(input=question, **asked)
+second = client.responses.create(input="And of Spain?", previous_response_id=first.id, **asked)
+print(first.output_text, second.output_text)
+assert second.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 1, second.usage
+raw = client.completions.create(prompt="The capital of France is", max_tokens=4, **asked)
+print(raw.choices[0].text)
+"""
+
+LANGCHAIN = """
+import os
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+class Answer(BaseModel):
+    city: str
+    is_capital: bool
+
+@tool
+def get_population(city: str) -> int:
+    "Return a city's population."
+    return 2_100_000
+
+for has_responses in (False, True):
+    llm = ChatOpenAI(
+        model=os.environ["MODEL"], temperature=0, max_tokens=80, use_responses_api=has_responses
+    )
+    print(llm.invoke("What is the capital of France? Answer in one sentence.").text)
+    print("".join(chunk.text for chunk in llm.stream("Name the capital of France.")))
+    parsed = llm.with_structured_output(Answer).invoke("Is Paris a capital?")
+    assert isinstance(parsed, Answer), parsed
+    called = llm.bind_tools([get_population], tool_choice="get_population").invoke("Paris?")
+    assert called.tool_calls[0]["name"] == "get_population", called
+"""
+
+LITELLM = """
+import os, litellm
+asked = dict(model="openai/" + os.environ["MODEL"], temperature=0, max_tokens=40)
+messages = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+print(litellm.completion(messages=messages, **asked).choices[0].message.content)
+text = ""
+for chunk in litellm.completion(messages=messages, stream=True, **asked):
+    text += chunk.choices[0].delta.content or ""
+print(text)
+"""
+
+PYDANTIC_AI = """
+import os
+from pydantic import BaseModel
+from pydantic_ai import Agent, ModelSettings
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+
+class Answer(BaseModel):
+    city: str
+
+settings = ModelSettings(temperature=0, max_tokens=120)
+for kind in (OpenAIChatModel, OpenAIResponsesModel):
+    model = kind(os.environ["MODEL"])
+    question = "What is the capital of France? Answer in one sentence."
+    print(Agent(model, model_settings=settings).run_sync(question).output)
+    agent = Agent(model, output_type=Answer, model_settings=settings, retries=3)
+    assert isinstance(agent.run_sync("What is the capital of France?").output, Answer)
+"""
+
+OPENAI_AGENTS = """
+import os
+from agents import Agent, ModelSettings, Runner, function_tool, set_tracing_disabled
+set_tracing_disabled(True)
+
+@function_tool
+def get_weather(city: str) -> str:
+    "Return the weather of a city."
+    return "sunny"
+
+settings = ModelSettings(temperature=0, max_tokens=80)
+agent = Agent(name="a", model=os.environ["MODEL"], model_settings=settings)
+first = Runner.run_sync(agent, "What is the capital of France? Answer in one sentence.")
+print(first.final_output)
+again = first.to_input_list() + [{"role": "user", "content": "And of Spain?"}]
+second = Runner.run_sync(agent, again)
+cached = second.context_wrapper.usage.input_tokens_details.cached_tokens
+assert cached >= first.context_wrapper.usage.total_tokens - 1, second.context_wrapper.usage
+required = ModelSettings(temperature=0, max_tokens=120, tool_choice="required")
+caller = Agent(
+    name="b", model=os.environ["MODEL"], model_settings=required, tools=[get_weather],
+    instructions="Use the tool.", tool_use_behavior="stop_on_first_tool",
+)
+print(Runner.run_sync(caller, "Weather in Paris?").final_output)
+"""
+
+OPENAI_NODE = """
+import OpenAI from "openai";
+const client = new OpenAI();
+const model = process.env.MODEL;
+const content = "What is the capital of France? Answer in one sentence.";
+const messages = [{role: "user", content}];
+const chat = await client.chat.completions.create({model, messages, temperature: 0});
+console.log(chat.choices[0].message.content);
+const stream = client.responses.stream({model, input: content, temperature: 0});
+stream.on("response.output_text.delta", event => process.stdout.write(event.delta));
+const final = await stream.finalResponse();
+if (final.status !== "completed") throw new Error(JSON.stringify(final));
+"""
+
+CODEX_CONFIG = """
+model = "{model}"
+model_provider = "local"
+model_context_window = 8192
+model_instructions_file = "{instructions}"
+[model_providers.local]
+name = "local"
+base_url = "{url}/v1"
+wire_api = "responses"
+"""
+
+
+class Desk:
+    """A user's machine: an empty home, and a server to talk to."""
+
+    def __init__(self, url: str, home: Path) -> None:
+        self.url = url
+        self.home = home
+
+    def run(self, *command: str, timeout_s: float = 420) -> str:
+        environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.home),
+            "OPENAI_BASE_URL": f"{self.url}/v1",
+            "OPENAI_API_KEY": "none",
+            "MODEL": MODEL,
+            "NO_PROXY": "*",
+        }
+        done = subprocess.run(  # noqa: S603 - our own commands
+            command,
+            cwd=self.home,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def url(starter_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("log") / "log"
+    with serve(starter_home, log) as server:
+        server.await_ready()
+        yield server.url
+
+
+@pytest.fixture
+def desk(url: str, tmp_path: Path) -> Desk:
+    return Desk(url, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [OPENAI_PYTHON, LANGCHAIN, LITELLM, PYDANTIC_AI],
+    ids=["openai", "langchain-openai", "litellm", "pydantic-ai"],
+)
+def test_python_clients(desk: Desk, script: str) -> None:
+    assert NEEDED_TEXT in desk.run(str(PYTHON), "-c", script)
+
+
+def test_openai_agents(desk: Desk) -> None:
+    said = desk.run(str(PYTHON), "-c", OPENAI_AGENTS)
+    assert NEEDED_TEXT in said
+    assert "sunny" in said
+
+
+def test_openai_for_node(desk: Desk) -> None:
+    script = NODE / "client.mjs"
+    script.write_text(OPENAI_NODE)
+    assert NEEDED_TEXT in desk.run("node", str(script))
+
+
+def test_llm(desk: Desk) -> None:
+    config = desk.home / "llm"
+    config.mkdir()
+    entry = f"- model_id: local\n  model_name: {MODEL}\n  api_base: {desk.url}/v1\n"
+    (config / "extra-openai-models.yaml").write_text(entry)
+    question = "What is the capital of France? Answer in one sentence."
+    program = f"LLM_USER_PATH={config} {PYTHON.parent}/llm -m local"
+    assert NEEDED_TEXT in desk.run("sh", "-c", f"{program} -o temperature 0 '{question}'")
+    desk.run("sh", "-c", f"{program} -c -o max_tokens 20 'And of Spain?'")
+
+
+def test_codex_goes_on_with_its_session(desk: Desk) -> None:
+    config = desk.home / ".codex"
+    config.mkdir()
+    instructions = config / "instructions.md"
+    instructions.write_text("Answer in one short sentence.")
+    (config / "config.toml").write_text(
+        CODEX_CONFIG.format(model=MODEL, instructions=instructions, url=desk.url)
+    )
+    codex = str(NODE / "node_modules" / ".bin" / "codex")
+    asked = ("--skip-git-repo-check", "--json")
+    usages = []
+    for command in (("exec", "-s", "read-only"), ("exec", "resume", "--last")):
+        said = desk.run(codex, *command, *asked, "What is the capital of France?")
+        events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+        usages += [event["usage"] for event in events if event["type"] == "turn.completed"]
+    first, second = usages
+    total = first["input_tokens"] + first["output_tokens"]
+    assert second["cached_input_tokens"] >= total - 1, usages

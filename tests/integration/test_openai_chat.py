@@ -1,0 +1,389 @@
+"""Chat Completions and Completions by the official client, every answer checked by it."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pydantic
+import pytest
+
+from tests.http_server import RunningServer, make_settings, run_server
+
+pytestmark = pytest.mark.integration
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"days": {"type": "integer"}},
+            "required": ["days"],
+            "additionalProperties": False,
+        },
+        "strict": True,
+    },
+}
+TIME: Any = {"type": "function", "function": {"name": "get_time"}}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    settings = make_settings(tmp_path_factory.mktemp("home"), default_max_tokens=400)
+    with run_server(settings) as server:
+        yield server
+
+
+@pytest.fixture
+def client(running: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{running.url}/v1",
+        api_key="none",
+        max_retries=0,
+        _strict_response_validation=True,
+    ) as client:
+        yield client
+
+
+def agents_of(running: RunningServer) -> dict[str, int]:
+    return {agent.id: agent.num_turns for agent in running.server.memory.agents.agents("local")}
+
+
+def test_several_replies_share_one_prompt(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "several, please " * 60}]
+    whole = client.chat.completions.create(
+        model="fake", messages=messages, n=3, seed=5, max_tokens=8
+    )
+    first = client.chat.completions.create(model="fake", messages=messages, seed=5, max_tokens=8)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    texts = [choice.message.content for choice in whole.choices]
+    assert len(set(texts)) == 3
+    assert texts[0] == first.choices[0].message.content
+    assert whole.usage is not None
+    assert first.usage is not None
+    assert whole.usage.prompt_tokens == first.usage.prompt_tokens
+    assert whole.usage.completion_tokens == 24
+
+
+def test_several_replies_are_streamed_together(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="fake",
+        messages=HELLO,
+        n=2,
+        seed=5,
+        max_tokens=8,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    texts = {0: "", 1: ""}
+    ends = {}
+    usages = []
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            if choice.finish_reason:
+                ends[choice.index] = choice.finish_reason
+        if chunk.usage:
+            usages.append(chunk.usage.completion_tokens)
+    assert ends == {0: "length", 1: "length"}
+    assert texts[0] != texts[1]
+    assert usages == [16]
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
+def test_a_call_that_must_be_is(client: openai.OpenAI, choice: Any) -> None:
+    reply = client.chat.completions.create(
+        model="fake",
+        messages=HELLO,
+        tools=[WEATHER],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+    )
+    assert reply.choices[0].finish_reason == "tool_calls"
+    assert reply.choices[0].message.content is None
+    calls = reply.choices[0].message.tool_calls or []
+    assert len(calls) == 1
+    assert calls[0].type == "function"
+    assert calls[0].function.name == "get_weather"
+    assert set(json.loads(calls[0].function.arguments)) == {"days"}
+    assert calls[0].id.startswith("call_")
+
+
+def test_calls_are_streamed_with_their_index(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(
+        model="fake", messages=HELLO, tools=[WEATHER], tool_choice="required"
+    ) as stream:
+        chunks = [event.chunk for event in stream if event.type == "chunk"]
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls"
+    deltas = [
+        call
+        for chunk in chunks
+        for choice in chunk.choices
+        for call in choice.delta.tool_calls or []
+    ]
+    starts = [call.index for call in deltas if call.id]
+    assert starts == list(range(len(final.message.tool_calls or [])))
+    assert [call.index for call in deltas] == sorted(call.index for call in deltas)
+
+
+def test_a_tool_loop_goes_on_from_what_was_computed(
+    client: openai.OpenAI, running: RunningServer
+) -> None:
+    messages: Any = [{"role": "developer", "content": "Use tools."}, *HELLO]
+    cached = []
+    for _ in range(3):
+        reply = client.chat.completions.create(
+            model="fake",
+            messages=messages,
+            tools=[WEATHER],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            extra_body={"session_id": "loop"},
+        )
+        message = reply.choices[0].message
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens_details is not None
+        cached.append(reply.usage.prompt_tokens_details.cached_tokens or 0)
+        # As clients do it: through JSON and back, with the ids they were given.
+        messages.append(json.loads(message.to_json()))
+        call = (message.tool_calls or [])[0]
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "22 degrees"})
+    assert cached[0] < cached[1] < cached[2]
+    assert agents_of(running)["loop"] == 3
+
+
+def test_a_schema_is_parsed(client: openai.OpenAI) -> None:
+    class Answer(pydantic.BaseModel):
+        is_right: bool
+        score: int
+
+    reply = client.chat.completions.parse(model="fake", messages=HELLO, response_format=Answer)
+    assert isinstance(reply.choices[0].message.parsed, Answer)
+
+
+def test_any_object_and_its_logprobs(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model="fake",
+        messages=HELLO,
+        response_format={"type": "json_object"},
+        logprobs=True,
+        top_logprobs=20,
+        max_tokens=60,
+    )
+    assert isinstance(json.loads(reply.choices[0].message.content or ""), dict)
+
+
+def test_a_client_key_is_one_agent(client: openai.OpenAI, running: RunningServer) -> None:
+    before = agents_of(running)
+    messages: Any = [{"role": "user", "content": "who am I?"}]
+    key: Any = {"prompt_cache_key": "t"}
+    headers: list[dict[str, str]] = [
+        {"session-id": "s", "thread-id": "t"},
+        {"x-session-affinity": "u"},
+        {},
+    ]
+    for given in headers:
+        client.chat.completions.create(
+            model="fake",
+            messages=messages,
+            max_tokens=4,
+            extra_headers=given,
+            extra_body={} if given else key,
+        )
+    made = {name: turns for name, turns in agents_of(running).items() if name not in before}
+    assert len(made) == 2
+    assert all(name.startswith("client-") for name in made)
+
+
+async def test_the_async_client(running: RunningServer) -> None:
+    async with openai.AsyncOpenAI(
+        base_url=f"{running.url}/v1", api_key="none", _strict_response_validation=True
+    ) as client:
+        whole = await client.chat.completions.create(
+            model="fake", messages=HELLO, temperature=0, max_tokens=8
+        )
+        text = ""
+        async for chunk in await client.chat.completions.create(
+            model="fake", messages=HELLO, temperature=0, max_tokens=8, stream=True
+        ):
+            text += chunk.choices[0].delta.content or ""
+    assert text == whole.choices[0].message.content
+
+
+# -- completions ------------------------------------------------------------------------------
+
+
+def test_prompts_as_text_and_as_ids_are_the_same(client: openai.OpenAI) -> None:
+    by_text = client.completions.create(model="fake", prompt="Hello", temperature=0)
+    by_ids = client.completions.create(model="fake", prompt=list(b"Hello"), temperature=0)
+    both = client.completions.create(
+        model="fake", prompt=[list(b"Hello"), list(b"Bye")], temperature=0
+    )
+    assert by_text.choices[0].text == by_ids.choices[0].text == both.choices[0].text
+    assert both.choices[1].text != both.choices[0].text
+    assert by_text.usage is not None
+    assert by_text.usage.prompt_tokens == 5
+    assert by_text.usage.completion_tokens <= 16
+
+
+def test_completions_echo_and_several(client: openai.OpenAI) -> None:
+    reply = client.completions.create(
+        model="fake", prompt=["One ", "Two "], n=2, echo=True, seed=3, max_tokens=5
+    )
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    assert [choice.text[:4] for choice in reply.choices] == ["One ", "One ", "Two ", "Two "]
+    by_ids = client.completions.create(
+        model="fake", prompt=list(b"One "), echo=True, seed=3, max_tokens=5
+    )
+    assert by_ids.choices[0].text == reply.choices[0].text
+
+
+def test_completions_with_logprobs(client: openai.OpenAI) -> None:
+    reply = client.completions.create(
+        model="fake", prompt="abc", logprobs=2, seed=1, max_tokens=6, logit_bias={"120": 50}
+    )
+    scored = reply.choices[0].logprobs
+    assert scored is not None
+    assert "".join(scored.tokens or []) == reply.choices[0].text
+    assert scored.text_offset == list(range(len(reply.choices[0].text)))
+    assert all(len(top) <= 2 for top in scored.top_logprobs or [])
+
+
+def test_completions_are_streamed(client: openai.OpenAI) -> None:
+    # The client's own type of a chunk wants a finish_reason where OpenAI sends none.
+    client = client.with_options(_extra_kwargs={"_strict_response_validation": False})
+    whole = client.completions.create(
+        model="fake", prompt=["a", "b"], temperature=0, max_tokens=6, echo=True
+    )
+    texts = ["", ""]
+    for chunk in client.completions.create(
+        model="fake",
+        prompt=["a", "b"],
+        temperature=0,
+        max_tokens=6,
+        echo=True,
+        stream=True,
+        stream_options={"include_usage": True},
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+
+
+def test_special_tokens_in_a_raw_prompt_count(client: openai.OpenAI) -> None:
+    written = "<|start|>user\nhello<|end|><|start|>assistant\n"
+    raw = client.completions.create(model="fake", prompt=written, temperature=0, max_tokens=12)
+    chat = client.chat.completions.create(
+        model="fake", messages=HELLO, temperature=0, max_tokens=12
+    )
+    assert raw.choices[0].text == chat.choices[0].message.content
+
+
+BAD_SCHEMA = {"type": "object", "properties": {"a": {"type": "what"}}}
+BAD: list[tuple[str, dict[str, Any], str, str]] = [
+    ("completions", {"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
+    ("completions", {"prompt": "x", "best_of": 4}, "best_of", "not supported"),
+    ("completions", {"prompt": "x", "echo": True, "logprobs": 1}, "echo", "not scored"),
+    ("completions", {"prompt": ""}, "prompt", "empty"),
+    ("completions", {"prompt": []}, "prompt", "must be"),
+    ("completions", {"prompt": [[]]}, "prompt", "must be"),
+    ("completions", {"prompt": ["a", 1]}, "prompt", "must be"),
+    ("completions", {"prompt": [True]}, "prompt", "must be"),
+    ("completions", {"prompt": [99999]}, "prompt", "not in"),
+    ("completions", {"prompt": [-1]}, "prompt", "not in"),
+    ("completions", {"prompt": "\ud800"}, "prompt", "surrogate"),
+    ("completions", {"prompt": ["x"] * 129}, "prompt", "at most 128"),
+    ("completions", {"prompt": ["x"] * 64, "n": 3}, "n", "at most 128"),
+    ("completions", {"prompt": "x", "max_tokens": 10**6}, "max_tokens", "131072"),
+    ("chat/completions", {"functions": [{"name": "f"}]}, "functions", "tools"),
+    ("chat/completions", {"tool_choice": "required"}, "tools", "none is offered"),
+    (
+        "chat/completions",
+        {"tools": [TIME], "tool_choice": WEATHER},
+        "tool_choice",
+        "get_weather",
+    ),
+    (
+        "chat/completions",
+        {"response_format": {"type": "json_schema"}},
+        "response_format.json_schema",
+        "needs it",
+    ),
+    (
+        "chat/completions",
+        {
+            "tools": [
+                TIME,
+                {
+                    "type": "function",
+                    "function": {"name": "f", "strict": True, "parameters": BAD_SCHEMA},
+                },
+            ],
+            "tool_choice": "required",
+        },
+        "tools[1].function.parameters",
+        "'f'",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "tool", "content": "x"}]},
+        "messages[0].tool_call_id",
+        "required",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
+        "messages[0].tool_calls[0].function.name",
+        "required",
+    ),
+]
+
+
+@pytest.mark.parametrize("path,changes,param,words", BAD)
+def test_what_cannot_be_honoured_names_the_field(
+    running: RunningServer, path: str, changes: dict[str, Any], param: str, words: str
+) -> None:
+    base = {"model": "fake", "messages": HELLO} if path != "completions" else {"model": "fake"}
+    content = json.dumps(base | changes)
+    with running.client() as http:
+        headers = {"content-type": "application/json"}
+        answer = http.post(f"/v1/{path}", content=content, headers=headers)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+def test_broken_arguments_and_thinking_in_the_history_are_taken(running: RunningServer) -> None:
+    history = [
+        *HELLO,
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "no"}]},
+    ]
+    with running.client() as http:
+        body = {"model": "fake", "messages": history, "max_tokens": 2, "reasoning_effort": "low"}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["embeddings", "audio/speech", "audio/transcriptions", "images/generations"]
+)
+def test_what_is_not_served_says_so_in_shape(client: openai.OpenAI, path: str) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.post(f"/{path}", cast_to=httpx.Response, body={"model": "fake", "input": "x"})
+    assert caught.value.code == "unsupported_endpoint"

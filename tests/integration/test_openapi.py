@@ -1,0 +1,123 @@
+"""Every documented endpoint under requests made from its document."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import (
+    content_type_conformance,
+    not_a_server_error,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from semantic.entrypoints.bootstrap import bootstrap
+from semantic.entrypoints.server import create_app
+from tests.http_server import RunningServer, make_settings, run_server
+
+pytestmark = pytest.mark.integration
+
+ELSEWHERE = ("/v1/agents", "/v1/cache", "/v1/events")  # have a test of their own
+DOCUMENTED_FAILURES = {503, 504, 529}
+MAX_REPLY = 4
+# What a request needs to be carried out; what else a valid one may hold is made up.
+NEEDED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": "fake", "messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"model": "fake", "prompt": "hi"},
+    "/v1/responses": {"model": "fake", "input": "hi"},
+}
+HARMLESS = {
+    *("stream", "stream_options", "tools", "response_format", "text", "reasoning", "metadata"),
+    *("stop", "seed", "echo", "logprobs", "n", "store", "include", "instructions", "user"),
+    *("reasoning_effort", "parallel_tool_calls", "ignore_eos", "stop_token_ids", "session_id"),
+}
+LIMITS = {"max_tokens": MAX_REPLY, "max_completion_tokens": MAX_REPLY, "max_output_tokens": 4}
+
+
+def operations() -> list[tuple[str, str]]:
+    """All operations of the document, as the server makes it."""
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as home:
+        server = bootstrap(make_settings(Path(home), durability="none"))
+        document = create_app(server).openapi()
+    return [
+        (method.upper(), path)
+        for path, methods in document["paths"].items()
+        for method in methods
+        if not path.startswith(ELSEWHERE)
+    ]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    home = tmp_path_factory.mktemp("home")
+    made = make_settings(home, log_level="error", default_max_tokens=MAX_REPLY)
+    with run_server(made) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def document(running: RunningServer) -> dict[str, Any]:
+    with running.client() as http:
+        found: dict[str, Any] = http.get("/openapi.json").json()
+    return found
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    with requests.Session() as made:
+        made.trust_env = False
+        yield made
+
+
+def _carried_out(path: str, body: Any) -> Any:
+    """A body of the same kind that is hardly ever refused."""
+    if not isinstance(body, dict) or path not in NEEDED:
+        return body
+    return {name: body[name] for name in body if name in HARMLESS} | NEEDED[path]
+
+
+def _shortened(body: Any) -> Any:
+    """The body, asking for little."""
+    limits = {"n": 2, **LIMITS}
+    if isinstance(body, dict):
+        for name, limit in limits.items():
+            if isinstance(body.get(name), int):
+                body[name] = min(body[name], limit)
+    return body
+
+
+@pytest.mark.parametrize("method, path", operations())
+def test_answers_are_as_documented(
+    running: RunningServer,
+    document: dict[str, Any],
+    session: requests.Session,
+    method: str,
+    path: str,
+) -> None:
+    schema = schemathesis.openapi.from_dict(document)
+    with running.client() as http:
+        known = http.post("/v1/responses", json={"model": "fake", "input": "hi"}).json()["id"]
+
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(case=schema[path][method].as_strategy(), is_known=st.booleans())
+    def send(case: schemathesis.Case[Any], is_known: bool) -> None:
+        if is_known and "response_id" in case.path_parameters:
+            case.path_parameters["response_id"] = known
+        if is_known:
+            case.body = _carried_out(path, case.body)
+            case.headers.clear()
+        case.body = _shortened(case.body)
+        answer = case.call(base_url=running.url, session=session, timeout=30)
+        checks = [content_type_conformance, response_schema_conformance, status_code_conformance]
+        if answer.status_code not in DOCUMENTED_FAILURES:
+            checks.append(not_a_server_error)
+        case.validate_response(answer, checks=checks)
+
+    send()

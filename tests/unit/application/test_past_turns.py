@@ -1,0 +1,137 @@
+"""Turns found again by their request, and agents by the turn they go on from."""
+
+import pytest
+
+from semantic.adapters.outbound.memory_ledger import MemoryLedger
+from semantic.application.agent_ledger import AgentLedger, Exchange, write_at_once
+from semantic.application.identity import Identities
+from semantic.application.past_turns import PastTurns, turn_id
+from semantic.domain.agents import Principal, Reuse
+from semantic.domain.chat import AgentHint, Message, Role, TextPart, Usage
+
+pytestmark = pytest.mark.unit
+
+OWNER = Principal()
+INSTRUCTION = Message(Role.SYSTEM, (TextPart("Be."),), is_instruction=True)
+
+
+@pytest.fixture
+def agents() -> AgentLedger:
+    ledger = MemoryLedger()
+    return AgentLedger(ledger, ledger.load(), write_at_once(ledger))
+
+
+def said(*texts: str) -> tuple[Message, ...]:
+    roles = (Role.USER, Role.ASSISTANT)
+    return tuple(Message.of(roles[i % 2], text) for i, text in enumerate(texts))
+
+
+def commit(
+    agents: AgentLedger,
+    agent_id: str,
+    name: str,
+    messages: tuple[Message, ...],
+    *,
+    is_stored: bool = True,
+) -> None:
+    """Log a turn; a message is as many tokens as it has characters."""
+    *asked, reply = ([*m.text.encode()] for m in messages)
+    exchange = Exchange(
+        prompt=[token for message in asked for token in message],
+        reply=reply,
+        messages=messages,
+        pointer=None,
+        usage=Usage(1),
+        reuse=Reuse(),
+        turn_id=turn_id(name),
+        is_stored=is_stored,
+    )
+    agents.commit("local", agent_id, exchange)
+
+
+def test_a_turn_holds_the_whole_conversation_without_instructions(agents: AgentLedger) -> None:
+    messages = said("one", "two", "three", "four")
+    commit(agents, "a", "1", (INSTRUCTION, *messages[:2]))
+    commit(agents, "a", "2", (INSTRUCTION, *messages))
+    past = PastTurns(agents).find("2", OWNER)
+    assert past is not None
+    assert past.messages == messages
+    assert past.reply == messages[-1]
+    assert past.turn_id == turn_id("2")
+
+
+def test_other_tenants_and_unknown_turns_are_not_found(agents: AgentLedger) -> None:
+    commit(agents, "a", "1", said("one", "two"))
+    turns = PastTurns(agents)
+    assert turns.find("2", OWNER) is None
+    assert turns.find("1", Principal(tenant="other")) is None
+    assert not turns.forget("1", Principal(tenant="other"))
+    assert turns.find("1", OWNER) is not None
+
+
+def test_text_that_is_forgotten_is_missing_in_what_followed(agents: AgentLedger) -> None:
+    messages = said("one", "two", "three", "four")
+    commit(agents, "a", "1", messages[:2])
+    commit(agents, "a", "2", messages)
+    turns = PastTurns(agents)
+    assert turns.forget("1", OWNER)
+    assert not turns.forget("1", OWNER)
+    assert turns.find("1", OWNER) is None
+    assert turns.find("2", OWNER) is None
+
+
+def test_a_turn_after_an_unstored_one_holds_what_that_does_not(agents: AgentLedger) -> None:
+    messages = said("one", "two", "three", "four", "five", "six")
+    commit(agents, "a", "1", messages[:2])
+    commit(agents, "a", "2", messages[:4], is_stored=False)
+    commit(agents, "a", "3", messages)
+    turns = PastTurns(agents)
+    assert turns.find("2", OWNER) is None
+    unstored = agents.turn("local", turn_id("2"))
+    assert unstored is not None
+    assert (unstored.messages, unstored.tokens) == ((), ())
+    past = turns.find("3", OWNER)
+    assert past is not None
+    assert past.messages == messages
+    assert agents.get("local", "a").num_turns == 3
+
+
+class TestWhoGoesOn:
+    def going_on(self, agents: AgentLedger, turn: str, *busy: str) -> str:
+        hint = AgentHint(client_key="any", previous_turn=turn_id(turn))
+        return Identities(agents).identify("local", hint, [1], 0, lambda a: a in busy).agent_id
+
+    @pytest.fixture
+    def known(self, agents: AgentLedger) -> AgentLedger:
+        messages = said("one", "two", "three", "four")
+        commit(agents, "a", "1", messages[:2])
+        commit(agents, "a", "2", messages)
+        return agents
+
+    def test_from_the_head_it_is_the_agent(self, known: AgentLedger) -> None:
+        assert self.going_on(known, "2") == "a"
+
+    def test_from_elsewhere_it_is_a_fork_that_stands_there(self, known: AgentLedger) -> None:
+        fork = known.get("local", self.going_on(known, "1"))
+        assert fork.id != "a"
+        assert (fork.head, fork.num_turns) == (turn_id("1"), 1)
+        assert known.get("local", "a").head == turn_id("2")
+
+    def test_from_a_busy_head_it_is_a_fork(self, known: AgentLedger) -> None:
+        fork = known.get("local", self.going_on(known, "2", "a"))
+        assert fork.id != "a"
+        assert fork.head == turn_id("2")
+
+    def test_a_fork_is_found_when_its_source_is_gone(self, known: AgentLedger) -> None:
+        known.fork("local", "a", "b", turn_id("1"))
+        known.delete("local", "a")
+        assert self.going_on(known, "1") == "b"
+
+    def test_from_a_turn_that_nobody_holds_it_is_somebody_new(self, known: AgentLedger) -> None:
+        known.delete("local", "a")
+        assert self.going_on(known, "1").startswith("anon-")
+
+    def test_a_name_decides_first(self, known: AgentLedger) -> None:
+        hint = AgentHint(agent_id="me", previous_turn=turn_id("2"))
+        identity = Identities(known).identify("local", hint, [1], 0, lambda _: False)
+        assert identity.agent_id == "me"
