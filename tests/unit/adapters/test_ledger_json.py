@@ -160,6 +160,8 @@ def test_the_stored_form_of_a_turn_stays_what_it_is() -> None:
             "thinking_tokens": 0,
         },
         "reuse": {"hot": 5, "pool": 0, "disk": 0, "computed": 2},
+        "num_messages": 0,
+        "digest": "",
     }
     assert "ä" in stored
 
