@@ -73,6 +73,21 @@ test-smoke: $(VENV)/.dev ## start a real server and ask it
 test-e2e: $(VENV)/.dev ## run whole flows as a user would
 	@$(PYTEST) -m e2e $(ARGS)
 
+# Clients have dependencies of their own, which must not meet the server's.
+CLIENTS_OPENAI := build/clients
+$(CLIENTS_OPENAI)/.ready: tests/clients/openai-requirements.txt
+	@echo "==> installing OpenAI's and other clients into $(CLIENTS_OPENAI) (needs npm)"
+	@$(PYTHON) -m venv $(CLIENTS_OPENAI)/openai
+	@$(CLIENTS_OPENAI)/openai/bin/pip install -q -r $< || $(INSTALL_FAILED)
+	@mkdir -p $(CLIENTS_OPENAI)/node
+	@npm install --silent --no-audit --no-fund --prefix $(CLIENTS_OPENAI)/node \
+		@openai/codex@0.166.0 openai || $(INSTALL_FAILED)
+	@touch $@
+
+.PHONY: clients-openai
+clients-openai: $(VENV)/.dev $(CLIENTS_OPENAI)/.ready ## run real OpenAI clients (Codex and others) against the starter model
+	@CLIENTS_DIR=$(abspath $(CLIENTS_OPENAI)) $(PYTEST) tests/clients/openai_clients.py $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.dev ## check format, lint rules and spelling
 	@$(BIN)/ruff format --check
