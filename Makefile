@@ -91,6 +91,20 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
 clients: $(VENV)/.dev $(CLIENTS)/.ready ## run real clients (Claude Code and others; needs npm) against the starter model
 	@CLIENTS_DIR=$(abspath $(CLIENTS)) $(PYTEST) -m clients $(ARGS)
 
+CLIENTS_OPENAI := build/clients
+$(CLIENTS_OPENAI)/.ready: tests/clients/openai-requirements.txt
+	@echo "==> installing OpenAI's and other clients into $(CLIENTS_OPENAI) (needs npm)"
+	@$(PYTHON) -m venv $(CLIENTS_OPENAI)/openai
+	@$(CLIENTS_OPENAI)/openai/bin/pip install -q -r $< || $(INSTALL_FAILED)
+	@mkdir -p $(CLIENTS_OPENAI)/node
+	@npm install --silent --no-audit --no-fund --prefix $(CLIENTS_OPENAI)/node \
+		@openai/codex@0.166.0 openai || $(INSTALL_FAILED)
+	@touch $@
+
+.PHONY: clients-openai
+clients-openai: $(VENV)/.dev $(CLIENTS_OPENAI)/.ready ## run real OpenAI clients (Codex and others) against the starter model
+	@CLIENTS_DIR=$(abspath $(CLIENTS_OPENAI)) $(PYTEST) tests/clients/openai_clients.py $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.dev ## check format, lint rules and spelling
 	@$(BIN)/ruff format --check
