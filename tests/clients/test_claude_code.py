@@ -43,7 +43,7 @@ class ClaudeCode:
             "ANTHROPIC_API_KEY": "none",
             "ANTHROPIC_MODEL": STARTER_MODEL,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "300",
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "100",
             "CLAUDE_CODE_MAX_RETRIES": "1",
         }
 
