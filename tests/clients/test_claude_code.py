@@ -43,7 +43,7 @@ class ClaudeCode:
             "ANTHROPIC_API_KEY": "none",
             "ANTHROPIC_MODEL": STARTER_MODEL,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "300",
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "100",
             "CLAUDE_CODE_MAX_RETRIES": "1",
         }
 
@@ -135,10 +135,19 @@ def test_a_reply_too_long_for_the_context_is_asked_for_again(claude: ClaudeCode)
     assert usages(lines)
 
 
+def await_log(server: ServerProcess, text: str, before: int) -> None:
+    """Wait until the server's log holds a text more often than before."""
+    for _ in range(1200):
+        if server.output.count(text) > before:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"the log never got another {text}")
+
+
 def test_a_session_that_is_killed_in_mid_prefill_leaves_nothing_behind(
     claude: ClaudeCode, server: ServerProcess
 ) -> None:
-    before = server.output.count('"/v1/messages"')
+    before, probes = server.output.count('"/v1/messages"'), server.output.count('"HEAD"')
     long = " ".join(f"word{index}" for index in range(2000))
     process = subprocess.Popen(  # noqa: S603 - our own command
         claude.command(long),
@@ -147,15 +156,11 @@ def test_a_session_that_is_killed_in_mid_prefill_leaves_nothing_behind(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )
-    time.sleep(4)  # it has asked by now, and prefill takes longer
+    await_log(server, '"HEAD"', probes)
+    time.sleep(1)  # it asks right after its probe, and prefill takes longer
     process.send_signal(signal.SIGKILL)
     process.wait()
-    for _ in range(600):
-        if server.output.count('"/v1/messages"') > before:
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail("the request was not given up")
+    await_log(server, '"/v1/messages"', before)
     body = {
         "model": STARTER_MODEL,
         "max_tokens": 4,

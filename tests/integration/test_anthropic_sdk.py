@@ -15,6 +15,7 @@ from anthropic.types import (
     ToolUseBlock,
 )
 
+from semantic.adapters.inbound import sse
 from semantic.adapters.outbound import fake_backend
 from semantic.adapters.outbound.fake_backend import FakeTokenizer
 from semantic.domain.chat import JsonObject
@@ -119,6 +120,15 @@ def test_whole_and_streamed_replies_agree(client: anthropic.Anthropic) -> None:
     assert start.message.usage.cache_read_input_tokens == prompt_tokens(whole) - 1
     assert streamed.usage.cache_read_input_tokens == prompt_tokens(whole) - 1
     assert prompt_tokens(start.message) == prompt_tokens(streamed) == prompt_tokens(whole)
+
+
+def test_pings_disturb_nobody(client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "HEARTBEAT_S", 0.001)
+    long: Any = [{"role": "user", "content": "p" * 3000}]
+    with client.messages.stream(model="fake", max_tokens=5, messages=long) as stream:
+        message = stream.get_final_message()
+    assert message.usage.output_tokens > 0
+    assert prompt_tokens(message) > 3000
 
 
 async def test_the_asynchronous_client(asynchronous: anthropic.AsyncAnthropic) -> None:

@@ -129,6 +129,8 @@ def test_a_request_as_claude_code_sends_it() -> None:
 )
 def test_sessions_are_read_off_the_user_id(given: str | None, expected: str | None) -> None:
     assert translated(metadata={"user_id": given}).agent.client_key == expected
+    affine = translated({"x-session-affinity": "s"}, metadata={"user_id": given})
+    assert affine.agent.client_key == (expected or "s")
 
 
 @pytest.mark.parametrize(

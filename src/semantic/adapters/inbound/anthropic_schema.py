@@ -180,8 +180,9 @@ class CountRequest(Schema):
         return AgentHint(agent_id, self.session_id, self._client_key(headers))
 
     def _client_key(self, headers: Mapping[str, str]) -> str | None:
-        """Claude Code's session, and which of its agents; None for other clients."""
+        """A client's session, and which of its agents is asking; None if it tells neither."""
         session = headers.get("x-claude-code-session-id") or self._told_session()
+        session = session or headers.get("x-session-affinity")
         agent = headers.get("x-claude-code-agent-id")
         return f"{session}/{agent}" if session and agent else session
 
