@@ -206,6 +206,13 @@ class LedgerPort(Protocol):
         """Read the turns that led to `head`, the latest first, at most `limit`."""
         ...
 
+    def ancestry(self, tenant: str, head: str, *, until: str = "") -> tuple[str, ...]:
+        """Read the ids of the turns that led to `head`, the latest first, no further than `until`.
+
+        What was said in them is not read.
+        """
+        ...
+
     def turns_at(self, tenant: str, root: BlockName, block: BlockName) -> tuple[Turn, ...]:
         """Read the turns that point at or into a block, the latest first."""
         ...

@@ -24,6 +24,15 @@ WITH RECURSIVE walk (id, parent) AS (
 )
 SELECT turns.* FROM walk CROSS JOIN turns ON turns.id = walk.id AND turns.tenant = :tenant
 """
+_ANCESTRY = """
+WITH RECURSIVE walk (id, parent) AS (
+    SELECT id, parent FROM turns WHERE id = :head AND tenant = :tenant
+    UNION SELECT turns.id, turns.parent FROM walk
+        JOIN turns ON turns.id = walk.parent AND turns.tenant = :tenant
+        WHERE walk.id <> :until
+)
+SELECT id, parent FROM walk
+"""
 _POINTERS = """
 WITH RECURSIVE reached (id, tenant) AS (
     SELECT head, tenant FROM agents WHERE head IS NOT NULL
@@ -72,6 +81,20 @@ def read_turns(
         turn = found.pop(next_id)
         log.append(turn)
         next_id = turn.parent
+    return tuple(log)
+
+
+def read_ancestry(
+    connection: sqlite3.Connection, tenant: str, head: str, until: str
+) -> tuple[str, ...]:
+    """Read the ids of the turns that led to `head`, the latest first, down to `until`."""
+    named = {"head": head, "tenant": tenant, "until": until}
+    parents = dict(connection.execute(_ANCESTRY, named).fetchall())
+    log: list[str] = []
+    next_id: str | None = head
+    while next_id in parents:
+        log.append(next_id)
+        next_id = parents.pop(next_id)
     return tuple(log)
 
 

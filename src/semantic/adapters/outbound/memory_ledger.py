@@ -57,6 +57,16 @@ class MemoryLedger:
                 turn = self._turns.get((tenant, turn.parent)) if turn.parent else None
             return tuple(found)
 
+    def ancestry(self, tenant: str, head: str, *, until: str = "") -> tuple[str, ...]:
+        """Follow the turns back by their ids."""
+        with self._lock:
+            found: dict[str, None] = {}
+            turn = self._turns.get((tenant, head))
+            while turn is not None and turn.id not in found and until not in found:
+                found[turn.id] = None
+                turn = self._turns.get((tenant, turn.parent)) if turn.parent else None
+            return tuple(found)
+
     def turns_at(self, tenant: str, root: BlockName, block: BlockName) -> tuple[Turn, ...]:
         """Find turns by where they end."""
         with self._lock:

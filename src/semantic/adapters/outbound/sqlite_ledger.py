@@ -25,6 +25,7 @@ from semantic.adapters.outbound.ledger_files import (
     sync_file,
 )
 from semantic.adapters.outbound.ledger_queries import (
+    read_ancestry,
     read_pointers,
     read_state,
     read_turns,
@@ -125,6 +126,11 @@ class SqliteLedger:
         """Read the turns that led to `head`, the latest first, at most `limit`."""
         with self._current.readers.lend() as connection:
             return read_turns(connection, tenant, head, limit)
+
+    def ancestry(self, tenant: str, head: str, *, until: str = "") -> tuple[str, ...]:
+        """Read the ids of the turns that led to `head`, the latest first, down to `until`."""
+        with self._current.readers.lend() as connection:
+            return read_ancestry(connection, tenant, head, until)
 
     def turns_at(self, tenant: str, root: BlockName, block: BlockName) -> tuple[Turn, ...]:
         """Read the turns that point at or into a block, the latest first."""

@@ -1,0 +1,81 @@
+"""Turns as they are read: from the ledger, or from memory while they wait to be written."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from semantic.domain.agents import Turn
+from semantic.domain.chat import Message
+from semantic.ports.persistence import LedgerPort
+
+_PAGE = 256
+
+
+class TurnLog:
+    """All turns of one directory. Thread-safe."""
+
+    def __init__(self, ledger: LedgerPort) -> None:
+        self._ledger = ledger
+        self._lock = threading.Lock()
+        self._unwritten: dict[str, Turn] = {}
+
+    def hold(self, turns: Sequence[Turn]) -> None:
+        """Keep turns at hand until they are written."""
+        with self._lock:
+            self._unwritten.update({turn.id: turn for turn in turns})
+
+    def let_go(self, turns: Sequence[Turn]) -> None:
+        """Undo `hold`: from now on the ledger has them."""
+        with self._lock:
+            for turn in turns:
+                self._unwritten.pop(turn.id, None)
+
+    def turn(self, tenant: str, turn_id: str) -> Turn | None:
+        """Find a turn."""
+        return self._held(turn_id) or self._ledger.turn(tenant, turn_id)
+
+    def turns(self, tenant: str, head: str | None, limit: int) -> list[Turn]:
+        """The turns that led to `head`, the latest first."""
+        found: list[Turn] = []
+        while head is not None and len(found) < limit:
+            held = self._held(head)
+            if held is None:
+                return [*found, *self._ledger.turns(tenant, head, limit=limit - len(found))]
+            found.append(held)
+            head = held.parent
+        return found
+
+    def ancestry(self, tenant: str, head: str | None, until: str) -> Iterator[str]:
+        """The ids of the turns that led to `head`, the latest first, no further than `until`."""
+        while head is not None and (held := self._held(head)) is not None:
+            yield head
+            head = held.parent if head != until else None
+        if head is not None:
+            yield from self._ledger.ancestry(tenant, head, until=until)
+
+    def tokens(self, tenant: str, head: str | None) -> list[int]:
+        """All tokens of the conversation that a turn ended."""
+        turns = self._back_to(tenant, head, lambda turn: turn.holds_all_tokens)
+        return [token for turn in turns for token in turn.tokens]
+
+    def messages(self, tenant: str, head: str | None) -> list[Message]:
+        """All messages of the conversation that a turn ended."""
+        turns = self._back_to(tenant, head, lambda turn: turn.holds_all_messages)
+        return [message for turn in turns for message in turn.messages]
+
+    def _back_to(
+        self, tenant: str, head: str | None, is_first: Callable[[Turn], bool]
+    ) -> list[Turn]:
+        """The turns from the latest that is a beginning up to `head`, in order."""
+        found: list[Turn] = []
+        while head is not None:
+            page = self.turns(tenant, head, _PAGE)
+            for turn in page:
+                found.append(turn)
+                if is_first(turn):
+                    return found[::-1]
+            head = page[-1].parent if page else None
+        return found[::-1]
+
+    def _held(self, turn_id: str) -> Turn | None:
+        with self._lock:
+            return self._unwritten.get(turn_id)
