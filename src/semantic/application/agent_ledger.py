@@ -218,6 +218,18 @@ class AgentLedger:
         """The turns of an agent, the latest first."""
         return self._log.turns(agent.tenant, agent.head, limit)
 
+    def before(self, agent: Agent, turn_id: str) -> Agent:
+        """An agent as it was before one of its turns.
+
+        Raises:
+            AgentNotFoundError: it has no such turn.
+        """
+        with self._lock:
+            back = self._rewound(agent, turn_id)
+        turn = self._log.turn(agent.tenant, turn_id)
+        parent = turn.parent if turn else None
+        return back.rewind(parent, back.num_turns - 1, at=agent.last_used)
+
     def conversation(self, agent: Agent) -> list[Message]:
         """All messages of an agent."""
         return self._log.messages(agent.tenant, agent.head)

@@ -133,6 +133,17 @@ class Housekeeping:
             for node in self._store.index.chain(pointer.block) if pointer else ():
                 node.num_pins = max(0, node.num_pins + (1 if is_pinned else -1))
 
+    def repin(self) -> None:
+        """Pin what pinned agents reach now, and nothing else."""
+        pinned = [agent for agent in self._agents.recent(limit=_ALL) if agent.is_pinned]
+        pointers = [self._pointer(agent) for agent in pinned]
+        with self._store.lock:
+            for node in self._store.index:
+                node.num_pins = 0
+            for pointer in pointers:
+                for node in self._store.index.chain(pointer.block) if pointer else ():
+                    node.num_pins += 1
+
     # -- garbage --------------------------------------------------------------------------------
 
     def collect(self, *, orphan_age_s: float | None = None) -> int:
@@ -223,10 +234,12 @@ class Housekeeping:
     def tick(self) -> None:
         """Write down what was used, forget who expired, and back up the ledger."""
         self._agents.expire()
+        self.repin()
         self._write_touches()
         self._ledger.back_up()
 
     def _run(self, interval_s: float) -> None:
+        self._guarded(self.repin)
         self._guarded(self.warm_up)
         self._guarded(self.reconcile)
         num_ticks = 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import logging
 import secrets
 from dataclasses import replace
 
@@ -11,9 +12,12 @@ from semantic.application.device_thread import DeviceThread, LoadedModel
 from semantic.application.generation import Job, monotonic
 from semantic.application.rendering import Prompt, render
 from semantic.application.replies import OnFinish, ReplyHub
+from semantic.application.turn_watch import TurnWatch
 from semantic.domain.agents import Pointer, Principal, check_agent_id
 from semantic.domain.chat import ChatRequest, Finished, Message, Role, Started, Usage
 from semantic.domain.errors import (
+    AgentNotFoundError,
+    ConflictError,
     ContextLengthError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -21,6 +25,8 @@ from semantic.domain.errors import (
 )
 from semantic.domain.sampling import FinishReason
 from semantic.ports.inbound import Reply
+
+_log = logging.getLogger(__name__)
 
 
 class InferenceService:
@@ -34,6 +40,7 @@ class InferenceService:
         *,
         request_timeout_s: float,
         is_synced: bool = False,
+        watch: TurnWatch | None = None,
     ) -> None:
         """Prepare; nothing runs yet.
 
@@ -43,12 +50,14 @@ class InferenceService:
             agents: Where turns are logged.
             request_timeout_s: The longest a request may take.
             is_synced: A reply ends when its turn is safe on disk.
+            watch: Is shown every reply.
         """
         self._device = device
         self._hub = hub
         self._agents = agents
         self._request_timeout_s = request_timeout_s
         self._is_synced = is_synced
+        self._watch = watch
 
     async def start(self, request: ChatRequest, principal: Principal) -> Reply:
         """Render, tokenise, check and queue a request."""
@@ -68,6 +77,8 @@ class InferenceService:
         except SemanticError:
             self._hub.discard(job.id)
             raise
+        if self._watch is not None:
+            self._watch.watch(reply, started, principal.tenant, _agent_id(request))
         return reply
 
     def _log_turn(self, request: ChatRequest, principal: Principal, job: Job) -> OnFinish:
@@ -87,9 +98,15 @@ class InferenceService:
                 pointer=pointer,
                 usage=finished.usage,
                 reuse=left.reuse,
+                request_id=job.id,
+                continuation=request.agent.continuation,
             )
             commit = self._agents.commit
-            _, done = await asyncio.to_thread(commit, principal.tenant, agent_id, exchange)
+            try:
+                _, done = await asyncio.to_thread(commit, principal.tenant, agent_id, exchange)
+            except (AgentNotFoundError, ConflictError) as error:
+                _log.info("a turn is not logged: %s", error.message)
+                return
             if self._is_synced:
                 await asyncio.wait_for(asyncio.wrap_future(done), self._request_timeout_s)
 
@@ -112,6 +129,7 @@ class InferenceService:
                 request, len(prompt.tokens), model.backend.spec.max_context
             ),
             boundaries=prompt.boundaries,
+            is_stateful=request.agent.continuation is not None,
             service_class=request.service_class,
             weight=principal.weight,
             deadline=monotonic() + self._request_timeout_s,

@@ -24,12 +24,14 @@ class LiveReply:
 
     Attributes:
         put_away: What the reply left behind, once that is known.
+        on_end: Called with the final event, before it is read.
     """
 
     def __init__(
         self, on_cancel: Callable[[], None], first: Event, on_finish: OnFinish | None = None
     ) -> None:
         self.put_away: PutAway | None = None
+        self.on_end: Callable[[Event], None] | None = None
         self._on_cancel = on_cancel
         self._on_finish = on_finish
         self._text: list[str] = []
@@ -41,6 +43,8 @@ class LiveReply:
     def push(self, event: Event) -> None:
         """Add an event, joining it to the last one where that loses nothing."""
         self._is_final = isinstance(event, Finished | Failed)
+        if self._is_final and self.on_end is not None:
+            self.on_end(event)
         if isinstance(event, TextDelta):
             self._text.append(event.text)
         last = self._events[-1] if self._events else None

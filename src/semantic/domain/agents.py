@@ -92,11 +92,11 @@ class AgentProfile:
     """What an agent brings to every turn of its own.
 
     Attributes:
-        system: Comes before the conversation; empty for none.
+        system: Comes before the conversation; None leaves the one that is in it.
         model: The model that answers; None takes the one that is served.
     """
 
-    system: str = ""
+    system: str | None = None
     tools: tuple[ToolSpec, ...] = ()
     model: str | None = None
     overflow: Overflow = Overflow.ERROR

@@ -88,7 +88,7 @@ any_agent = st.builds(
     labels=st.lists(st.tuples(any_text, any_text), max_size=3).map(tuple),
     profile=st.builds(
         AgentProfile,
-        any_text,
+        st.none() | any_text,
         st.lists(any_tool, max_size=2).map(tuple),
         st.none() | any_text,
         st.sampled_from(Overflow),

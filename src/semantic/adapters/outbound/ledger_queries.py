@@ -92,7 +92,7 @@ def read_ancestry(
     parents = dict(connection.execute(_ANCESTRY, named).fetchall())
     log: list[str] = []
     next_id: str | None = head
-    while next_id in parents:
+    while next_id is not None and next_id in parents:
         log.append(next_id)
         next_id = parents.pop(next_id)
     return tuple(log)
