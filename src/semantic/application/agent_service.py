@@ -159,7 +159,7 @@ class AgentService:
 
     def _view(self, agent: Agent) -> AgentView:
         turn = self._agents.turn(agent.tenant, agent.head) if agent.head else None
-        is_busy = self._chat.is_busy(agent.tenant, agent.id)
+        is_busy = self._chat.num_inside(agent.tenant, agent.id) > 0
         num_tokens = turn.num_tokens if turn else 0
         return AgentView(agent, num_tokens, self._cache.state(agent), is_busy)
 

@@ -61,9 +61,10 @@ class StatefulChat:
         self._lanes: dict[_Key, _Lane] = {}
         self._pumps: set[asyncio.Task[None]] = set()
 
-    def is_busy(self, tenant: str, agent_id: str) -> bool:
-        """Whether a turn of an agent runs or waits."""
-        return (tenant, agent_id) in self._lanes
+    def num_inside(self, tenant: str, agent_id: str) -> int:
+        """How many turns of an agent run or wait."""
+        lane = self._lanes.get((tenant, agent_id))
+        return lane.num_inside if lane else 0
 
     def cancel(self, tenant: str, agent_id: str) -> None:
         """End the turn that is running, if one is; safe on any thread."""

@@ -42,6 +42,7 @@ class Server:
     models: ModelRegistry
     memory: AgentMemory
     agents: AgentService
+    chat: StatefulChat
     cache: CacheService
     transfer: AgentTransfer
     feed: EventFeed
@@ -100,6 +101,7 @@ def bootstrap(settings: Settings) -> Server:
         models=models,
         memory=memory,
         agents=AgentService(memory.agents, chat, cache, feed, _detokeniser(device)),
+        chat=chat,
         cache=cache,
         transfer=AgentTransfer(
             memory.agents, memory.opened, device, memory.disk, AgentFile(memory.codec), feed
