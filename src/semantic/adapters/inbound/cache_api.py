@@ -32,7 +32,7 @@ _PROGRESS_STEPS = 100
 
 
 def _stream(description: str, example: str) -> dict[int | str, dict[str, Any]]:
-    shown = {"schema": {"type": "string"}, "example": example}
+    shown = {"schema": {}, "example": example}
     return {200: {"description": description, "content": {"text/event-stream": shown}}}
 
 

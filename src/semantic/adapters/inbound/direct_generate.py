@@ -35,7 +35,7 @@ _STREAM = {
     "model": ReplyOut,
     "content": {
         "text/event-stream": {
-            "schema": {"type": "string"},
+            "schema": {},
             "example": 'data: {"type":"text","text":"Paris"}\n\n',
         }
     },
