@@ -91,6 +91,30 @@ def test_what_a_fork_shares_is_not_evicted(http: httpx.Client) -> None:
     assert state["tier"] == "hot"
 
 
+def test_what_a_pinned_agent_reaches_is_pinned(http: httpx.Client, running: RunningServer) -> None:
+    def num_pinned() -> int:
+        store = running.server.memory.store
+        assert store is not None
+        with store.lock:
+            return sum(node.num_pins > 0 for node in store.index)
+
+    make(http, id="a", system=LONG)
+    make(http, id="b", system=LONG)
+    say(http, "a", "one")
+    say(http, "b", "one")
+    assert num_pinned() == 0
+
+    http.patch("/v1/agents/a", json={"pin": True})
+    num_of_one = num_pinned()
+    http.patch("/v1/agents/b", json={"pin": True})
+    http.delete("/v1/agents/a")
+
+    assert num_of_one > 0
+    assert num_pinned() == num_of_one
+    http.patch("/v1/agents/b", json={"pin": False})
+    assert num_pinned() == 0
+
+
 def test_agents_survive_a_restart(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     with run_server(settings) as running, running.client() as http:
@@ -205,6 +229,17 @@ def test_those_who_watch_are_told(http: httpx.Client) -> None:
     assert finished["reuse"] == reply["reuse"]
     assert finished["reason"] == reply["finish_reason"]
     assert sum(e["sealed"] for e in events if e["type"] == "cache") > 0
+
+
+def test_a_server_that_stops_lets_those_who_watch_go(
+    http: httpx.Client, running: RunningServer
+) -> None:
+    with http.stream("GET", "/v1/events") as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        running.server.request_stop()
+
+        assert [line for line in lines if line.startswith("data: ")] == []
 
 
 # -- isolation --------------------------------------------------------------------------------

@@ -83,8 +83,13 @@ def test_every_endpoint_is_in_the_document_with_an_example(document: dict[str, A
     for method, path in OPERATIONS:
         operation = document["paths"][path][method.lower()]
         assert operation["description"], path
-        for media in operation.get("requestBody", {}).get("content", {}).values():
-            assert _has_example(document, media["schema"]), path
+        requests_and_answers = [
+            operation.get("requestBody", {}),
+            next(answer for status, answer in operation["responses"].items() if status[0] == "2"),
+        ]
+        for part in requests_and_answers:
+            for media in part.get("content", {}).values():
+                assert "example" in media or _has_example(document, media["schema"]), path
 
 
 def _has_example(document: dict[str, Any], schema: dict[str, Any]) -> bool:

@@ -80,8 +80,10 @@ class AgentService:
         self, principal: Principal, agent_id: str, edit: Callable[[Agent], Agent]
     ) -> AgentView:
         """Change an agent's settings."""
+        was_pinned = self._agents.get(principal.tenant, agent_id).is_pinned
         changed = self._agents.update(principal.tenant, agent_id, edit)
-        self._cache.repin()
+        if was_pinned != changed.is_pinned:
+            self._cache.repin()
         self._tell(changed, AgentDeed.UPDATED)
         return self._view(changed)
 
@@ -90,7 +92,8 @@ class AgentService:
         gone = self._agents.delete(principal.tenant, agent_id)
         # In this order: what ends between the two finds no agent to log it for.
         self._chat.cancel(principal.tenant, agent_id)
-        self._cache.repin()
+        if gone.is_pinned:
+            self._cache.repin()
         self._tell(gone, AgentDeed.DELETED)
 
     async def generate(self, principal: Principal, agent_id: str, ask: NewTurn) -> Reply:
@@ -164,8 +167,6 @@ class AgentService:
         return AgentView(agent, num_tokens, self._cache.state(agent), is_busy)
 
     def _tell(self, agent: Agent, deed: AgentDeed) -> None:
-        if agent.is_pinned and deed is AgentDeed.CREATED:
-            self._cache.repin()
         self._feed.publish(AgentChanged(agent.tenant, agent.id, deed))
 
     def _divergence(self, agent: Agent, turn: Turn) -> DivergenceView | None:

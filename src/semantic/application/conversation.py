@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from semantic.domain.agents import Agent
-from semantic.domain.chat import Continuation, Message, Role
+from semantic.domain.chat import Continuation, Message, Role, ToolResultPart
 from semantic.domain.errors import ContextLengthError
 
 _KEPT_SHARE = 0.7
@@ -59,7 +59,7 @@ class Conversation:
         """
         room = min(int(_KEPT_SHARE * refusal.limit), refusal.limit - (max_tokens or 1))
         ratio = refusal.num_prompt / _size(self.followed_by(new))
-        starts = [i for i, message in enumerate(self.history) if message.role is Role.USER and i]
+        starts = [i for i, message in enumerate(self.history) if i and _opens(message)]
         if self.history:
             starts.append(len(self.history))
         fixed = _size((*self.system, *new))
@@ -70,6 +70,12 @@ class Conversation:
                 changed = replace(self.continuation, is_edited=True, num_dropped=num_dropped)
                 return Conversation(self.system, self.history[start:], changed)
         return None
+
+
+def _opens(message: Message) -> bool:
+    """Whether a conversation may begin here: a tool's result needs the call before it."""
+    is_result = any(isinstance(part, ToolResultPart) for part in message.parts)
+    return message.role is Role.USER and not is_result
 
 
 def _size(messages: Sequence[Message]) -> int:

@@ -29,7 +29,10 @@ from semantic.domain.agents import Principal
 from semantic.domain.errors import InvalidRequestError
 from semantic.ports.inbound import AgentManagementPort, AgentQuery
 
-AgentPath = Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]{1,128}$", description="the agent's id")]
+AgentPath = Annotated[
+    str,
+    Path(pattern=r"^[A-Za-z0-9._-]{1,128}$", description="the agent's id", examples=["coder"]),
+]
 _Sort = Literal["last_used", "created_at", "turns", "id"]
 _SORTS = {"turns": "num_turns"}
 _MAX_ID = 128

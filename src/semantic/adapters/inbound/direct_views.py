@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from semantic.adapters.inbound import direct_examples as examples
 from semantic.domain.agents import Agent, Reuse, Turn
 from semantic.domain.chat import (
     ImagePart,
@@ -20,6 +21,11 @@ from semantic.ports.cache import CacheOverview
 from semantic.ports.inbound import AgentView, DivergenceView, Explanation, StateView
 
 Json = dict[str, Any]
+
+
+def shown_as(example: Json) -> ConfigDict:
+    """Put an example into the document."""
+    return ConfigDict(json_schema_extra={"examples": [example]})
 
 
 class _View(BaseModel):
@@ -67,6 +73,8 @@ class StateOut(_View):
 class AgentOut(_View):
     """An agent: its settings, where it is in its log, and where its state is."""
 
+    model_config = shown_as(examples.AGENT)
+
     object: Literal["agent"] = "agent"
     id: str
     created_at: float
@@ -97,6 +105,8 @@ class AgentOut(_View):
 
 class AgentList(_View):
     """A page of agents."""
+
+    model_config = shown_as(examples.AGENTS)
 
     object: Literal["list"] = "list"
     data: list[AgentOut]
@@ -186,6 +196,8 @@ class TurnOut(_View):
 class TurnList(_View):
     """Turns, the latest first; `next` asks for those before."""
 
+    model_config = shown_as(examples.TURNS)
+
     object: Literal["list"] = "list"
     data: list[TurnOut]
     next: str | None
@@ -193,6 +205,8 @@ class TurnList(_View):
 
 class ReplyOut(_View):
     """A reply; `turn_id` is null where nothing was logged, such as after a cancel."""
+
+    model_config = shown_as(examples.REPLY)
 
     object: Literal["agent.reply"] = "agent.reply"
     agent_id: str
@@ -230,6 +244,8 @@ class DivergenceOut(_View):
 
 class ExplanationOut(_View):
     """What the latest turn cost and why, and what the next one starts from."""
+
+    model_config = shown_as(examples.EXPLANATION)
 
     object: Literal["agent.explanation"] = "agent.explanation"
     agent_id: str
@@ -279,6 +295,8 @@ class DiskOut(_View):
 class CacheOut(_View):
     """The cache at a glance; rates and ratios are null before there is anything to divide."""
 
+    model_config = shown_as(examples.CACHE)
+
     object: Literal["cache"] = "cache"
     memory: MemoryOut
     disk: DiskOut
@@ -322,6 +340,8 @@ class CacheOut(_View):
 class EvictOut(_View):
     """Where an agent's state is after it was evicted."""
 
+    model_config = shown_as({"agent_id": "coder", "state": examples.STATE})
+
     agent_id: str
     state: StateOut
 
@@ -329,12 +349,16 @@ class EvictOut(_View):
 class PrefetchOut(_View):
     """How many parts are being read."""
 
+    model_config = shown_as({"agent_id": "coder", "parts": 3})
+
     agent_id: str
     parts: int
 
 
 class CollectOut(_View):
     """What a collection freed."""
+
+    model_config = shown_as({"freed_bytes": 33690112})
 
     freed_bytes: int
 
