@@ -9,17 +9,10 @@ from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
 
 from semantic.adapters.inbound import sse
+from semantic.adapters.inbound.cache_views import CacheOut, CollectOut, EvictOut, PrefetchOut
 from semantic.adapters.inbound.direct_api import AgentPath, refusals
 from semantic.adapters.inbound.direct_schema import Collect, Evict
-from semantic.adapters.inbound.direct_views import (
-    CacheOut,
-    CollectOut,
-    EvictOut,
-    PrefetchOut,
-    ReuseOut,
-    StateOut,
-    UsageOut,
-)
+from semantic.adapters.inbound.direct_views import ReuseOut, StateOut, UsageOut
 from semantic.application.event_feed import EventFeed, Subscription
 from semantic.domain.agents import Principal
 from semantic.domain.feed import AgentChanged, FeedEvent, Missed, TurnEnded, TurnStarted

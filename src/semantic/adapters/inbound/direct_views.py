@@ -17,7 +17,6 @@ from semantic.domain.chat import (
     ToolUsePart,
     Usage,
 )
-from semantic.ports.cache import CacheOverview
 from semantic.ports.inbound import AgentView, DivergenceView, Explanation, StateView
 
 Json = dict[str, Any]
@@ -28,11 +27,13 @@ def shown_as(example: Json) -> ConfigDict:
     return ConfigDict(json_schema_extra={"examples": [example]})
 
 
-class _View(BaseModel):
+class View(BaseModel):
+    """What all answers have in common."""
+
     model_config = ConfigDict(extra="forbid")
 
 
-class ErrorDetail(_View):
+class ErrorDetail(View):
     """What went wrong."""
 
     message: str
@@ -41,13 +42,13 @@ class ErrorDetail(_View):
     code: str
 
 
-class ErrorOut(_View):
+class ErrorOut(View):
     """A refusal."""
 
     error: ErrorDetail
 
 
-class StateOut(_View):
+class StateOut(View):
     """Where attention state is."""
 
     tier: Literal["hot", "warm", "cold"]
@@ -70,7 +71,7 @@ class StateOut(_View):
         )
 
 
-class AgentOut(_View):
+class AgentOut(View):
     """An agent: its settings, where it is in its log, and where its state is."""
 
     model_config = shown_as(examples.AGENT)
@@ -103,7 +104,7 @@ class AgentOut(_View):
         )
 
 
-class AgentList(_View):
+class AgentList(View):
     """A page of agents."""
 
     model_config = shown_as(examples.AGENTS)
@@ -114,7 +115,7 @@ class AgentList(_View):
     next: str | None
 
 
-class ReuseOut(_View):
+class ReuseOut(View):
     """Where the tokens of a prompt came from."""
 
     hot: int
@@ -128,7 +129,7 @@ class ReuseOut(_View):
         return cls(hot=reuse.hot, pool=reuse.pool, disk=reuse.disk, computed=reuse.computed)
 
 
-class UsageOut(_View):
+class UsageOut(View):
     """Tokens of one turn."""
 
     prompt_tokens: int
@@ -147,7 +148,7 @@ class UsageOut(_View):
         )
 
 
-class MessageOut(_View):
+class MessageOut(View):
     """A message; `content` is its parts."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -159,7 +160,7 @@ class MessageOut(_View):
         return cls(role=message.role.value, content=[part_out(part) for part in message.parts])
 
 
-class TurnOut(_View):
+class TurnOut(View):
     """One turn: what was said, and what it cost."""
 
     object: Literal["turn"] = "turn"
@@ -193,7 +194,7 @@ class TurnOut(_View):
         )
 
 
-class TurnList(_View):
+class TurnList(View):
     """Turns, the latest first; `next` asks for those before."""
 
     model_config = shown_as(examples.TURNS)
@@ -203,7 +204,7 @@ class TurnList(_View):
     next: str | None
 
 
-class ReplyOut(_View):
+class ReplyOut(View):
     """A reply; `turn_id` is null where nothing was logged, such as after a cancel."""
 
     model_config = shown_as(examples.REPLY)
@@ -221,7 +222,7 @@ class ReplyOut(_View):
     dropped_messages: int
 
 
-class DivergenceOut(_View):
+class DivergenceOut(View):
     """Where a prompt left the conversation that was there."""
 
     from_turn: str
@@ -242,7 +243,7 @@ class DivergenceOut(_View):
         )
 
 
-class ExplanationOut(_View):
+class ExplanationOut(View):
     """What the latest turn cost and why, and what the next one starts from."""
 
     model_config = shown_as(examples.EXPLANATION)
@@ -269,105 +270,6 @@ class ExplanationOut(_View):
             next=StateOut.of(found.state),
             summary=_summary(found),
         )
-
-
-class MemoryOut(_View):
-    """Memory for attention state, in bytes."""
-
-    budget: int
-    used: int
-    working: int
-    blocks: int
-    pressure: str
-
-
-class DiskOut(_View):
-    """The disk, in bytes."""
-
-    budget: int
-    used: int
-    files: int
-    queue_budget: int
-    queue_used: int
-    problem: str
-
-
-class CacheOut(_View):
-    """The cache at a glance; rates and ratios are null before there is anything to divide."""
-
-    model_config = shown_as(examples.CACHE)
-
-    object: Literal["cache"] = "cache"
-    memory: MemoryOut
-    disk: DiskOut
-    agents: dict[str, int]
-    replies: int
-    reuse: ReuseOut
-    hit_rates: dict[str, float | None]
-    dedup_ratio: float | None
-    counters: dict[str, int]
-    live_requests: int
-
-    @classmethod
-    def of(cls, seen: CacheOverview) -> "CacheOut":
-        """Show the figures."""
-        return cls(
-            memory=MemoryOut(
-                budget=seen.memory_budget,
-                used=seen.memory_used,
-                working=seen.memory_working,
-                blocks=seen.num_blocks,
-                pressure=seen.pressure,
-            ),
-            disk=DiskOut(
-                budget=seen.disk_budget,
-                used=seen.disk_used,
-                files=seen.num_files,
-                queue_budget=seen.queue_budget,
-                queue_used=seen.queue_used,
-                problem=seen.problem,
-            ),
-            agents={tier.value: count for tier, count in seen.tiers},
-            replies=seen.num_replies,
-            reuse=ReuseOut.of(seen.reuse),
-            hit_rates=_hit_rates(seen.reuse),
-            dedup_ratio=_ratio(seen.logical_bytes, seen.unique_bytes),
-            counters=counters(seen),
-            live_requests=seen.num_live,
-        )
-
-
-class EvictOut(_View):
-    """Where an agent's state is after it was evicted."""
-
-    model_config = shown_as({"agent_id": "coder", "state": examples.STATE})
-
-    agent_id: str
-    state: StateOut
-
-
-class PrefetchOut(_View):
-    """How many parts are being read."""
-
-    model_config = shown_as({"agent_id": "coder", "parts": 3})
-
-    agent_id: str
-    parts: int
-
-
-class CollectOut(_View):
-    """What a collection freed."""
-
-    model_config = shown_as({"freed_bytes": 33690112})
-
-    freed_bytes: int
-
-
-def counters(seen: CacheOverview) -> dict[str, int]:
-    """Show what happened to blocks."""
-    counts = seen.counts
-    names = ("sealed", "evicted", "restored", "written", "corrupt")
-    return {name: getattr(counts, name) for name in names}
 
 
 def part_out(part: Part | ToolReferencePart) -> Json:
@@ -411,16 +313,6 @@ def _settings(agent: Agent) -> Json:
         "overflow": profile.overflow.value,
         "labels": dict(agent.labels),
     }
-
-
-def _hit_rates(reuse: Reuse) -> dict[str, float | None]:
-    total = reuse.reused + reuse.computed
-    found = {"hot": reuse.hot, "pool": reuse.pool, "disk": reuse.disk, "all": reuse.reused}
-    return {name: _ratio(count, total) for name, count in found.items()}
-
-
-def _ratio(part: int, whole: int) -> float | None:
-    return round(part / whole, 4) if whole else None
 
 
 def _summary(found: Explanation) -> str:
