@@ -196,7 +196,7 @@ def test_any_calls_leave_agents_as_a_plain_model_says(running: RunningServer) ->
         run_state_machine_as_test(
             Machine,
             settings=settings(
-                max_examples=25,
+                max_examples=50,
                 stateful_step_count=20,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),

@@ -1,5 +1,6 @@
 """Agents as things one can hold: made, listed, changed, forked, taken back, explained."""
 
+import asyncio
 import base64
 import json
 from collections.abc import Callable, Sequence
@@ -101,7 +102,7 @@ class AgentService:
         agent = self._agents.get(principal.tenant, agent_id)
         limit = agent.quota.max_bytes
         if limit is not None:
-            state = self._cache.state(agent)
+            state = await asyncio.to_thread(self._cache.state, agent)
             num_bytes = max(state.memory_bytes, state.disk_bytes)
             if num_bytes > limit:
                 raise QuotaExceededError(

@@ -18,7 +18,7 @@ class Subscription:
         self.tenant = tenant
         self._feed = feed
         self._loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may run inside it
         self._events: deque[FeedEvent] = deque()
         self._capacity = capacity
         self._num_missed = 0
@@ -83,7 +83,7 @@ class EventFeed:
         """
         self._capacity = capacity
         self._max_readers = max_readers
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may run inside it
         self._readers: list[Subscription] = []
 
     def publish(self, event: FeedEvent) -> None:
