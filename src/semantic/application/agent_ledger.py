@@ -35,6 +35,7 @@ from semantic.ports.persistence import (
     PutTenant,
     PutTurn,
     Tenant,
+    TurnPlace,
 )
 
 WriteChanges: TypeAlias = Callable[..., Future[None]]
@@ -213,6 +214,11 @@ class AgentLedger:
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
         """Find a turn."""
         return self._log.turn(tenant, turn_id)
+
+    def place(self, agent: Agent) -> TurnPlace:
+        """Where an agent's conversation ends; cheap, however long it is."""
+        place = self._log.place(agent.tenant, agent.head) if agent.head else None
+        return place or TurnPlace(0, None)
 
     def turns(self, agent: Agent, limit: int = _MAX_WALK) -> list[Turn]:
         """The turns of an agent, the latest first."""

@@ -120,7 +120,8 @@ class AgentService:
         made = self._agents.fork(principal.tenant, agent_id, new_ids, turn_id)
         for agent in made:
             self._tell(agent, AgentDeed.FORKED)
-        return tuple(self._view(agent) for agent in made)
+        first = self._view(made[0])
+        return tuple(replace(first, agent=agent) for agent in made)
 
     def rewind(self, principal: Principal, agent_id: str, turn_id: str | None) -> AgentView:
         """Go back to an earlier turn and end the one that is running."""
@@ -162,9 +163,8 @@ class AgentService:
     # -- inside ---------------------------------------------------------------------------------
 
     def _view(self, agent: Agent) -> AgentView:
-        turn = self._agents.turn(agent.tenant, agent.head) if agent.head else None
         is_busy = self._chat.num_inside(agent.tenant, agent.id) > 0
-        num_tokens = turn.num_tokens if turn else 0
+        num_tokens = self._agents.place(agent).num_tokens
         return AgentView(agent, num_tokens, self._cache.state(agent), is_busy)
 
     def _tell(self, agent: Agent, deed: AgentDeed) -> None:

@@ -158,10 +158,9 @@ class CacheService:
         logical, unique = 0, {}
         tiers = Counter(dict.fromkeys(Tier, 0))
         for agent in self._agents.agents(principal.tenant):
-            turn = self._agents.turn(agent.tenant, agent.head) if agent.head else None
+            pointer = self._agents.place(agent).pointer
             tiers[opened.housekeeping.footprint(agent).tier] += 1
             with opened.store.lock:
-                pointer = turn.pointer if turn else None
                 for node in opened.store.index.chain(pointer.block) if pointer else ():
                     in_memory = sum(payload.nbytes for payload in node.payloads.values())
                     on_disk = sum(part.nbytes for part in node.files.values())

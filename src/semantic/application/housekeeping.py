@@ -260,8 +260,7 @@ class Housekeeping:
     # -- inside ---------------------------------------------------------------------------------
 
     def _pointer(self, agent: Agent) -> Pointer | None:
-        turn = self._agents.turn(agent.tenant, agent.head) if agent.head else None
-        return turn.pointer if turn else None
+        return self._agents.place(agent).pointer
 
     def _fetch(self, pointer: Pointer) -> int:
         with self._store.lock:

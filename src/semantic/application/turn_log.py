@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from semantic.domain.agents import Turn
 from semantic.domain.chat import Message
-from semantic.ports.persistence import LedgerPort
+from semantic.ports.persistence import LedgerPort, TurnPlace
 
 _PAGE = 256
 
@@ -32,6 +32,13 @@ class TurnLog:
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
         """Find a turn."""
         return self._held(turn_id) or self._ledger.turn(tenant, turn_id)
+
+    def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
+        """Find where a turn ended; what was said in it is not read."""
+        held = self._held(turn_id)
+        if held is not None:
+            return TurnPlace(held.num_tokens, held.pointer)
+        return self._ledger.place(tenant, turn_id)
 
     def turns(self, tenant: str, head: str | None, limit: int) -> list[Turn]:
         """The turns that led to `head`, the latest first."""

@@ -173,6 +173,14 @@ LedgerChange: TypeAlias = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class TurnPlace:
+    """How long the conversation is after a turn, and where its attention state ends."""
+
+    num_tokens: int
+    pointer: Pointer | None
+
+
 class LedgerPort(Protocol):
     """Agents, turns, tenants, replays and the index of parts.
 
@@ -200,6 +208,10 @@ class LedgerPort(Protocol):
 
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
         """Read one turn."""
+        ...
+
+    def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
+        """Read where a turn ended, without what was said in it."""
         ...
 
     def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:

@@ -26,6 +26,7 @@ from semantic.ports.persistence import (
     Repoint,
     Tenant,
     TouchParts,
+    TurnPlace,
 )
 from tests.unit.adapters.ledger_values import ROOT, agent_of, name_of, part_of, turn_of
 
@@ -90,6 +91,9 @@ def test_a_turn_of_another_tenant_is_not_there(ledger: SqliteLedger) -> None:
     assert ledger.turn("local", "t1") == mine
     assert ledger.turn("acme", "t1") == theirs
     assert ledger.turn("local", "t2") is None
+    assert ledger.place("local", "t1") == TurnPlace(3, mine.pointer)
+    assert ledger.place("acme", "t1") == TurnPlace(3, None)
+    assert ledger.place("local", "t2") is None
     assert ledger.turns("local", "t2", limit=9) == ()
     assert ledger.turns("acme", "t2", limit=9) == (child, theirs)
     assert ledger.turns_at("local", ROOT, name_of(1)) == (mine,)

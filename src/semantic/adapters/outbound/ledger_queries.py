@@ -12,7 +12,7 @@ from semantic.adapters.outbound.ledger_rows import (
 from semantic.adapters.outbound.ledger_schema import AGENTS, TENANTS
 from semantic.domain.agents import Pointer, Turn
 from semantic.domain.blocks import BlockName
-from semantic.ports.persistence import LedgerState
+from semantic.ports.persistence import LedgerState, TurnPlace
 
 # UNION ends a walk that comes back to where it was, which only a damaged ledger can make it do.
 _WALK = """
@@ -33,6 +33,7 @@ WITH RECURSIVE walk (id, parent) AS (
 )
 SELECT id, parent FROM walk
 """
+_PLACE = "SELECT num_tokens, root, block, pointer_tokens FROM turns WHERE id = ? AND tenant = ?"
 _POINTERS = """
 WITH RECURSIVE reached (id, tenant) AS (
     SELECT head, tenant FROM agents WHERE head IS NOT NULL
@@ -64,6 +65,15 @@ def read_state(connection: sqlite3.Connection, problem: str) -> LedgerState:
         is_index_lost=is_lost != (0,),
         problem=problem,
     )
+
+
+def read_place(connection: sqlite3.Connection, tenant: str, turn_id: str) -> TurnPlace | None:
+    """Read where a turn ended, without what was said in it."""
+    row = connection.execute(_PLACE, (turn_id, tenant)).fetchone()
+    if row is None:
+        return None
+    num_tokens, *place = row
+    return TurnPlace(num_tokens, None if place[1] is None else read_pointer(tuple(place)))
 
 
 def read_turns(

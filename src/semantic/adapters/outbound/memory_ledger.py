@@ -17,6 +17,7 @@ from semantic.ports.persistence import (
     PutTurn,
     Repoint,
     Tenant,
+    TurnPlace,
 )
 
 
@@ -46,6 +47,11 @@ class MemoryLedger:
         """Find a turn."""
         with self._lock:
             return self._turns.get((tenant, turn_id))
+
+    def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
+        """Find where a turn ended."""
+        turn = self.turn(tenant, turn_id)
+        return TurnPlace(turn.num_tokens, turn.pointer) if turn else None
 
     def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
         """Follow the turns back."""

@@ -26,6 +26,7 @@ from semantic.adapters.outbound.ledger_files import (
 )
 from semantic.adapters.outbound.ledger_queries import (
     read_ancestry,
+    read_place,
     read_pointers,
     read_state,
     read_turns,
@@ -43,7 +44,7 @@ from semantic.adapters.outbound.ledger_schema import (
 from semantic.domain.agents import Pointer, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CachePersistenceError
-from semantic.ports.persistence import LedgerChange, LedgerState
+from semantic.ports.persistence import LedgerChange, LedgerState, TurnPlace
 
 LEDGER_FILE, BACKUP_FILE = "ledger.db", "ledger.backup.db"
 _TIMEOUT_S = 5.0
@@ -121,6 +122,11 @@ class SqliteLedger:
                 "SELECT * FROM turns WHERE id = ? AND tenant = ?", (turn_id, tenant)
             ).fetchone()
             return read_turn(row) if row else None
+
+    def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
+        """Read where a turn ended, without what was said in it."""
+        with self._current.readers.lend() as connection:
+            return read_place(connection, tenant, turn_id)
 
     def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
         """Read the turns that led to `head`, the latest first, at most `limit`."""
