@@ -137,7 +137,7 @@ class AgentLedger:
         with self._lock:
             if (agent.tenant, agent.id) in self._agents:
                 raise ConflictError(f"there is an agent {agent.id!r} already.", param="id")
-            self._log.hold(turns)
+            self._log.hold(agent.tenant, turns)
             self._agents[(agent.tenant, agent.id)] = agent
             changes = [PutTurn(agent.tenant, turn) for turn in turns]
             done = self._write(*changes, PutAgent(agent))
@@ -276,7 +276,7 @@ class AgentLedger:
                 agent = self.get(tenant, agent_id)
                 parent, depth = self._named(agent, exchange.continuation), agent.num_turns
             turn = self._turn(agent, parent, exchange)
-            self._log.hold([turn])
+            self._log.hold(tenant, [turn])
             back = agent.rewind(turn.parent, depth, at=agent.last_used)
             agent = back.advance(turn.id, at=turn.created_at)
             self._agents[(tenant, agent.id)] = agent

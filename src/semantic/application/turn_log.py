@@ -1,13 +1,16 @@
 """Turns as they are read: from the ledger, or from memory while they wait to be written."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from semantic.domain.agents import Turn
 from semantic.domain.chat import Message
 from semantic.ports.persistence import LedgerPort, TurnPlace
 
 _PAGE = 256
+_MAX_LINKS = 50_000
+_UNKNOWN = ""  # no turn has this id
 
 
 class TurnLog:
@@ -17,9 +20,11 @@ class TurnLog:
         self._ledger = ledger
         self._lock = threading.Lock()
         self._unwritten: dict[str, Turn] = {}
+        self._parents: dict[tuple[str, str], str | None] = {}
 
-    def hold(self, turns: Sequence[Turn]) -> None:
+    def hold(self, tenant: str, turns: Sequence[Turn]) -> None:
         """Keep turns at hand until they are written."""
+        self._link(tenant, ((turn.id, turn.parent) for turn in turns))
         with self._lock:
             self._unwritten.update({turn.id: turn for turn in turns})
 
@@ -53,11 +58,16 @@ class TurnLog:
 
     def ancestry(self, tenant: str, head: str | None, until: str) -> Iterator[str]:
         """The ids of the turns that led to `head`, the latest first, no further than `until`."""
-        while head is not None and (held := self._held(head)) is not None:
+        while head is not None:
+            with self._lock:
+                parent = self._parents.get((tenant, head), _UNKNOWN)
+            if parent == _UNKNOWN:
+                ids = self._ledger.ancestry(tenant, head, until=until)
+                self._link(tenant, pairwise(ids))
+                yield from ids
+                return
             yield head
-            head = held.parent if head != until else None
-        if head is not None:
-            yield from self._ledger.ancestry(tenant, head, until=until)
+            head = parent if head != until else None
 
     def tokens(self, tenant: str, head: str | None) -> list[int]:
         """All tokens of the conversation that a turn ended."""
@@ -82,6 +92,14 @@ class TurnLog:
                     return found[::-1]
             head = page[-1].parent if page else None
         return found[::-1]
+
+    def _link(self, tenant: str, links: Iterable[tuple[str, str | None]]) -> None:
+        """Remember which turn follows which; that never changes."""
+        with self._lock:
+            for turn_id, parent in links:
+                self._parents[tenant, turn_id] = parent
+            while len(self._parents) > _MAX_LINKS:
+                del self._parents[next(iter(self._parents))]
 
     def _held(self, turn_id: str) -> Turn | None:
         with self._lock:

@@ -179,3 +179,30 @@ def test_settings_change_and_the_past_does_not(agents: AgentLedger) -> None:
     changed = agents.update("local", "a", lambda agent: Agent(agent.id, 1.0, weight=3.0))
 
     assert (changed.weight, changed.head, changed.num_turns) == (3.0, turns[0].id, 1)
+
+
+class CountingLedger(MemoryLedger):
+    """Counts how often it is asked for the ids of a log."""
+
+    num_walks = 0
+
+    def ancestry(self, tenant: str, head: str, *, until: str = "") -> tuple[str, ...]:
+        self.num_walks += 1
+        return super().ancestry(tenant, head, until=until)
+
+
+def test_which_turn_follows_which_is_read_once() -> None:
+    ledger = CountingLedger()
+    write = write_at_once(ledger)
+    agents = AgentLedger(ledger, ledger.load(), write)
+    agents.create(Agent("a", 1.0))
+    turns = talk(agents, 6)
+    agents.fork("local", "a", ["b"], turns[0].id)
+    assert ledger.num_walks == 0
+
+    reopened = AgentLedger(ledger, ledger.load(), write)
+    for index in (1, 1, 3):
+        (fork,) = reopened.fork("local", "a", [f"c{index}{ledger.num_walks}"], turns[index].id)
+        assert (fork.head, fork.num_turns) == (turns[index].id, index + 1)
+        reopened.delete("local", fork.id)
+    assert ledger.num_walks == 2  # down to the second turn, and the second turn itself
