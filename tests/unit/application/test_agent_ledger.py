@@ -147,9 +147,9 @@ def test_a_fork_has_the_same_past_and_its_own_future(agents: AgentLedger) -> Non
     agents.commit(LOCAL_TENANT, "bob", exchange([1, 2, 3, 9], [9]))
     assert agents.tokens(ann(agents)) == [1, 2, 3, 4, 5]
     with pytest.raises(InvalidRequestError):
-        agents.fork(LOCAL_TENANT, "ann", "bob")
+        agents.fork(LOCAL_TENANT, "ann", ["bob"])
     with pytest.raises(AgentNotFoundError):
-        agents.fork(LOCAL_TENANT, "ann", "cid", "turn_unknown")
+        agents.fork(LOCAL_TENANT, "ann", ["cid"], "turn_unknown")
 
 
 def test_rewinding(agents: AgentLedger) -> None:
