@@ -56,6 +56,6 @@ def run_server(settings: Settings, *, is_ready: bool = True) -> Iterator[Running
     try:
         yield RunningServer(f"http://127.0.0.1:{port}", server)
     finally:
-        server.device.request_stop()
+        server.request_stop()
         http.should_exit = True
         thread.join(10)

@@ -11,10 +11,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
+from semantic.application.generation import common_prefix
+from semantic.application.turn_log import TurnLog
 from semantic.application.unwritten_turns import UnwrittenTurns, WriteChanges
 from semantic.domain.agents import (
     LOCAL_TENANT,
     Agent,
+    Divergence,
     Pointer,
     Principal,
     Reuse,
@@ -22,8 +25,8 @@ from semantic.domain.agents import (
     conversation_digest,
 )
 from semantic.domain.blocks import BlockName
-from semantic.domain.chat import Message, Usage
-from semantic.domain.errors import AgentNotFoundError, InvalidRequestError, QuotaExceededError
+from semantic.domain.chat import Continuation, Message, Usage
+from semantic.domain.errors import AgentNotFoundError, ConflictError, QuotaExceededError
 from semantic.ports.persistence import (
     DropAgent,
     LedgerChange,
@@ -32,6 +35,7 @@ from semantic.ports.persistence import (
     PutAgent,
     PutTenant,
     Tenant,
+    TurnPlace,
 )
 
 ANONYMOUS_TTL_S = 24 * 3600.0
@@ -49,6 +53,7 @@ class Exchange:
         messages: The whole conversation, the reply included.
         turn_id: What the turn is to be called; empty lets the ledger name it.
         is_stored: Whether what was said is logged; if not, the turn holds no text and no ids.
+        continuation: Which turn it goes on from, where the server kept the conversation.
     """
 
     prompt: Sequence[int]
@@ -59,6 +64,7 @@ class Exchange:
     reuse: Reuse
     turn_id: str = ""
     is_stored: bool = True
+    continuation: Continuation | None = None
 
 
 class AgentLedger:
@@ -79,13 +85,13 @@ class AgentLedger:
             write: Makes changes in order; its future tells when they are written.
             now: Seconds since the epoch.
         """
-        self._ledger = ledger
         self._write = write
         self._now = now
         self._lock = threading.RLock()
         self._agents = {(agent.tenant, agent.id): agent for agent in state.agents}
         self._tenants = {tenant.id: tenant for tenant in state.tenants}
         self._unwritten = UnwrittenTurns(write)
+        self._log = TurnLog(ledger, self._unwritten.get)
 
     # -- tenants --------------------------------------------------------------------------------
 
@@ -135,15 +141,18 @@ class AgentLedger:
         with self._lock:
             return self._agents.get((tenant, agent_id))
 
-    def create(self, agent: Agent) -> Agent:
-        """Add an agent.
+    def create(self, agent: Agent, turns: Sequence[Turn] = ()) -> Agent:
+        """Add an agent, with the turns that lead to its head if they are not there yet.
 
         Raises:
-            InvalidRequestError: there is one of this name.
+            ConflictError: there is one of this name.
         """
         with self._lock:
             if (agent.tenant, agent.id) in self._agents:
-                raise InvalidRequestError(f"there is an agent {agent.id!r} already.", param="id")
+                raise ConflictError(f"there is an agent {agent.id!r} already.", param="id")
+            self._log.link(agent.tenant, turns)
+            for turn in turns:
+                self._unwritten.put(agent.tenant, turn)
             return self._put(agent)
 
     def ensure(self, tenant: str, agent_id: str, *, is_anonymous: bool = False) -> Agent:
@@ -165,28 +174,35 @@ class AgentLedger:
                 )
             )
 
-    def update(self, agent: Agent) -> Agent:
-        """Replace an agent's settings.
+    def update(self, tenant: str, agent_id: str, edit: Callable[[Agent], Agent]) -> Agent:
+        """Change an agent's settings; its id, owner and past stay.
 
         Raises:
             AgentNotFoundError: it is gone.
         """
         with self._lock:
-            known = self.get(agent.tenant, agent.id)
-            return self._put(replace(agent, head=known.head, num_turns=known.num_turns))
+            known = self.get(tenant, agent_id)
+            edited = edit(known)
+            return self._put(replace(edited, head=known.head, num_turns=known.num_turns))
 
-    def fork(self, tenant: str, agent_id: str, new_id: str, turn_id: str | None = None) -> Agent:
-        """Make another agent with the same past, up to a turn if one is named.
+    def fork(
+        self, tenant: str, agent_id: str, new_ids: Sequence[str], turn_id: str | None = None
+    ) -> list[Agent]:
+        """Make other agents with the same past, up to a turn if one is named: all or none.
 
         Raises:
             AgentNotFoundError: no such agent, or it has no such turn.
-            InvalidRequestError: the new name is taken.
+            ConflictError: the new name is taken.
         """
         with self._lock:
             source = self.get(tenant, agent_id)
             if turn_id is not None:
                 source = self._rewound(source, turn_id)
-            return self.create(source.fork(new_id, at=self._now()))
+            for new_id in new_ids:
+                if (tenant, new_id) in self._agents or new_ids.count(new_id) > 1:
+                    raise ConflictError(f"there is an agent {new_id!r} already.", param="ids")
+            now = self._now()
+            return [self.create(source.fork(new_id, at=now)) for new_id in new_ids]
 
     def rewind(self, tenant: str, agent_id: str, turn_id: str | None) -> Agent:
         """Take an agent back to an earlier turn; None goes back before the first.
@@ -220,27 +236,40 @@ class AgentLedger:
 
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
         """Find a turn."""
-        return self._unwritten.get(turn_id) or self._ledger.turn(tenant, turn_id)
+        return self._log.turn(tenant, turn_id)
+
+    def place(self, agent: Agent) -> TurnPlace:
+        """Where an agent's conversation ends; cheap, however long it is."""
+        place = self._log.place(agent.tenant, agent.head) if agent.head else None
+        return place or TurnPlace(0, None)
 
     def turns(self, agent: Agent, limit: int = _MAX_WALK) -> list[Turn]:
         """The turns of an agent, the latest first."""
-        found: list[Turn] = []
-        head = agent.head
-        while head is not None and len(found) < limit:
-            unwritten = self._unwritten.get(head)
-            if unwritten is None:
-                return [
-                    *found,
-                    *self._ledger.turns(agent.tenant, head, limit=limit - len(found)),
-                ]
-            found.append(unwritten)
-            head = unwritten.parent
-        return found
+        return self._log.turns(agent.tenant, agent.head, limit)
+
+    def before(self, agent: Agent, turn_id: str) -> Agent:
+        """An agent as it was before one of its turns.
+
+        Raises:
+            AgentNotFoundError: it has no such turn.
+        """
+        with self._lock:
+            back = self._rewound(agent, turn_id)
+        turn = self._log.turn(agent.tenant, turn_id)
+        parent = turn.parent if turn else None
+        return back.rewind(parent, back.num_turns - 1, at=agent.last_used)
+
+    def conversation(self, agent: Agent) -> list[Message]:
+        """All messages of an agent."""
+        return self._log.messages(agent.tenant, agent.head)
 
     def tokens(self, agent: Agent) -> list[int]:
-        """The whole conversation of an agent."""
-        turns = self.turns(agent, limit=agent.num_turns)
-        return [token for turn in reversed(turns) for token in turn.tokens]
+        """All tokens of an agent."""
+        return self._log.tokens(agent.tenant, agent.head)
+
+    def tokens_at(self, tenant: str, turn_id: str) -> list[int]:
+        """All tokens up to a turn."""
+        return self._log.tokens(tenant, turn_id)
 
     def check_quota(self, agent: Agent) -> None:
         """See that an agent may have another turn.
@@ -257,30 +286,22 @@ class AgentLedger:
     ) -> tuple[Turn, Future[None]]:
         """Log a turn and move its agent there; the future tells when it is written.
 
-        The turn continues the agent's latest one that the prompt begins with: where a client
-        went back, so does the agent.
+        Where the client keeps the conversation, the turn continues the agent's latest one that the
+        prompt begins with: where the client went back, so does the agent.
+
+        Raises:
+            AgentNotFoundError: the server keeps the conversation, and the agent is gone.
+            ConflictError: it does, and the agent has gone elsewhere meanwhile.
         """
         with self._lock:
-            agent = self.ensure(tenant, agent_id, is_anonymous=is_anonymous)
-            parent, depth = self._continued(agent, exchange.prompt)
-            tokens = [*exchange.prompt, *exchange.reply]
-            start = parent.num_tokens if parent else 0
-            num_told = parent.num_messages if parent else 0
-            messages = exchange.messages if exchange.is_stored else exchange.messages[:num_told]
-            turn = Turn(
-                id=exchange.turn_id or f"turn_{secrets.token_hex(12)}",
-                parent=parent.id if parent else None,
-                agent_id=agent.id,
-                messages=tuple(messages[num_told:]),
-                tokens=tuple(tokens[start:]) if exchange.is_stored else (),
-                num_tokens=len(tokens),
-                pointer=exchange.pointer,
-                usage=exchange.usage,
-                created_at=self._now(),
-                reuse=exchange.reuse,
-                num_messages=len(messages),
-                digest=conversation_digest(tokens),
-            )
+            if exchange.continuation is None:
+                agent = self.ensure(tenant, agent_id, is_anonymous=is_anonymous)
+                parent, depth = self._continued(agent, exchange.prompt)
+            else:
+                agent = self.get(tenant, agent_id)
+                parent, depth = self._named(agent, exchange.continuation), agent.num_turns
+            turn = self._turn(agent, parent, exchange)
+            self._log.link(tenant, [turn])
             back = agent.rewind(turn.parent, depth, at=agent.last_used)
             agent = back.advance(turn.id, at=turn.created_at)
             self._agents[(tenant, agent.id)] = agent
@@ -304,18 +325,68 @@ class AgentLedger:
     def _rewound(self, agent: Agent, turn_id: str | None) -> Agent:
         if turn_id is None:
             return agent.rewind(None, 0, at=self._now())
-        for index, turn in enumerate(self.turns(agent, limit=agent.num_turns)):
-            if turn.id == turn_id:
+        for index, known_id in enumerate(
+            self._log.ancestry(agent.tenant, agent.head, until=turn_id)
+        ):
+            if known_id == turn_id:
                 return agent.rewind(turn_id, agent.num_turns - index, at=self._now())
         raise AgentNotFoundError(f"agent {agent.id!r} has no turn {turn_id!r}.")
+
+    def _named(self, agent: Agent, continuation: Continuation) -> Turn | None:
+        if agent.head != continuation.turn_id:
+            raise ConflictError(f"agent {agent.id!r} has gone elsewhere meanwhile.")
+        return self.turn(agent.tenant, agent.head) if agent.head else None
+
+    def _turn(self, agent: Agent, parent: Turn | None, exchange: Exchange) -> Turn:
+        """Make the turn that follows `parent`: what is new, or everything where it differs."""
+        tokens = [*exchange.prompt, *exchange.reply]
+        going_on = exchange.continuation or Continuation(parent.id if parent else None)
+        is_prefix = parent is not None and _begins_with(exchange.prompt, parent)
+        num_said = parent.num_messages if parent and not going_on.is_edited else 0
+        messages = exchange.messages if exchange.is_stored else exchange.messages[:num_said]
+        start = parent.num_tokens if parent and is_prefix else 0
+        return Turn(
+            id=exchange.turn_id or f"turn_{secrets.token_hex(12)}",
+            parent=parent.id if parent else None,
+            agent_id=agent.id,
+            messages=tuple(messages[num_said:]),
+            tokens=tuple(tokens[start:]) if exchange.is_stored else (),
+            num_tokens=len(tokens),
+            pointer=exchange.pointer,
+            usage=exchange.usage,
+            created_at=self._now(),
+            reuse=exchange.reuse,
+            num_messages=len(messages),
+            digest=conversation_digest(tokens),
+            num_dropped=going_on.num_dropped,
+            divergence=self._divergence(agent, exchange.prompt),
+        )
+
+    def _divergence(self, agent: Agent, prompt: Sequence[int]) -> Divergence | None:
+        """Where a prompt leaves the conversation of an agent's head."""
+        head = self.turn(agent.tenant, agent.head) if agent.head else None
+        if head is None or _begins_with(prompt, head):
+            return None
+        return Divergence(head.id, common_prefix(self._log.tokens(agent.tenant, head.id), prompt))
 
     def _continued(self, agent: Agent, prompt: Sequence[int]) -> tuple[Turn | None, int]:
         """The latest turn that a prompt goes on from, and how many turns led there."""
         for index, turn in enumerate(self.turns(agent)):
-            is_short = turn.num_tokens <= len(prompt)
-            if is_short and conversation_digest(prompt[: turn.num_tokens]) == turn.digest:
+            if _begins_with(prompt, turn):
                 return turn, agent.num_turns - index
         return None, 0
+
+
+def _begins_with(prompt: Sequence[int], turn: Turn) -> bool:
+    """Whether a prompt begins with the conversation that a turn ended."""
+    if turn.num_tokens > len(prompt):
+        return False
+    return conversation_digest(prompt[: turn.num_tokens]) == turn.digest
+
+
+def as_anonymous(agent: Agent) -> Agent:
+    """The agent as one that nobody named: it expires."""
+    return replace(agent, is_anonymous=True, ttl_s=ANONYMOUS_TTL_S)
 
 
 def write_at_once(ledger: LedgerPort) -> WriteChanges:

@@ -165,6 +165,13 @@ class BlockPoolBatchEngine:
         if generation is not None and not generation.is_done:
             self._finish(generation, FinishReason.CANCELLED)
 
+    def close_idle(self, agent: str) -> None:
+        """Close the working copies that stayed open for an agent."""
+        for copy in [copy for copy in self._sharing.idle if copy.agent == agent]:
+            self._backend.close(copy.seq)
+            self._memory.resize(copy.seq, 0)
+            self._sharing.idle.remove(copy.seq)
+
     def reconfigure(self, limits: EngineLimits) -> None:
         """Use other limits from the next step on."""
         self._scheduler.limits = limits

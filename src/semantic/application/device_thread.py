@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
@@ -77,6 +78,12 @@ class _Reconfigure:
 
 
 @dataclass(frozen=True, slots=True)
+class _CloseIdle:
+    agent: str
+    done: Future[None]
+
+
+@dataclass(frozen=True, slots=True)
 class _Wake:
     pass
 
@@ -86,7 +93,7 @@ class _Stop:
     pass
 
 
-Command: TypeAlias = _Submit | _Cancel | _Reconfigure | _Wake | _Stop
+Command: TypeAlias = _Submit | _Cancel | _CloseIdle | _Reconfigure | _Wake | _Stop
 Loader: TypeAlias = Callable[[Callable[[str], None]], LoadedModel]
 # The last argument wakes the thread when something the engine waits for has come.
 EngineFactory: TypeAlias = Callable[
@@ -216,6 +223,12 @@ class DeviceThread:
         """End a request early; unknown ones are passed over."""
         self._commands.put(_Cancel(job_id))
 
+    def close_idle(self, agent: str) -> Future[None]:
+        """Close an agent's idle working copies; the future tells when they are closed."""
+        done: Future[None] = Future()
+        self._commands.put(_CloseIdle(agent, done))
+        return done
+
     def reconfigure(self, limits: EngineLimits) -> None:
         """Use other limits from the next step on."""
         self._limits = limits
@@ -298,20 +311,27 @@ class DeviceThread:
                 self._taken.append(self._commands.get_nowait())
         self._busy_since = time.monotonic()  # from here on the device may be called
         while self._taken:
-            command = self._taken.popleft()
-            match command:
-                case _Submit(job):
-                    engine.submit(job)
-                case _Cancel(job_id):
-                    engine.cancel(job_id)
-                case _Reconfigure(limits):
-                    engine.reconfigure(limits)
-                case _Wake():
-                    continue
-                case _Stop():
-                    return False
-                case _:
-                    assert_never(command)
+            if not self._carry_out(engine, self._taken.popleft()):
+                return False
+        return True
+
+    def _carry_out(self, engine: BlockPoolBatchEngine, command: Command) -> bool:
+        match command:
+            case _Submit(job):
+                engine.submit(job)
+            case _Cancel(job_id):
+                engine.cancel(job_id)
+            case _CloseIdle(agent, done):
+                engine.close_idle(agent)
+                done.set_result(None)
+            case _Reconfigure(limits):
+                engine.reconfigure(limits)
+            case _Wake():
+                pass
+            case _Stop():
+                return False
+            case _:
+                assert_never(command)
         return True
 
     def _await_command(self, timeout_s: float | None) -> None:

@@ -135,8 +135,9 @@ class Housekeeping:
 
     def pin(self, agent: Agent, *, is_pinned: bool) -> None:
         """Keep an agent's state on disk whatever the budget, or let it go again."""
-        known = self._agents.get(agent.tenant, agent.id)
-        self._agents.update(replace(known, is_pinned=is_pinned))
+        self._agents.update(
+            agent.tenant, agent.id, lambda known: replace(known, is_pinned=is_pinned)
+        )
         self.refresh_pins()
 
     def refresh_pins(self) -> None:
@@ -268,8 +269,7 @@ class Housekeeping:
     # -- inside ---------------------------------------------------------------------------------
 
     def _pointer(self, agent: Agent) -> Pointer | None:
-        turn = self._agents.turn(agent.tenant, agent.head) if agent.head else None
-        return turn.pointer if turn else None
+        return self._agents.place(agent).pointer
 
     def _known(self, agent: Agent, pointer: Pointer | None) -> list[BlockNode]:
         """What is known of the blocks that lead to an agent's head, from the first on."""

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from semantic.application.agent_ledger import AgentLedger
+from semantic.application.agent_ledger import AgentLedger, as_anonymous
 from semantic.domain.agents import Agent, Turn, check_agent_id
 from semantic.domain.blocks import TOKEN_BYTES, pack_tokens
 from semantic.domain.chat import AgentHint
@@ -72,7 +72,8 @@ class Identities:
             return self._following(tenant, hint.previous_turn, is_busy)
         named = self._named(hint, tokens[:num_head])
         if named is not None:
-            if not is_busy(named):
+            # Who lets the server keep the conversation waits for its turn, and is never another.
+            if hint.continuation is not None or not is_busy(named):
                 return Identity(named, is_anonymous=False)
             return Identity(_new_id(), is_anonymous=True)
         for sightings in self._matches(tenant, tokens, num_head):
@@ -140,14 +141,19 @@ class Identities:
     def _choose(
         self, tenant: str, sightings: Sequence[_Sighting], is_busy: Callable[[str], bool]
     ) -> str | None:
-        """Of agents that came by a turn: one that is still there, else one to take back or fork."""
+        """Of agents that came by a turn: one that is still there, else one to take back or fork.
+
+        An agent that somebody named is nobody else's to move: it is forked.
+        """
         present = [
             (agent, seen)
             for seen in sightings
             if (agent := self._find(tenant, seen.agent_id)) is not None
         ]
         present.sort(key=lambda pair: pair[0].last_used, reverse=True)
-        idle = [(agent, seen) for agent, seen in present if not is_busy(agent.id)]
+        idle = [
+            (agent, seen) for agent, seen in present if agent.is_anonymous and not is_busy(agent.id)
+        ]
         for agent, seen in idle:
             if agent.head == seen.turn_id:
                 return agent.id
@@ -159,7 +165,9 @@ class Identities:
 
     def _forked(self, agent: Agent, turn_id: str) -> str | None:
         try:
-            return self._agents.fork(agent.tenant, agent.id, _new_id(), turn_id).id
+            (fork,) = self._agents.fork(agent.tenant, agent.id, [_new_id()], turn_id)
+            self._agents.update(fork.tenant, fork.id, as_anonymous)
+            return fork.id
         except AgentNotFoundError:
             return None  # it went back before that turn meanwhile
 

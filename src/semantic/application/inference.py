@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -19,11 +20,20 @@ from semantic.application.replay import (
     prompt_digest,
 )
 from semantic.application.replies import FinishedReply, ReplyHub
+from semantic.application.turn_watch import TurnWatch
 from semantic.domain.agents import Pointer, Principal
 from semantic.domain.chat import ChatRequest, Started, Usage
-from semantic.domain.errors import CachePersistenceError, ModelNotFoundError, SemanticError
+from semantic.domain.errors import (
+    AgentNotFoundError,
+    CachePersistenceError,
+    ConflictError,
+    ModelNotFoundError,
+    SemanticError,
+)
 from semantic.domain.sampling import FinishReason
 from semantic.ports.inbound import Reply
+
+_log = logging.getLogger(__name__)
 
 
 class InferenceService:
@@ -38,6 +48,7 @@ class InferenceService:
         *,
         request_timeout_s: float,
         is_synced: bool = False,
+        watch: TurnWatch | None = None,
     ) -> None:
         """Prepare; nothing runs yet.
 
@@ -48,6 +59,7 @@ class InferenceService:
             replays: Where the tokens of replies are kept.
             request_timeout_s: The longest a request may take.
             is_synced: A reply ends when its turn is safe on disk.
+            watch: Is shown every reply.
         """
         self._device = device
         self._hub = hub
@@ -59,6 +71,7 @@ class InferenceService:
         )
         self._request_timeout_s = request_timeout_s
         self._is_synced = is_synced
+        self._watch = watch
         self._busy: Counter[str] = Counter()
 
     async def start(self, request: ChatRequest, principal: Principal) -> Reply:
@@ -96,6 +109,8 @@ class InferenceService:
             self._hub.discard(job.id)
             self._leave(job.agent)
             raise
+        if self._watch is not None:
+            self._watch.watch(reply, started, principal.tenant, prepared.identity.agent_id)
         return reply
 
     async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:
@@ -125,7 +140,11 @@ class InferenceService:
         """Log a turn, and keep its tokens for when the client sends the reply again."""
         if finished.event.reason is FinishReason.CANCELLED:
             return
-        done = await asyncio.to_thread(self._commit, prepared, finished)
+        try:
+            done = await asyncio.to_thread(self._commit, prepared, finished)
+        except (AgentNotFoundError, ConflictError) as error:
+            _log.info("a turn is not logged: %s", error.message)
+            return
         if self._is_synced:
             # A log that cannot be written costs no reply; the disk says why.
             with contextlib.suppress(CachePersistenceError):
@@ -145,6 +164,7 @@ class InferenceService:
             reuse=left.reuse,
             turn_id=turn_id(job.id),
             is_stored=request.is_stored,
+            continuation=request.agent.continuation,
         )
         identity = prepared.identity
         turn, done = self._agents.commit(

@@ -54,6 +54,7 @@ class LiveReply:
     Attributes:
         put_away: What the reply left behind, once that is known.
         span: Counts the tokens of its thinking; None if it has none.
+        on_end: Called with the final event, before it is read.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class LiveReply:
         """
         self.put_away: PutAway | None = None
         self.span: ThinkingSpan | None = None
+        self.on_end: Callable[[Event], None] | None = None
         self._on_cancel = on_cancel
         self._parser = parser
         self._on_finish = on_finish
@@ -123,7 +125,10 @@ class LiveReply:
 
     def _add(self, event: Event) -> None:
         """Hand an event to the reader, joined to the last one where that loses nothing."""
-        self._is_final |= isinstance(event, Finished | Failed)
+        if isinstance(event, Finished | Failed):
+            self._is_final = True
+            if self.on_end is not None:
+                self.on_end(event)
         last = self._events[-1] if self._events else None
         joined = _joined(last, event)
         if joined is not None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from semantic.domain.blocks import BlockName, pack_tokens
-from semantic.domain.chat import Message, ServiceClass, Usage
+from semantic.domain.chat import Message, ServiceClass, ToolSpec, Usage
 from semantic.domain.errors import InvalidRequestError
 
 LOCAL_TENANT = "local"
@@ -80,6 +80,28 @@ class Quota:
     max_turns: int | None = None
 
 
+class Overflow(enum.Enum):
+    """What happens when a conversation outgrows the model's context."""
+
+    ERROR = "error"  # the request is refused
+    DROP_OLDEST = "drop_oldest"  # the oldest messages are left out, the system prompt stays
+
+
+@dataclass(frozen=True, slots=True)
+class AgentProfile:
+    """What an agent brings to every turn of its own.
+
+    Attributes:
+        system: Comes before the conversation; None leaves the one that is in it.
+        model: The model that answers; None takes the one that is served.
+    """
+
+    system: str | None = None
+    tools: tuple[ToolSpec, ...] = ()
+    model: str | None = None
+    overflow: Overflow = Overflow.ERROR
+
+
 @dataclass(frozen=True, slots=True)
 class Reuse:
     """Where the prompt tokens of a turn came from.
@@ -103,8 +125,19 @@ class Reuse:
 
 
 @dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where a prompt left the conversation its agent had: at token `index` of turn `turn_id`'s."""
+
+    turn_id: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One exchange. Messages and token ids are the truth; attention state is a cache of them.
+
+    Messages and tokens are what the turn added. Where it could not simply go on, because the
+    client said other things or the oldest messages were dropped, they are all there are.
 
     Attributes:
         parent: The turn before, if any.
@@ -116,6 +149,8 @@ class Turn:
         digest: Of the conversation's tokens, see `conversation_digest`.
         pointer: Where its attention state ends; None while nothing is sealed.
         is_durable: Whether the turn and its attention state are on disk.
+        num_dropped: Messages that were left out in this turn to make room.
+        divergence: Where its prompt left the agent's latest conversation; None if it went on.
     """
 
     id: str
@@ -131,6 +166,18 @@ class Turn:
     num_messages: int = 0
     digest: str = ""
     is_durable: bool = False
+    num_dropped: int = 0
+    divergence: Divergence | None = None
+
+    @property
+    def holds_all_messages(self) -> bool:
+        """Whether the conversation's messages begin with this turn."""
+        return len(self.messages) >= self.num_messages
+
+    @property
+    def holds_all_tokens(self) -> bool:
+        """Whether the conversation's tokens begin with this turn."""
+        return len(self.tokens) >= self.num_tokens
 
 
 def conversation_digest(tokens: Sequence[int]) -> str:
@@ -167,6 +214,7 @@ class Agent:
     quota: Quota = field(default_factory=Quota)
     labels: tuple[tuple[str, str], ...] = ()
     is_anonymous: bool = False
+    profile: AgentProfile = field(default_factory=AgentProfile)
 
     def __post_init__(self) -> None:
         check_agent_id(self.id, "agent_id")

@@ -173,6 +173,21 @@ class Thinking:
 
 
 @dataclass(frozen=True, slots=True)
+class Continuation:
+    """How a request of an agent that keeps its own conversation goes on from its latest turn.
+
+    Attributes:
+        turn_id: That turn; None before the first.
+        is_edited: The messages before the new ones are not those the turn led to.
+        num_dropped: Messages left out to make room.
+    """
+
+    turn_id: str | None
+    is_edited: bool = False
+    num_dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class AgentHint:
     """What a request says about who is asking.
 
@@ -181,12 +196,15 @@ class AgentHint:
         session: A session named explicitly; decides too.
         client_key: A client's own session or cache key; its agents share it.
         previous_turn: The turn it goes on from; its agent, or a fork of it, is meant.
+        continuation: Given where the server keeps the conversation; such requests of one agent run
+            one after another.
     """
 
     agent_id: str | None = None
     session: str | None = None
     client_key: str | None = None
     previous_turn: str | None = None
+    continuation: Continuation | None = None
 
 
 class ServiceClass(enum.Enum):

@@ -3,6 +3,7 @@
     SemanticError
       InvalidRequestError          400  a field is missing, wrong or unsupported
         ContextLengthError         400  prompt (and reply) do not fit the model's context
+        ConflictError              409  what is there now contradicts it
       AuthenticationError          401
       AgentNotFoundError           404
       ModelNotFoundError           404
@@ -75,6 +76,10 @@ class ContextLengthError(InvalidRequestError):
         self.num_prompt = num_prompt
         self.max_tokens = max_tokens
         self.limit = limit
+
+
+class ConflictError(InvalidRequestError):
+    """The request contradicts what is there now, such as a name that is taken."""
 
 
 class AuthenticationError(SemanticError):

@@ -19,6 +19,7 @@ from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.application.agent_ledger import AgentLedger, write_at_once
 from semantic.application.agent_store import AgentCacheStore
 from semantic.application.batch_engine import BlockPoolBatchEngine, EventSink
+from semantic.application.cache_service import OpenCache
 from semantic.application.device_thread import LoadedModel
 from semantic.application.disk_tier import DiskLimits, DiskTier
 from semantic.application.housekeeping import Housekeeping
@@ -81,6 +82,17 @@ class AgentMemory:
         write = self.disk.change if self.disk else write_at_once(self.ledger)
         self.agents = AgentLedger(self.ledger, self._state, write)
         self.replays = KeptReplies(self.ledger, write)
+
+    @property
+    def codec(self) -> KVCodec:
+        """How attention state is written."""
+        return self._codec
+
+    def opened(self) -> OpenCache | None:
+        """The blocks and who looks after them; None until a model is loaded."""
+        if self.store is None or self.housekeeping is None:
+            return None
+        return OpenCache(self.store, self.housekeeping)
 
     @property
     def kv_format(self) -> str:

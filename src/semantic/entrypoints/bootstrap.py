@@ -5,19 +5,26 @@ Heavy imports (torch, mlx, transformers) happen on the device's thread, after th
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from semantic.adapters.config.settings import STARTER_MODEL, Settings
 from semantic.adapters.outbound import mlx_runtime
+from semantic.adapters.outbound.agent_file import AgentFile
+from semantic.application.agent_service import AgentService
+from semantic.application.agent_transfer import AgentTransfer
+from semantic.application.cache_service import CacheBudgets, CacheService
 from semantic.application.device_thread import DeviceThread, LoadedModel
+from semantic.application.event_feed import EventFeed
 from semantic.application.inference import InferenceService
 from semantic.application.model_registry import ModelRegistry
 from semantic.application.parsing import detect_reply_format
 from semantic.application.replies import ReplyHub
 from semantic.application.scheduler import EngineLimits
+from semantic.application.stateful_chat import StatefulChat
+from semantic.application.turn_watch import TurnWatch
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import ModelCacheSpec
 from semantic.entrypoints.agent_memory import AgentMemory
@@ -38,6 +45,16 @@ class Server:
     inference: InferenceService
     models: ModelRegistry
     memory: AgentMemory
+    agents: AgentService
+    chat: StatefulChat
+    cache: CacheService
+    transfer: AgentTransfer
+    feed: EventFeed
+
+    def request_stop(self) -> None:
+        """End what runs and those who watch; returns at once."""
+        self.feed.close()
+        self.device.request_stop()
 
 
 def bootstrap(settings: Settings) -> Server:
@@ -59,21 +76,42 @@ def bootstrap(settings: Settings) -> Server:
         emit=hub.emit,
         hang_timeout_s=settings.hang_timeout_s,
     )
+    feed = EventFeed()
+    watch = TurnWatch(feed)
+    inference = InferenceService(
+        device,
+        hub,
+        memory.agents,
+        memory.replays,
+        request_timeout_s=settings.request_timeout_s,
+        is_synced=settings.durability == "sync",
+        watch=watch,
+    )
+    models = ModelRegistry(device, model_id, backend_name)
+    budgets = CacheBudgets(settings.disk_budget_mb * 2**20, settings.write_queue_mb * 2**20)
+    cache = CacheService(memory.opened, memory.agents, device, watch, feed, memory.disk, budgets)
+    chat = StatefulChat(
+        memory.agents,
+        inference,
+        models,
+        max_waiting=settings.max_queue,
+        timeout_s=settings.request_timeout_s,
+    )
     return Server(
         settings=settings,
         backend_name=backend_name,
         model_id=model_id,
         device=device,
-        inference=InferenceService(
-            device,
-            hub,
-            memory.agents,
-            memory.replays,
-            request_timeout_s=settings.request_timeout_s,
-            is_synced=settings.durability == "sync",
-        ),
-        models=ModelRegistry(device, model_id, backend_name),
+        inference=inference,
+        models=models,
         memory=memory,
+        agents=AgentService(memory.agents, chat, cache, feed, _detokeniser(device)),
+        chat=chat,
+        cache=cache,
+        transfer=AgentTransfer(
+            memory.agents, memory.opened, device, memory.disk, AgentFile(memory.codec), feed
+        ),
+        feed=feed,
     )
 
 
@@ -81,6 +119,16 @@ def _choose_backend(settings: Settings) -> BackendName:
     if settings.backend != "auto":
         return settings.backend
     return "mlx" if mlx_runtime.is_preferred() and settings.device != "cpu" else "torch"
+
+
+def _detokeniser(device: DeviceThread) -> Callable[[Sequence[int]], str]:
+    def detokenise(tokens: Sequence[int]) -> str:
+        if device.model is None:
+            return ""
+        text = b"".join(map(device.model.tokenizer.token_bytes, tokens))
+        return text.decode("utf-8", "replace")
+
+    return detokenise
 
 
 def _prepare_directories(settings: Settings) -> None:

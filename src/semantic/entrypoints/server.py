@@ -15,12 +15,16 @@ from fastapi import FastAPI
 
 from semantic import __version__
 from semantic.adapters.inbound.anthropic_api import anthropic_router
+from semantic.adapters.inbound.cache_api import CacheApi
 from semantic.adapters.inbound.completions_api import completions_router
+from semantic.adapters.inbound.direct_api import DirectApi
+from semantic.adapters.inbound.direct_generate import GenerateApi
 from semantic.adapters.inbound.health import health_router
 from semantic.adapters.inbound.http_errors import install_error_handlers
 from semantic.adapters.inbound.openai_api import openai_router
 from semantic.adapters.inbound.responses_api import responses_router
 from semantic.adapters.inbound.security import AccessLog, BodyLimit, LocalHosts
+from semantic.adapters.inbound.transfer_api import IMPORT_PATH, TransferApi
 from semantic.application.past_turns import PastTurns
 from semantic.domain.errors import InvalidRequestError, ModelSwapError
 from semantic.entrypoints.bootstrap import Server
@@ -41,7 +45,7 @@ def create_app(server: Server) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         server.device.start()
         yield
-        server.device.request_stop()
+        server.request_stop()
         if not server.device.join(server.settings.shutdown_timeout_s):
             _log.warning("the device did not stop in time")
         _close_memory(server)
@@ -65,11 +69,25 @@ def create_app(server: Server) -> FastAPI:
     app.include_router(
         anthropic_router(server.inference, server.models, server.memory.agents.principal)
     )
-    app.add_middleware(BodyLimit, max_bytes=int(server.settings.max_body_mb * 2**20))
+    _add_agents(app, server)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=int(server.settings.max_body_mb * 2**20),
+        larger={IMPORT_PATH: server.settings.disk_budget_mb * 2**20},
+    )
     if not server.settings.allow_remote:
         app.add_middleware(LocalHosts)
     app.add_middleware(AccessLog)
     return app
+
+
+def _add_agents(app: FastAPI, server: Server) -> None:
+    principal = server.memory.agents.principal
+    # Before the paths that name an agent: `import` could be one.
+    app.include_router(TransferApi(server.transfer, server.agents, principal).router())
+    app.include_router(CacheApi(server.cache, server.feed, principal).router())
+    app.include_router(GenerateApi(server.agents, principal).router())
+    app.include_router(DirectApi(server.agents, principal).router())
 
 
 class _HttpServer(uvicorn.Server):
@@ -130,7 +148,7 @@ def _serve(server: Server) -> int:
     )
     sys.stdout.write(_banner(server, url))
     sys.stdout.flush()
-    http = _HttpServer(config, server.device.request_stop)
+    http = _HttpServer(config, server.request_stop)
     failures: list[str] = []
     threading.Thread(target=_announce, args=(server, http, failures), daemon=True).start()
     http.run(sockets=[listener])

@@ -1,12 +1,21 @@
 """What protocol adapters ask of the core."""
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from semantic.domain.agents import Principal
-from semantic.domain.chat import ChatRequest, Event, Message, Usage
+from semantic.domain.agents import Agent, Principal, Tier, Turn
+from semantic.domain.chat import (
+    ChatRequest,
+    Event,
+    Message,
+    OutputFormat,
+    Thinking,
+    ToolChoice,
+    Usage,
+)
+from semantic.domain.sampling import SamplingParams, StopRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,4 +133,217 @@ class ModelManagementPort(Protocol):
 
     def models(self) -> tuple[ModelStatus, ...]:
         """All models this server serves or is loading, the current one first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StateView:
+    """Where an agent's attention state is, in tokens and bytes.
+
+    Attributes:
+        tier: Where its next turn starts from.
+        num_tokens: Tokens whose state was kept when its latest turn ended.
+    """
+
+    tier: Tier = Tier.COLD
+    num_tokens: int = 0
+    memory_tokens: int = 0
+    disk_tokens: int = 0
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AgentView:
+    """An agent as clients see it.
+
+    Attributes:
+        num_tokens: Tokens of its conversation.
+        is_busy: A turn of its own is running or waiting.
+    """
+
+    agent: Agent
+    num_tokens: int
+    state: StateView
+    is_busy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AgentQuery:
+    """Which agents are wanted, and in which order.
+
+    Attributes:
+        sort: A field of `Agent`: last_used, created_at, num_turns or id.
+        after: The cursor that the page before gave.
+        labels: All of them must be there.
+        id_prefix: What ids begin with.
+    """
+
+    sort: str = "last_used"
+    is_descending: bool = True
+    limit: int = 20
+    after: str | None = None
+    labels: tuple[tuple[str, str], ...] = ()
+    id_prefix: str = ""
+    is_pinned: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AgentPage:
+    """Some of the agents that match.
+
+    Attributes:
+        num_matching: All that match, on this page or not.
+        cursor: Asks for the next page; None on the last one.
+    """
+
+    agents: tuple[AgentView, ...]
+    num_matching: int
+    cursor: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class NewTurn:
+    """What a client adds to the conversation of an agent, and how the reply is to be made."""
+
+    messages: tuple[Message, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: StopRules = field(default_factory=StopRules)
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    output_format: OutputFormat | None = None
+    thinking: Thinking | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceView:
+    """Where a prompt left the conversation that was there, and the text on both sides.
+
+    Attributes:
+        before: The last text they share.
+        expected: What the conversation went on with.
+        actual: What the prompt went on with.
+    """
+
+    turn_id: str
+    index: int
+    before: str
+    expected: str
+    actual: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What an agent's latest turn cost and why, and what the next one starts from."""
+
+    turn: Turn | None
+    divergence: DivergenceView | None
+    state: StateView
+
+
+class AgentManagementPort(Protocol):
+    """Agents as things one can hold. A tenant sees its own agents and no others.
+
+    Methods raise AgentNotFoundError where the agent, or the turn, is not there. They may read
+    from disk; `generate` is called on the event loop's thread, the others on any.
+    """
+
+    def create(self, agent: Agent) -> tuple[AgentView, bool]:
+        """Add an agent; says whether it is new. One with the same settings is returned as it is.
+
+        Raises:
+            ConflictError: there is one of this name with other settings.
+        """
+        ...
+
+    def get(self, principal: Principal, agent_id: str) -> AgentView:
+        """Find an agent."""
+        ...
+
+    def page(self, principal: Principal, query: AgentQuery) -> AgentPage:
+        """List agents.
+
+        Raises:
+            InvalidRequestError: the cursor is none of ours.
+        """
+        ...
+
+    def update(
+        self, principal: Principal, agent_id: str, edit: Callable[[Agent], Agent]
+    ) -> AgentView:
+        """Change an agent's settings."""
+        ...
+
+    def delete(self, principal: Principal, agent_id: str) -> None:
+        """Remove an agent; a turn that is running is cancelled."""
+        ...
+
+    async def generate(self, principal: Principal, agent_id: str, ask: NewTurn) -> Reply:
+        """Answer new messages in an agent's conversation; its turns run one after another.
+
+        Raises:
+            QuotaExceededError: it has had all it may have.
+            OverloadedError: too many of its turns are waiting.
+            ContextLengthError: the conversation does not fit, and its oldest part must stay.
+            GenerationTimeoutError: its turn did not come in time.
+            InvalidRequestError, ModelNotFoundError, ModelSwapError, DrainingError: see
+                `InferencePort`.
+        """
+        ...
+
+    def fork(
+        self, principal: Principal, agent_id: str, new_ids: Sequence[str], turn_id: str | None
+    ) -> tuple[AgentView, ...]:
+        """Make other agents with the same past, up to a turn if one is named: all or none.
+
+        Raises:
+            ConflictError: a name is taken.
+        """
+        ...
+
+    def rewind(self, principal: Principal, agent_id: str, turn_id: str | None) -> AgentView:
+        """Go back to an earlier turn, None before the first; ends the turn that is running."""
+        ...
+
+    def turns(
+        self, principal: Principal, agent_id: str, before: str | None, limit: int
+    ) -> tuple[Turn, ...]:
+        """An agent's turns, the latest first, from the one before `before` on."""
+        ...
+
+    def explain(self, principal: Principal, agent_id: str) -> Explanation:
+        """Say what the latest turn reused, where its prompt diverged, and what comes next."""
+        ...
+
+
+class AgentTransferPort(Protocol):
+    """Agents as files. Any thread; reads from disk."""
+
+    def export(self, principal: Principal, agent_id: str) -> Iterator[bytes]:
+        """Write an agent with its turns and attention state as one file, piece by piece.
+
+        Raises:
+            AgentNotFoundError: there is no such agent; before the first piece.
+        """
+        ...
+
+    def take_in(
+        self,
+        principal: Principal,
+        open_file: Callable[[], Iterable[bytes]],
+        new_id: str | None,
+        *,
+        is_messages_only: bool,
+    ) -> Agent:
+        """Take in an exported agent; the whole file is checked first.
+
+        Args:
+            principal: Whose it becomes.
+            open_file: Gives the file's content from its beginning, each time.
+            new_id: Its name from now on; None keeps the one in the file.
+            is_messages_only: Take what was said and leave tokens and attention state.
+
+        Raises:
+            ConflictError: the name is taken.
+            InvalidRequestError: the file is damaged, or another model's.
+        """
         ...

@@ -4,7 +4,7 @@ Both belong to one directory and to one process. Attention state may be lost at 
 harm; the ledger's agents and turns may not.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -173,6 +173,14 @@ LedgerChange: TypeAlias = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class TurnPlace:
+    """How long the conversation is after a turn, and where its attention state ends."""
+
+    num_tokens: int
+    pointer: Pointer | None
+
+
 class LedgerPort(Protocol):
     """Agents, turns, tenants, replays and the index of parts.
 
@@ -202,8 +210,19 @@ class LedgerPort(Protocol):
         """Read one turn."""
         ...
 
+    def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
+        """Read where a turn ended, without what was said in it."""
+        ...
+
     def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
         """Read the turns that led to `head`, the latest first, at most `limit`."""
+        ...
+
+    def ancestry(self, tenant: str, head: str, *, until: str = "") -> tuple[str, ...]:
+        """Read the ids of the turns that led to `head`, the latest first, no further than `until`.
+
+        What was said in them is not read.
+        """
         ...
 
     def turns_at(self, tenant: str, root: BlockName, block: BlockName) -> tuple[Turn, ...]:
@@ -239,4 +258,47 @@ class LedgerPort(Protocol):
 
     def close(self) -> None:
         """Write what is pending and let go; the last call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExportHead:
+    """What comes first in an agent's file.
+
+    Attributes:
+        model: The model's name, for people.
+        fingerprint: Tells the model that made tokens and attention state from every other.
+        abi: How the attention state is laid out.
+    """
+
+    agent: Agent
+    model: str
+    fingerprint: str
+    abi: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPart:
+    """One part of a block on an agent's way."""
+
+    part: BlockPart
+    payload: KVPayload
+
+
+ExportItem: TypeAlias = ExportHead | Turn | ExportPart
+
+
+class AgentFilePort(Protocol):
+    """One agent as one file: its head, then turns and parts of blocks, each in order."""
+
+    def write(self, items: Iterable[ExportItem]) -> Iterator[bytes]:
+        """Write a file, piece by piece."""
+        ...
+
+    def read(self, pieces: Iterable[bytes]) -> Iterator[ExportItem]:
+        """Read a file; that it is whole is known when the last item was given.
+
+        Raises:
+            InvalidRequestError: it is damaged, cut off, or no such file.
+        """
         ...

@@ -15,7 +15,7 @@ from semantic.adapters.outbound.ledger_json import (
     encode_tool,
     encode_turn,
 )
-from semantic.domain.agents import Agent, Quota, Reuse
+from semantic.domain.agents import Agent, AgentProfile, Divergence, Overflow, Quota, Reuse
 from semantic.domain.chat import (
     ImagePart,
     JsonObject,
@@ -65,8 +65,13 @@ any_body = st.builds(
     st.lists(any_message, max_size=3).map(tuple),
     st.builds(Usage, counts, counts, counts, counts, counts),
     st.builds(Reuse, counts, counts, counts, counts),
+    counts,
+    any_text,
+    counts,
+    st.none() | st.builds(Divergence, any_text, counts),
 )
 times = st.floats(0, 1e10)
+any_tool = st.builds(ToolSpec, any_text, any_text, any_object, st.booleans(), st.booleans())
 any_agent = st.builds(
     Agent,
     id=st.from_regex(r"[A-Za-z0-9._-]{1,128}", fullmatch=True),
@@ -81,8 +86,14 @@ any_agent = st.builds(
     ttl_s=st.none() | times,
     quota=st.builds(Quota, st.none() | counts, st.none() | counts),
     labels=st.lists(st.tuples(any_text, any_text), max_size=3).map(tuple),
+    profile=st.builds(
+        AgentProfile,
+        st.none() | any_text,
+        st.lists(any_tool, max_size=2).map(tuple),
+        st.none() | any_text,
+        st.sampled_from(Overflow),
+    ),
 )
-any_tool = st.builds(ToolSpec, any_text, any_text, any_object, st.booleans(), st.booleans())
 
 
 def test_every_kind_of_part_is_among_those_tried() -> None:
@@ -124,6 +135,10 @@ def test_the_stored_form_of_a_turn_stays_what_it_is() -> None:
         (Message(Role.ASSISTANT, (call,)), Message(Role.TOOL, (result,))),
         Usage(7, 2),
         Reuse(hot=5, computed=2),
+        num_messages=2,
+        digest="d1",
+        num_dropped=1,
+        divergence=Divergence("t0", 3),
     )
 
     stored = encode_turn(body)
@@ -160,8 +175,10 @@ def test_the_stored_form_of_a_turn_stays_what_it_is() -> None:
             "thinking_tokens": 0,
         },
         "reuse": {"hot": 5, "pool": 0, "disk": 0, "computed": 2},
-        "num_messages": 0,
-        "digest": "",
+        "num_messages": 2,
+        "digest": "d1",
+        "num_dropped": 1,
+        "divergence": {"turn_id": "t0", "index": 3},
     }
     assert "ä" in stored
 
@@ -174,6 +191,9 @@ def test_fields_with_defaults_may_be_absent() -> None:
         (Message(Role.USER, (ThinkingPart("hm"),)),), Usage(1), Reuse()
     )
     assert decode_agent("local", "coder", '{"created_at":2.0}') == Agent("coder", 2.0)
+    assert decode_agent("local", "coder", '{"created_at":2.0,"profile":{"system":"s"}}') == Agent(
+        "coder", 2.0, profile=AgentProfile("s")
+    )
 
 
 @given(any_agent, any_object)

@@ -26,6 +26,7 @@ from semantic.ports.persistence import (
     Repoint,
     Tenant,
     TouchParts,
+    TurnPlace,
 )
 from tests.unit.adapters.ledger_values import ROOT, agent_of, name_of, part_of, turn_of
 
@@ -90,6 +91,9 @@ def test_a_turn_of_another_tenant_is_not_there(ledger: SqliteLedger) -> None:
     assert ledger.turn("local", "t1") == mine
     assert ledger.turn("acme", "t1") == theirs
     assert ledger.turn("local", "t2") is None
+    assert ledger.place("local", "t1") == TurnPlace(3, mine.pointer)
+    assert ledger.place("acme", "t1") == TurnPlace(3, None)
+    assert ledger.place("local", "t2") is None
     assert ledger.turns("local", "t2", limit=9) == ()
     assert ledger.turns("acme", "t2", limit=9) == (child, theirs)
     assert ledger.turns_at("local", ROOT, name_of(1)) == (mine,)
@@ -103,6 +107,10 @@ def test_a_log_is_read_from_its_head_backwards(ledger: SqliteLedger) -> None:
     assert ledger.turns("local", "t49", limit=1000) == tuple(log[::-1])
     assert ledger.turns("local", "t30", limit=2) == (log[30], log[29])
     assert ledger.turns("local", "t30", limit=0) == ()
+    assert ledger.ancestry("local", "t49") == tuple(turn.id for turn in log[::-1])
+    assert ledger.ancestry("local", "t2") == ("t2", "t1", "t0")
+    assert ledger.ancestry("local", "t49", until="t47") == ("t49", "t48", "t47")
+    assert ledger.ancestry("acme", "t2") == ledger.ancestry("local", "nothing") == ()
     assert ledger.turns("local", "nothing", limit=5) == ()
 
 
@@ -111,6 +119,7 @@ def test_a_log_that_bites_its_tail_ends(ledger: SqliteLedger) -> None:
     ledger.apply([*changes, PutAgent(agent_of("coder", "t1"))], is_synced=False)
 
     assert [turn.id for turn in ledger.turns("local", "t1", limit=99)] == ["t1", "t2"]
+    assert ledger.ancestry("local", "t1") == ("t1", "t2")
     assert ledger.pointers() == ()
     assert ledger.forget_unreachable(before=99.0) == 0
 

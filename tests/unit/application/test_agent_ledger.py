@@ -142,14 +142,14 @@ def test_a_turn_that_is_not_written_yet_follows_its_block(ledger: MemoryLedger) 
 def test_a_fork_has_the_same_past_and_its_own_future(agents: AgentLedger) -> None:
     first = commit(agents, [1, 2], [3])
     commit(agents, [1, 2, 3, 4], [5])
-    fork = agents.fork(LOCAL_TENANT, "ann", "bob", first.id)
+    (fork,) = agents.fork(LOCAL_TENANT, "ann", ["bob"], first.id)
     assert agents.tokens(fork) == [1, 2, 3]
     agents.commit(LOCAL_TENANT, "bob", exchange([1, 2, 3, 9], [9]))
     assert agents.tokens(ann(agents)) == [1, 2, 3, 4, 5]
     with pytest.raises(InvalidRequestError):
-        agents.fork(LOCAL_TENANT, "ann", "bob")
+        agents.fork(LOCAL_TENANT, "ann", ["bob"])
     with pytest.raises(AgentNotFoundError):
-        agents.fork(LOCAL_TENANT, "ann", "cid", "turn_unknown")
+        agents.fork(LOCAL_TENANT, "ann", ["cid"], "turn_unknown")
 
 
 def test_rewinding(agents: AgentLedger) -> None:
@@ -185,9 +185,9 @@ def test_a_quota_of_turns(agents: AgentLedger) -> None:
 
 
 def test_settings_change_and_the_head_does_not(agents: AgentLedger) -> None:
-    before = agents.ensure(LOCAL_TENANT, "ann")
     turn = commit(agents, [1], [2])
-    assert agents.update(replace(before, weight=2.0)).head == turn.id
+    changed = agents.update(LOCAL_TENANT, "ann", lambda agent: replace(agent, weight=2.0))
+    assert (changed.head, changed.weight) == (turn.id, 2.0)
 
 
 def test_who_is_asked_for_by_many_at_once_is_made_once(ledger: MemoryLedger) -> None:

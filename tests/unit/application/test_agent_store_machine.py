@@ -70,7 +70,7 @@ class AgentLives(RuleBasedStateMachine):
         source = data.draw(st.sampled_from(sorted(self.said)))
         free = [name for name in NAMES if name not in self.said]
         if free:
-            self.rig.agents.fork(LOCAL_TENANT, source, free[0])
+            self.rig.agents.fork(LOCAL_TENANT, source, [free[0]])
             self.said[free[0]] = self.said[source]
             self.turns[free[0]] = list(self.turns[source])
 

@@ -279,7 +279,7 @@ def test_boundaries_of_another_branch_are_kept(make_rig: MakeRig) -> None:
     rig = make_rig(WINDOWED)
     said = [*HEAD, 1, 2, 3, 4, 5, 6]
     rig.talk("ann", said, boundaries=(len(HEAD), len(said) - 1))
-    rig.agents.fork(LOCAL_TENANT, "ann", "bob")
+    rig.agents.fork(LOCAL_TENANT, "ann", ["bob"])
     longer = said
     for turn in range(4):
         longer = [*longer, *range(20 + turn, 30 + turn)]

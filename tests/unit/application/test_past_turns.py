@@ -123,7 +123,7 @@ class TestWhoGoesOn:
         assert fork.head == turn_id("2")
 
     def test_a_fork_is_found_when_its_source_is_gone(self, known: AgentLedger) -> None:
-        known.fork("local", "a", "b", turn_id("1"))
+        known.fork("local", "a", ["b"], turn_id("1"))
         known.delete("local", "a")
         assert self.going_on(known, "1") == "b"
 

@@ -15,6 +15,7 @@ from semantic.domain import errors
 # The first class that fits decides, so subclasses come before their base.
 _STATUS: tuple[tuple[type[errors.SemanticError], int, str, str], ...] = (
     (errors.ContextLengthError, 400, "invalid_request_error", "context_length_exceeded"),
+    (errors.ConflictError, 409, "invalid_request_error", "conflict"),
     (errors.InvalidRequestError, 400, "invalid_request_error", "invalid_request"),
     (errors.AuthenticationError, 401, "authentication_error", "invalid_api_key"),
     (errors.AgentNotFoundError, 404, "invalid_request_error", "agent_not_found"),

@@ -3,6 +3,7 @@
 import re
 import secrets
 import time
+from collections.abc import Mapping
 
 import structlog
 from starlette.datastructures import Headers
@@ -42,17 +43,28 @@ class LocalHosts:
 class BodyLimit:
     """Answers 413 to bodies over a limit, whether declared or streamed."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, larger: Mapping[str, int] | None = None
+    ) -> None:
+        """Wrap an application.
+
+        Args:
+            app: What is behind the limit.
+            max_bytes: The limit.
+            larger: Paths with a limit of their own.
+        """
         self._app = app
         self._max_bytes = max_bytes
+        self._larger = larger or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, counting its body."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        max_bytes = self._larger.get(scope["path"], self._max_bytes)
         declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > self._max_bytes:
+        if declared.isdigit() and int(declared) > max_bytes:
             await self._refuse(scope, receive, send)
             return
         num_read = 0
@@ -62,7 +74,7 @@ class BodyLimit:
             nonlocal num_read, is_refused
             message = await receive()
             num_read += len(message.get("body", b""))
-            if num_read <= self._max_bytes:
+            if num_read <= max_bytes:
                 return message
             if not is_refused:
                 is_refused = True
@@ -77,7 +89,10 @@ class BodyLimit:
         await self._app(scope, counted, unless_refused)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        message = f"the body is larger than {self._max_bytes} bytes (max_body_mb)."
+        is_usual = scope["path"] not in self._larger
+        setting = "max_body_mb" if is_usual else "disk_budget_mb"
+        max_bytes = self._larger.get(scope["path"], self._max_bytes)
+        message = f"the body is larger than {max_bytes} bytes ({setting})."
         headers = {"connection": "close"}
         refusal = error_response(413, message, "request_too_large", headers=headers)
         await refusal(scope, receive, send)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from semantic.domain.agents import Agent, Quota, Reuse
+from semantic.domain.agents import Agent, AgentProfile, Divergence, Overflow, Quota, Reuse
 from semantic.domain.chat import (
     ImagePart,
     JsonObject,
@@ -52,6 +52,8 @@ class TurnBody:
     reuse: Reuse
     num_messages: int = 0
     digest: str = ""
+    num_dropped: int = 0
+    divergence: Divergence | None = None
 
 
 def encode_agent(agent: Agent) -> str | bytes:
@@ -59,9 +61,12 @@ def encode_agent(agent: Agent) -> str | bytes:
     stored = _fields_of(agent)
     for name in _AGENT_KEY:
         del stored[name]
-    return _dump(
-        stored | {"service_class": agent.service_class.value, "quota": _fields_of(agent.quota)}
-    )
+    nested: JsonObject = {
+        "service_class": agent.service_class.value,
+        "quota": _fields_of(agent.quota),
+        "profile": _profile_fields(agent.profile),
+    }
+    return _dump(stored | nested)
 
 
 def decode_agent(tenant: str, agent_id: str, text: str | bytes) -> Agent:
@@ -90,6 +95,8 @@ def encode_turn(body: TurnBody) -> str | bytes:
             "reuse": _fields_of(body.reuse),
             "num_messages": body.num_messages,
             "digest": body.digest,
+            "num_dropped": body.num_dropped,
+            "divergence": _fields_of(body.divergence) if body.divergence else None,
         }
     )
 
@@ -103,12 +110,14 @@ def decode_turn(text: str | bytes) -> TurnBody:
 
     def make(stored: dict[str, Any]) -> TurnBody:
         messages = tuple(_message(message) for message in stored["messages"])
+        diverged = stored.get("divergence")
         return _made(
             TurnBody,
             stored,
             messages=messages,
             usage=_made(Usage, stored["usage"]),
             reuse=_made(Reuse, stored.get("reuse", {})),
+            divergence=_made(Divergence, diverged) if diverged else None,
         )
 
     return _decoded("a turn", text, make)
@@ -128,10 +137,27 @@ def decode_tool(text: str | bytes) -> ToolSpec:
     return _decoded("a tool", text, lambda stored: _made(ToolSpec, stored))
 
 
+def _profile_fields(profile: AgentProfile) -> JsonObject:
+    return _fields_of(profile) | {
+        "tools": [_fields_of(tool) for tool in profile.tools],
+        "overflow": profile.overflow.value,
+    }
+
+
+def _profile(stored: dict[str, Any]) -> AgentProfile:
+    made: dict[str, Any] = {}
+    if "tools" in stored:
+        made["tools"] = tuple(_made(ToolSpec, tool) for tool in stored["tools"])
+    if "overflow" in stored:
+        made["overflow"] = Overflow(stored["overflow"])
+    return _made(AgentProfile, stored, **made)
+
+
 _AGENT_FIELDS: dict[str, Callable[[Any], object]] = {
     "service_class": ServiceClass,
     "quota": lambda stored: _made(Quota, stored),
     "labels": lambda stored: tuple((key, value) for key, value in stored),
+    "profile": _profile,
 }
 
 

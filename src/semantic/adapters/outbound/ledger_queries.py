@@ -12,7 +12,7 @@ from semantic.adapters.outbound.ledger_rows import (
 from semantic.adapters.outbound.ledger_schema import AGENTS, TENANTS
 from semantic.domain.agents import Pointer, Turn
 from semantic.domain.blocks import BlockName
-from semantic.ports.persistence import LedgerState
+from semantic.ports.persistence import LedgerState, TurnPlace
 
 # UNION ends a walk that comes back to where it was, which only a damaged ledger can make it do.
 _WALK = """
@@ -24,6 +24,16 @@ WITH RECURSIVE walk (id, parent) AS (
 )
 SELECT turns.* FROM walk CROSS JOIN turns ON turns.id = walk.id AND turns.tenant = :tenant
 """
+_ANCESTRY = """
+WITH RECURSIVE walk (id, parent) AS (
+    SELECT id, parent FROM turns WHERE id = :head AND tenant = :tenant
+    UNION SELECT turns.id, turns.parent FROM walk
+        JOIN turns ON turns.id = walk.parent AND turns.tenant = :tenant
+        WHERE walk.id <> :until
+)
+SELECT id, parent FROM walk
+"""
+_PLACE = "SELECT num_tokens, root, block, pointer_tokens FROM turns WHERE id = ? AND tenant = ?"
 _POINTERS = """
 WITH RECURSIVE reached (id, tenant) AS (
     SELECT head, tenant FROM agents WHERE head IS NOT NULL
@@ -57,6 +67,15 @@ def read_state(connection: sqlite3.Connection, problem: str) -> LedgerState:
     )
 
 
+def read_place(connection: sqlite3.Connection, tenant: str, turn_id: str) -> TurnPlace | None:
+    """Read where a turn ended, without what was said in it."""
+    row = connection.execute(_PLACE, (turn_id, tenant)).fetchone()
+    if row is None:
+        return None
+    num_tokens, *place = row
+    return TurnPlace(num_tokens, None if place[1] is None else read_pointer(tuple(place)))
+
+
 def read_turns(
     connection: sqlite3.Connection, tenant: str, head: str, limit: int
 ) -> tuple[Turn, ...]:
@@ -72,6 +91,20 @@ def read_turns(
         turn = found.pop(next_id)
         log.append(turn)
         next_id = turn.parent
+    return tuple(log)
+
+
+def read_ancestry(
+    connection: sqlite3.Connection, tenant: str, head: str, until: str
+) -> tuple[str, ...]:
+    """Read the ids of the turns that led to `head`, the latest first, down to `until`."""
+    named = {"head": head, "tenant": tenant, "until": until}
+    parents = dict(connection.execute(_ANCESTRY, named).fetchall())
+    log: list[str] = []
+    next_id: str | None = head
+    while next_id is not None and next_id in parents:
+        log.append(next_id)
+        next_id = parents.pop(next_id)
     return tuple(log)
 
 

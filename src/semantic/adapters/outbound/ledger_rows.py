@@ -59,7 +59,10 @@ def read_agent(row: Row) -> Agent:
 def turn_row(tenant: str, turn: Turn) -> Row:
     """Stand for a turn of a tenant."""
     body = ledger_json.encode_turn(
-        ledger_json.TurnBody(turn.messages, turn.usage, turn.reuse, turn.num_messages, turn.digest)
+        ledger_json.TurnBody(
+            *(turn.messages, turn.usage, turn.reuse, turn.num_messages, turn.digest),
+            *(turn.num_dropped, turn.divergence),
+        )
     )
     pointer = turn.pointer
     place = (pointer.root, pointer.block, pointer.num_tokens) if pointer else (None, None, None)
@@ -96,6 +99,8 @@ def read_turn(row: Row) -> Turn:
         num_messages=said.num_messages,
         digest=said.digest,
         is_durable=bool(is_durable),
+        num_dropped=said.num_dropped,
+        divergence=said.divergence,
     )
 
 

@@ -17,6 +17,7 @@ from semantic.ports.persistence import (
     PutTurn,
     Repoint,
     Tenant,
+    TurnPlace,
 )
 
 
@@ -47,6 +48,11 @@ class MemoryLedger:
         with self._lock:
             return self._turns.get((tenant, turn_id))
 
+    def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
+        """Find where a turn ended."""
+        turn = self.turn(tenant, turn_id)
+        return TurnPlace(turn.num_tokens, turn.pointer) if turn else None
+
     def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
         """Follow the turns back."""
         with self._lock:
@@ -54,6 +60,16 @@ class MemoryLedger:
             turn = self._turns.get((tenant, head))
             while turn is not None and len(found) < limit:
                 found.append(turn)
+                turn = self._turns.get((tenant, turn.parent)) if turn.parent else None
+            return tuple(found)
+
+    def ancestry(self, tenant: str, head: str, *, until: str = "") -> tuple[str, ...]:
+        """Follow the turns back by their ids."""
+        with self._lock:
+            found: dict[str, None] = {}
+            turn = self._turns.get((tenant, head))
+            while turn is not None and turn.id not in found and until not in found:
+                found[turn.id] = None
                 turn = self._turns.get((tenant, turn.parent)) if turn.parent else None
             return tuple(found)
 

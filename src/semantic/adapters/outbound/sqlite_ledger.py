@@ -25,6 +25,8 @@ from semantic.adapters.outbound.ledger_files import (
     sync_file,
 )
 from semantic.adapters.outbound.ledger_queries import (
+    read_ancestry,
+    read_place,
     read_pointers,
     read_state,
     read_turns,
@@ -42,7 +44,7 @@ from semantic.adapters.outbound.ledger_schema import (
 from semantic.domain.agents import Pointer, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CachePersistenceError
-from semantic.ports.persistence import LedgerChange, LedgerState
+from semantic.ports.persistence import LedgerChange, LedgerState, TurnPlace
 
 LEDGER_FILE, BACKUP_FILE = "ledger.db", "ledger.backup.db"
 _TIMEOUT_S = 5.0
@@ -121,10 +123,20 @@ class SqliteLedger:
             ).fetchone()
             return read_turn(row) if row else None
 
+    def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
+        """Read where a turn ended, without what was said in it."""
+        with self._current.readers.lend() as connection:
+            return read_place(connection, tenant, turn_id)
+
     def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
         """Read the turns that led to `head`, the latest first, at most `limit`."""
         with self._current.readers.lend() as connection:
             return read_turns(connection, tenant, head, limit)
+
+    def ancestry(self, tenant: str, head: str, *, until: str = "") -> tuple[str, ...]:
+        """Read the ids of the turns that led to `head`, the latest first, down to `until`."""
+        with self._current.readers.lend() as connection:
+            return read_ancestry(connection, tenant, head, until)
 
     def turns_at(self, tenant: str, root: BlockName, block: BlockName) -> tuple[Turn, ...]:
         """Read the turns that point at or into a block, the latest first."""

@@ -1,0 +1,40 @@
+"""A few lines over httpx that the examples share: an agent one can talk to."""
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+Json = dict[str, Any]
+
+
+def connect(url: str | None = None) -> httpx.Client:
+    """Connect to a server; `SEMANTIC_URL` says where it is."""
+    base_url = url or os.environ.get("SEMANTIC_URL", "http://127.0.0.1:8000")
+    return httpx.Client(base_url=base_url, timeout=600, trust_env=False)
+
+
+def call(http: httpx.Client, method: str, path: str, **options: Any) -> Json:
+    """Ask, and raise the server's own words if it refuses."""
+    answer = http.request(method, path, **options)
+    if answer.is_error:
+        raise RuntimeError(answer.json()["error"]["message"])
+    found: Json = answer.json() if answer.content else {}
+    return found
+
+
+def say(http: httpx.Client, agent_id: str, message: str, **options: Any) -> Json:
+    """Send one message to an agent and wait for the reply."""
+    body = {"message": message, "temperature": 0, "max_tokens": 40, **options}
+    return call(http, "POST", f"/v1/agents/{agent_id}/generate", json=body)
+
+
+def stream(http: httpx.Client, agent_id: str, message: str, **options: Any) -> Iterator[Json]:
+    """Send one message to an agent and yield the reply's events."""
+    body = {"message": message, "temperature": 0, "max_tokens": 40, "stream": True, **options}
+    with http.stream("POST", f"/v1/agents/{agent_id}/generate", json=body) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                yield json.loads(line.removeprefix("data: "))

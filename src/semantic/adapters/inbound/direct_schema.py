@@ -1,0 +1,300 @@
+"""What clients send to the agent API, and its translation to ours.
+
+Unknown fields are refused: a misspelled setting that is passed over is worse than an error.
+"""
+
+import json
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from semantic.domain.agents import Agent, AgentProfile, Overflow, Quota
+from semantic.domain.chat import (
+    JsonFormat,
+    JsonObject,
+    Message,
+    Part,
+    Role,
+    ServiceClass,
+    TextPart,
+    ToolChoice,
+    ToolMode,
+    ToolResultPart,
+    ToolSpec,
+)
+from semantic.domain.sampling import MAX_STOP_STRINGS, SamplingParams, StopRules
+from semantic.ports.inbound import NewTurn
+
+MAX_FORKS = 256
+_MAX_ENTRIES = 1024
+_ID = r"^[A-Za-z0-9._-]{1,128}$"
+
+
+def _require_whole_characters(text: str) -> str:
+    """JSON can spell half a surrogate pair; nothing we write to can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("the text holds half a surrogate pair") from error
+    return text
+
+
+def _require_plain_json(value: dict[str, Any]) -> dict[str, Any]:
+    """Python's parser takes numbers that JSON has not, and text that UTF-8 has not."""
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError("it is not plain JSON") from error
+    return value
+
+
+Text = Annotated[str, AfterValidator(_require_whole_characters)]
+AgentId = Annotated[str, Field(pattern=_ID, description="1 to 128 of A-Z a-z 0-9 . _ -")]
+TurnId = Annotated[Text, Field(min_length=1, max_length=128)]
+_PlainJson = Annotated[dict[str, Any], AfterValidator(_require_plain_json)]
+_Count = Annotated[int, Field(ge=0, le=2**62)]
+_Seconds = Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
+_Label = Annotated[str, Field(max_length=256), AfterValidator(_require_whole_characters)]
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+
+
+class Tool(_Schema):
+    """A function the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    description: Text = ""
+    parameters: _PlainJson = Field(default_factory=dict, description="JSON schema of the arguments")
+    strict: bool = False
+
+    def to_domain(self) -> ToolSpec:
+        """Translate."""
+        return ToolSpec(self.name, self.description, self.parameters, is_strict=self.strict)
+
+
+class AgentQuota(_Schema):
+    """What an agent may keep; null is unlimited."""
+
+    max_bytes: _Count | None = Field(default=None, description="bytes of attention state")
+    max_turns: _Count | None = None
+
+
+class AgentSettings(_Schema):
+    """What can be set when an agent is made, and changed later; absent fields keep their value."""
+
+    system: Text | None = Field(None, description="system prompt; null leaves the conversation's")
+    tools: list[Tool] = Field([], max_length=_MAX_ENTRIES)
+    model: Text | None = Field(None, description="who answers; null takes the model that is served")
+    service_class: Literal["interactive", "background"] = Field("interactive", alias="class")
+    weight: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = 1.0
+    pin: bool = Field(False, description="keep its state on disk whatever the budget")
+    ttl_s: _Seconds | None = Field(None, description="forgotten when unused for so long")
+    quota: AgentQuota = AgentQuota()
+    overflow: Literal["error", "drop_oldest"] = Field(
+        "error", description="what happens when the conversation outgrows the context"
+    )
+    labels: dict[_Label, _Label] = Field({}, max_length=64)
+
+    def apply(self, agent: Agent) -> Agent:
+        """The agent with the fields that were given."""
+        given = self.model_fields_set
+        profile, changes = dict[str, Any](), dict[str, Any]()
+        for name in given & {"system", "model"}:
+            profile[name] = getattr(self, name)
+        if "tools" in given:
+            profile["tools"] = tuple(tool.to_domain() for tool in self.tools)
+        if "overflow" in given:
+            profile["overflow"] = Overflow(self.overflow)
+        for name in given & {"weight", "ttl_s"}:
+            changes[name] = getattr(self, name)
+        if "pin" in given:
+            changes["is_pinned"] = self.pin
+        if "service_class" in given:
+            changes["service_class"] = ServiceClass(self.service_class)
+        if "quota" in given:
+            changes["quota"] = Quota(self.quota.max_bytes, self.quota.max_turns)
+        if "labels" in given:
+            changes["labels"] = tuple(sorted(self.labels.items()))
+        return replace(agent, **changes, profile=replace(agent.profile, **profile))
+
+
+class CreateAgent(AgentSettings):
+    """The body of `POST /v1/agents`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"id": "coder", "system": "You write Python.", "labels": {"project": "web"}},
+                {"system": "Be brief.", "overflow": "drop_oldest", "class": "background"},
+            ]
+        }
+    )
+
+    id: AgentId | None = Field(None, description="drawn if absent")
+
+
+class PatchAgent(AgentSettings):
+    """The body of `PATCH /v1/agents/{id}`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"pin": True}, {"system": "You review Python."}]}
+    )
+
+
+class _NewPart(_Schema):
+    type: Literal["text"] = "text"
+    text: Text
+
+
+class NewMessage(_Schema):
+    """One message that is new; a tool's result names its call."""
+
+    role: Literal["user", "tool", "system"] = "user"
+    content: Text | list[_NewPart]
+    tool_call_id: Text | None = None
+    is_error: bool = False
+
+    @model_validator(mode="after")
+    def _require_call(self) -> Self:
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id belongs to messages of role tool, and to no others")
+        return self
+
+    def to_domain(self) -> Message:
+        """Translate."""
+        given = [self.content] if isinstance(self.content, str) else [p.text for p in self.content]
+        texts = tuple(TextPart(text) for text in given)
+        parts: tuple[Part, ...] = texts
+        if self.tool_call_id is not None:
+            parts = (ToolResultPart(self.tool_call_id, texts, is_error=self.is_error),)
+        return Message(Role(self.role), parts)
+
+
+class _NamedTool(_Schema):
+    name: Text
+
+
+class _OutputFormat(_Schema):
+    type: Literal["text", "json"] = "text"
+    json_schema: _PlainJson | None = None
+
+
+class Generate(_Schema):
+    """The body of `POST /v1/agents/{id}/generate`: only what is new."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"message": "What is the capital of France?", "max_tokens": 40},
+                {"messages": [{"role": "user", "content": "And of Italy?"}], "stream": True},
+            ]
+        }
+    )
+
+    message: Text | None = Field(None, description="what the user says")
+    messages: list[NewMessage] | None = Field(
+        None, min_length=1, max_length=_MAX_ENTRIES, description="or messages, in place of it"
+    )
+    stream: bool = False
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    stop: list[Text] = Field([], max_length=MAX_STOP_STRINGS)
+    ignore_eos: bool = False
+    tool_choice: Literal["auto", "none", "required"] | _NamedTool = "auto"
+    response_format: _OutputFormat | None = None
+
+    @model_validator(mode="after")
+    def _require_one(self) -> Self:
+        if (self.message is None) == (self.messages is None):
+            raise ValueError("send either message or messages")
+        return self
+
+    def to_domain(self) -> NewTurn:
+        """Translate.
+
+        Raises:
+            InvalidRequestError: a value cannot be honoured.
+        """
+        messages = [NewMessage(content=self.message)] if self.message is not None else self.messages
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        more = ("presence_penalty", "frequency_penalty", "seed")
+        known = {name: getattr(self, name) for name in (*names, *more)}
+        sampling: dict[str, Any] = {n: value for n, value in known.items() if value is not None}
+        strings = tuple(self.stop)
+        return NewTurn(
+            messages=tuple(message.to_domain() for message in messages or ()),
+            sampling=SamplingParams(**sampling),
+            stop=StopRules(self.max_tokens, strings, ignore_eos=self.ignore_eos),
+            tool_choice=self._tool_choice(),
+            output_format=self._output_format(),
+        )
+
+    def _tool_choice(self) -> ToolChoice:
+        if isinstance(self.tool_choice, _NamedTool):
+            return ToolChoice(ToolMode.NAMED, self.tool_choice.name)
+        return ToolChoice(ToolMode(self.tool_choice))
+
+    def _output_format(self) -> JsonFormat | None:
+        if self.response_format is None or self.response_format.type == "text":
+            return None
+        schema: JsonObject | None = self.response_format.json_schema
+        return JsonFormat(schema)
+
+
+class Fork(_Schema):
+    """The body of `POST /v1/agents/{id}/fork`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"ids": ["reviewer"]}, {"n": 4, "turn_id": "turn_5f2a"}]}
+    )
+
+    ids: list[AgentId] | None = Field(None, min_length=1, max_length=MAX_FORKS)
+    n: int | None = Field(None, ge=1, le=MAX_FORKS, description="so many, with ids drawn")
+    turn_id: TurnId | None = Field(None, description="fork from this turn; null from the latest")
+
+    @model_validator(mode="after")
+    def _require_one(self) -> Self:
+        if self.ids is not None and self.n is not None:
+            raise ValueError("send either ids or n")
+        return self
+
+
+class Rewind(_Schema):
+    """The body of `POST /v1/agents/{id}/rewind`."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"turn_id": "turn_5f2a"}]})
+
+    turn_id: TurnId | None = Field(description="the turn to go back to; null before the first")
+
+
+class Evict(_Schema):
+    """The body of `POST /v1/agents/{id}/evict`."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"to": "disk"}, {"to": "cold"}]})
+
+    to: Literal["disk", "cold"] = Field("disk", description="cold drops it from disk too")
+
+
+class Collect(_Schema):
+    """The body of `POST /v1/cache/gc`."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{}, {"orphan_age_s": 0}]})
+
+    orphan_age_s: Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)] | None = Field(
+        None, description="spare what was used since; null takes the server's setting"
+    )
+
+
+def new_agent(body: CreateAgent, tenant: str, agent_id: str, now: float) -> Agent:
+    """Make an agent of a client's settings."""
+    return body.apply(Agent(agent_id, now, tenant, last_used=now, profile=AgentProfile()))

@@ -1,0 +1,234 @@
+"""Agents that leave as a file and come back: here, on another server, or to another model.
+
+Block names depend on the tenant, so attention state that comes in is sealed anew under names of
+its new owner. It is only a cache: what finds no room is left out, and computed when it is needed.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from semantic.application.agent_ledger import AgentLedger
+from semantic.application.block_index import BlockNode
+from semantic.application.cache_service import OpenCache
+from semantic.application.device_thread import DeviceThread, LoadedModel
+from semantic.application.disk_tier import DiskTier
+from semantic.application.event_feed import EventFeed
+from semantic.domain.agents import Agent, Pointer, Principal, Turn
+from semantic.domain.blocks import BlockName, unpack_tokens
+from semantic.domain.errors import (
+    AgentNotFoundError,
+    CacheCorruptionError,
+    ConflictError,
+    InvalidRequestError,
+    ModelSwapError,
+)
+from semantic.domain.feed import AgentChanged, AgentDeed
+from semantic.domain.spec import LayerKind
+from semantic.ports.outbound import KVPayload
+from semantic.ports.persistence import AgentFilePort, ExportHead, ExportItem, ExportPart
+
+OpenFile = Callable[[], Iterable[bytes]]
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """What a file was found to hold."""
+
+    head: ExportHead
+    turns: list[Turn] = field(default_factory=list)
+    num_parts: int = 0
+
+
+class AgentTransfer:
+    """`AgentTransferPort` over a store and a ledger."""
+
+    def __init__(
+        self,
+        agents: AgentLedger,
+        opened: Callable[[], OpenCache | None],
+        device: DeviceThread,
+        disk: DiskTier | None,
+        files: AgentFilePort,
+        feed: EventFeed,
+    ) -> None:
+        self._agents = agents
+        self._opened = opened
+        self._device = device
+        self._disk = disk
+        self._files = files
+        self._feed = feed
+
+    # -- out ------------------------------------------------------------------------------------
+
+    def export(self, principal: Principal, agent_id: str) -> Iterator[bytes]:
+        """Write an agent with its turns and attention state as one file, piece by piece."""
+        agent = self._agents.get(principal.tenant, agent_id)
+        model = self._device.ready_model()
+        return self._files.write(self._items(agent, model))
+
+    def _items(self, agent: Agent, model: LoadedModel) -> Iterator[ExportItem]:
+        yield ExportHead(agent, model.id, _fingerprint(model), model.backend.traits.kv_abi)
+        turns = self._agents.turns(agent, limit=max(agent.num_turns, 1))
+        yield from reversed(turns)
+        if turns and turns[0].pointer is not None:
+            yield from self._parts(turns[0].pointer)
+
+    def _parts(self, pointer: Pointer) -> Iterator[ExportPart]:
+        """The parts of all blocks on the way to a pointer, as far as they can be had."""
+        opened = self._opened()
+        if opened is None:
+            return
+        with opened.store.lock:
+            chain = opened.store.index.chain(pointer.block)
+        for node in chain:
+            kinds = [kind for kind in LayerKind if node.has(kind)]
+            try:
+                payloads = [(kind, self._payload(node, kind)) for kind in kinds]
+            except CacheCorruptionError:
+                return
+            if LayerKind.FULL not in kinds:
+                return
+            for kind, payload in payloads:
+                yield ExportPart(node.part(kind), payload)
+
+    def _payload(self, node: BlockNode, kind: LayerKind) -> KVPayload:
+        payload, part = node.payloads.get(kind), node.files.get(kind)
+        if payload is not None:
+            return payload
+        if part is None or self._disk is None:
+            raise CacheCorruptionError(f"block {node.name.short} is gone")
+        return self._disk.read(part).result()
+
+    # -- in -------------------------------------------------------------------------------------
+
+    def take_in(
+        self,
+        principal: Principal,
+        open_file: OpenFile,
+        new_id: str | None,
+        *,
+        is_messages_only: bool,
+    ) -> Agent:
+        """Take in an exported agent; the whole file is checked before anything is changed."""
+        arrival = _checked(self._files.read(open_file()))
+        agent_id = new_id or arrival.head.agent.id
+        self._require_free(principal, agent_id)
+        names: dict[BlockName, BlockName] = {}
+        root = BlockName()
+        if not is_messages_only and arrival.num_parts:
+            model = self._device.ready_model()
+            _require_same_model(arrival.head, model)
+            root = model.root(principal)
+            names = self._seal(root, self._files.read(open_file()))
+        elif not is_messages_only:
+            _require_same_model(arrival.head, self._device.ready_model())
+        turns = _renamed(arrival.turns, agent_id, root, names, is_messages_only=is_messages_only)
+        now = time.time()
+        agent = replace(
+            arrival.head.agent,
+            id=agent_id,
+            tenant=principal.tenant,
+            head=turns[-1].id if turns else None,
+            num_turns=len(turns),
+            created_at=now,
+            last_used=now,
+            is_pinned=False,
+        )
+        made = self._agents.create(agent, turns)
+        self._feed.publish(AgentChanged(made.tenant, made.id, AgentDeed.IMPORTED))
+        return made
+
+    def _require_free(self, principal: Principal, agent_id: str) -> None:
+        try:
+            self._agents.get(principal.tenant, agent_id)
+        except AgentNotFoundError:
+            return
+        raise ConflictError(f"there is an agent {agent_id!r} already.", param="id")
+
+    def _seal(self, root: BlockName, items: Iterator[ExportItem]) -> dict[BlockName, BlockName]:
+        """Keep blocks under names of their new owner; returns which became which."""
+        opened = self._opened()
+        if opened is None:
+            raise ModelSwapError("the model is loading.", retry_after_s=2)
+        parts = (item for item in items if isinstance(item, ExportPart))
+        names: dict[BlockName, BlockName] = {}
+        is_room = True
+        for name, group in groupby(parts, key=lambda item: item.part.name):
+            block = list(group)  # all items are read: the file is checked to its end
+            part = block[0].part
+            parent = root if part.parent == part.root else names.get(part.parent)
+            if not is_room or parent is None:
+                continue
+            payloads = [item.payload for item in block]
+            sealed = opened.store.seal(root, parent, unpack_tokens(part.tokens), payloads)
+            is_room = sealed is not None
+            if sealed is not None:
+                names[name] = sealed
+                end = part.start + part.num_tokens
+                opened.store.settle([sealed], sealed, [end])
+        return names
+
+
+def _checked(items: Iterator[ExportItem]) -> _Arrival:
+    """Read a file to its end and see that its turns follow one another."""
+    first = next(items, None)
+    if not isinstance(first, ExportHead):
+        raise InvalidRequestError("the file does not begin with an agent.", param="file")
+    arrival = _Arrival(first)
+    for item in items:
+        if isinstance(item, Turn) and not arrival.num_parts:
+            parent = arrival.turns[-1].id if arrival.turns else None
+            if item.parent != parent:
+                raise InvalidRequestError("the file's turns do not follow.", param="file")
+            arrival.turns.append(item)
+        elif isinstance(item, ExportPart):
+            if item.payload.abi != first.abi:
+                raise InvalidRequestError("the file mixes attention state.", param="file")
+            arrival.num_parts += 1
+        else:
+            raise InvalidRequestError("the file's parts are in disorder.", param="file")
+    return arrival
+
+
+def _require_same_model(head: ExportHead, model: LoadedModel) -> None:
+    served = _fingerprint(model), model.backend.traits.kv_abi
+    if (head.fingerprint, head.abi) != served:
+        raise InvalidRequestError(
+            f"the file's attention state is of {head.model!r}, and {model.id!r} cannot use it. "
+            "Import what was said alone, with messages_only=true.",
+            param="messages_only",
+        )
+
+
+def _renamed(
+    turns: Iterable[Turn],
+    agent_id: str,
+    root: BlockName,
+    names: dict[BlockName, BlockName],
+    *,
+    is_messages_only: bool,
+) -> list[Turn]:
+    """Give turns ids of their own, and let them point at the blocks that were kept."""
+    renamed: list[Turn] = []
+    for turn in turns:
+        block = names.get(turn.pointer.block) if turn.pointer else None
+        pointer = Pointer(root, block, turn.pointer.num_tokens) if turn.pointer and block else None
+        taken = replace(
+            turn,
+            id=f"turn_{secrets.token_hex(12)}",
+            parent=renamed[-1].id if renamed else None,
+            agent_id=agent_id,
+            pointer=pointer,
+            is_durable=False,
+        )
+        if is_messages_only:
+            taken = replace(taken, tokens=(), num_tokens=0, digest="")
+        renamed.append(taken)
+    return renamed
+
+
+def _fingerprint(model: LoadedModel) -> str:
+    return model.fingerprint or model.id

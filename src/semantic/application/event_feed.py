@@ -1,0 +1,120 @@
+"""Tells those who watch what happens to agents; whoever is too slow misses some and hears of it."""
+
+import asyncio
+import threading
+from collections import deque
+
+from semantic.domain.errors import OverloadedError
+from semantic.domain.feed import FeedEvent, Missed
+
+_CAPACITY = 256
+_MAX_READERS = 64
+
+
+class Subscription:
+    """One reader's part of the feed. Read on the event loop's thread that made it."""
+
+    def __init__(self, tenant: str, feed: "EventFeed", capacity: int) -> None:
+        self.tenant = tenant
+        self._feed = feed
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.RLock()  # a signal's handler may run inside it
+        self._events: deque[FeedEvent] = deque()
+        self._capacity = capacity
+        self._num_missed = 0
+        self._is_closed = False
+        self._has_news = asyncio.Event()
+
+    def put(self, event: FeedEvent) -> None:
+        """Add an event, dropping the oldest if there is no room; any thread."""
+        with self._lock:
+            self._events.append(event)
+            if len(self._events) > self._capacity:
+                self._events.popleft()
+                self._num_missed += 1
+        self._wake()
+
+    async def next(self, timeout_s: float) -> FeedEvent | Missed | None:
+        """Wait for the next event; None if nothing happened for `timeout_s`.
+
+        Raises:
+            StopAsyncIteration: the feed has ended.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._has_news.wait()
+        except TimeoutError:
+            return None
+        with self._lock:
+            if self._num_missed:
+                missed, self._num_missed = Missed(self._num_missed), 0
+                return missed
+            if self._events:
+                event = self._events.popleft()
+                if not self._events and not self._is_closed:
+                    self._has_news.clear()
+                return event
+        raise StopAsyncIteration
+
+    def close(self) -> None:
+        """Stop listening; idempotent."""
+        self._feed.drop(self)
+
+    def end(self) -> None:
+        """Let the reader come to its end; any thread."""
+        with self._lock:
+            self._is_closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._has_news.set)
+
+
+class EventFeed:
+    """Everyone who watches. Safe on any thread; publishing never waits."""
+
+    def __init__(self, capacity: int = _CAPACITY, max_readers: int = _MAX_READERS) -> None:
+        """Start with nobody.
+
+        Args:
+            capacity: Events kept for a reader that does not read.
+            max_readers: Further ones are refused.
+        """
+        self._capacity = capacity
+        self._max_readers = max_readers
+        self._lock = threading.RLock()  # a signal's handler may run inside it
+        self._readers: list[Subscription] = []
+
+    def publish(self, event: FeedEvent) -> None:
+        """Tell the readers of the event's tenant."""
+        with self._lock:
+            readers = [reader for reader in self._readers if reader.tenant == event.tenant]
+        for reader in readers:
+            reader.put(event)
+
+    def subscribe(self, tenant: str) -> Subscription:
+        """Listen to what happens to a tenant's agents from now on.
+
+        Raises:
+            OverloadedError: too many are listening.
+        """
+        subscription = Subscription(tenant, self, self._capacity)
+        with self._lock:
+            if len(self._readers) >= self._max_readers:
+                raise OverloadedError("too many are watching already.", retry_after_s=30)
+            self._readers.append(subscription)
+        return subscription
+
+    def drop(self, subscription: Subscription) -> None:
+        """Forget a reader."""
+        with self._lock:
+            if subscription in self._readers:
+                self._readers.remove(subscription)
+
+    def close(self) -> None:
+        """End all readers, at the end of the server."""
+        with self._lock:
+            readers, self._readers = self._readers, []
+        for reader in readers:
+            reader.end()

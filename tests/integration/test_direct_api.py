@@ -1,0 +1,524 @@
+"""The agent API over a socket, on the fake backend."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.http_server import RunningServer, make_settings, run_server
+
+pytestmark = pytest.mark.integration
+
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    settings = make_settings(tmp_path_factory.mktemp("home"), default_max_tokens=20)
+    with run_server(settings) as server:
+        yield server
+
+
+@pytest.fixture
+def http(running: RunningServer) -> Iterator[httpx.Client]:
+    with running.client() as client:
+        yield client
+        for agent in client.get("/v1/agents", params={"limit": 100}).json()["data"]:
+            client.delete(f"/v1/agents/{agent['id']}")
+
+
+def make(http: httpx.Client, **settings: Any) -> dict[str, Any]:
+    answer = http.post("/v1/agents", json=settings)
+    assert answer.status_code == 201, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+def say(http: httpx.Client, agent_id: str, message: str, **options: Any) -> dict[str, Any]:
+    body = {"message": message, **GREEDY, **options}
+    answer = http.post(f"/v1/agents/{agent_id}/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    reply: dict[str, Any] = answer.json()
+    return reply
+
+
+def get(http: httpx.Client, path: str, **params: Any) -> Any:
+    answer = http.get(path, params=params)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    lines = answer.text.splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+
+
+def texts(turns: list[dict[str, Any]]) -> list[str]:
+    messages = [message for turn in reversed(turns) for message in turn["messages"]]
+    return ["".join(part["text"] for part in message["content"]) for message in messages]
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+# -- agents -----------------------------------------------------------------------------------
+
+
+def test_an_agent_is_made_found_changed_and_deleted(http: httpx.Client) -> None:
+    tool = {"name": "read", "description": "a file", "parameters": {"type": "object"}}
+    settings = {
+        "system": "be brief",
+        "tools": [{**tool, "strict": True}],
+        "model": "fake",
+        "class": "background",
+        "weight": 2.5,
+        "pin": True,
+        "ttl_s": 60.0,
+        "quota": {"max_bytes": 10**9, "max_turns": 5},
+        "overflow": "drop_oldest",
+        "labels": {"team": "red"},
+    }
+
+    made = make(http, id="coder", **settings)
+
+    assert made["settings"] == settings
+    assert get(http, "/v1/agents/coder") == made
+    patched = http.patch("/v1/agents/coder", json={"pin": False, "labels": {}, "system": None})
+    assert patched.json()["settings"] == {**settings, "pin": False, "labels": {}, "system": None}
+    assert http.delete("/v1/agents/coder").status_code == 204
+    assert error_of(http.get("/v1/agents/coder")) == (404, "agent_not_found")
+    assert error_of(http.delete("/v1/agents/coder")) == (404, "agent_not_found")
+
+
+def test_an_id_is_drawn_where_none_is_given(http: httpx.Client) -> None:
+    first, second = make(http), make(http)
+
+    assert first["id"] != second["id"]
+    assert get(http, f"/v1/agents/{first['id']}")["turns"] == 0
+
+
+def test_the_same_agent_again_is_the_agent_that_is_there(http: httpx.Client) -> None:
+    make(http, id="twin", system="s")
+    say(http, "twin", "hello")
+
+    again = http.post("/v1/agents", json={"id": "twin", "system": "s"})
+
+    assert (again.status_code, again.json()["turns"]) == (200, 1)
+    other = http.post("/v1/agents", json={"id": "twin", "system": "t"})
+    assert error_of(other) == (409, "conflict")
+
+
+def test_an_id_asked_for_many_times_at_once_is_made_once(http: httpx.Client) -> None:
+    statuses: list[int] = []
+
+    def ask(system: str) -> None:
+        answer = http.post("/v1/agents", json={"id": "rush", "system": system})
+        statuses.append(answer.status_code)
+
+    threads = [threading.Thread(target=ask, args=(f"s{i % 4}",)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sorted(statuses) == [200] * 3 + [201] + [409] * 12
+    assert get(http, "/v1/agents", prefix="rush")["total"] == 1
+
+
+@pytest.mark.parametrize(
+    "settings, param",
+    [
+        ({"id": "no spaces"}, "id"),
+        ({"id": ""}, "id"),
+        ({"id": "x" * 129}, "id"),
+        ({"weight": 0}, "weight"),
+        ({"weight": "1"}, "weight"),
+        ({"ttl_s": -1}, "ttl_s"),
+        ({"class": "royal"}, "class"),
+        ({"overflow": "burst"}, "overflow"),
+        ({"systems": "misspelled"}, "systems"),
+        ({"system": "half \ud800"}, "system"),
+        ({"tools": [{"name": "t", "parameters": {"a": float("nan")}}]}, "tools[0].parameters"),
+        ({"quota": {"max_turns": -1}}, "quota.max_turns"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(
+    http: httpx.Client, settings: dict[str, Any], param: str
+) -> None:
+    headers = {"content-type": "application/json"}
+    answer = http.post("/v1/agents", content=json.dumps(settings), headers=headers)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_agents_are_listed_in_pages_in_any_order(http: httpx.Client) -> None:
+    for name in ("b", "d", "a", "e", "c"):
+        make(http, id=name, labels={"kind": "vowel" if name in "ae" else "consonant"})
+    say(http, "d", "hello")
+
+    def ids(**params: Any) -> list[str]:
+        found, after = [], None
+        while True:
+            given = {"limit": 2, **params, **({"after": after} if after else {})}
+            page = get(http, "/v1/agents", **given)
+            found += [agent["id"] for agent in page["data"]]
+            after = page["next"]
+            if after is None:
+                assert page["total"] == len(found)
+                return found
+
+    assert ids(sort="id", order="asc") == ["a", "b", "c", "d", "e"]
+    assert ids(sort="created_at", order="asc") == ["b", "d", "a", "e", "c"]
+    assert ids(sort="turns")[0] == ids()[0] == "d"
+    assert ids(sort="id", order="asc", label="kind:vowel") == ["a", "e"]
+    assert ids(prefix="c") == ["c"]
+    assert ids(pin="true") == []
+    assert error_of(http.get("/v1/agents", params={"after": "bogus"}))[0] == 400
+    assert error_of(http.get("/v1/agents", params={"label": "kind"}))[0] == 400
+
+
+# -- generate ---------------------------------------------------------------------------------
+
+
+def test_only_the_new_message_is_sent_and_the_rest_is_remembered(
+    http: httpx.Client, running: RunningServer
+) -> None:
+    make(http, id="a", system="be brief")
+
+    first, second = say(http, "a", "hello"), say(http, "a", "and more")
+
+    whole = http.post(
+        "/v1/chat/completions",
+        json={
+            "model": running.model,
+            "messages": [
+                {"role": "system", "content": "be brief"},
+                {"role": "user", "content": "hello"},
+                {"role": "assistant", "content": first["text"]},
+                {"role": "user", "content": "and more"},
+            ],
+            **GREEDY,
+        },
+    ).json()
+    assert second["text"] == whole["choices"][0]["message"]["content"]
+    assert second["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    assert second["usage"]["cached_tokens"] > 0
+    turns = get(http, "/v1/agents/a/turns")["data"]
+    assert texts(turns) == ["be brief", "hello", first["text"], "and more", second["text"]]
+    assert [turn["id"] for turn in turns] == [second["turn_id"], first["turn_id"]]
+    assert get(http, "/v1/agents/a")["head"] == second["turn_id"]
+
+
+def test_a_stream_says_what_a_whole_reply_says(http: httpx.Client) -> None:
+    make(http, id="a")
+    make(http, id="b")
+    whole = say(http, "a", "hello")
+
+    body = {"message": "hello", **GREEDY, "stream": True}
+    answer = http.post("/v1/agents/b/generate", json=body)
+
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = events_of(answer)
+    assert events[0]["type"] == "started"
+    assert "".join(e["text"] for e in events if e["type"] == "text") == whole["text"]
+    last = events[-1]
+    assert (last["type"], last["text"]) == ("finished", whole["text"])
+    assert last["turn_id"] == events[0]["turn_id"] == get(http, "/v1/agents/b")["head"]
+
+
+def test_messages_may_be_spelled_out(http: httpx.Client) -> None:
+    make(http, id="a")
+    parts = [{"type": "text", "text": "good "}, {"type": "text", "text": "day"}]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts}]
+
+    answer = http.post("/v1/agents/a/generate", json={"messages": messages, **GREEDY})
+
+    assert answer.status_code == 200
+    assert texts(get(http, "/v1/agents/a/turns")["data"])[:2] == ["be brief", "good day"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"message": "a", "messages": [{"content": "b"}]},
+        {"messages": []},
+        {"messages": [{"role": "tool", "content": "no call"}]},
+        {"messages": [{"role": "assistant", "content": "mine"}]},
+        {"message": "a", "temperature": 101},
+        {"message": "a", "max_tokens": 0},
+        {"message": "a", "max_tokens": 10**9},
+        {"message": "a", "stop": [""]},
+        {"message": "half \ud800"},
+    ],
+)
+def test_what_cannot_be_generated_is_refused_before_it_starts(
+    http: httpx.Client, body: dict[str, Any]
+) -> None:
+    make(http, id="a")
+    headers = {"content-type": "application/json"}
+    answer = http.post("/v1/agents/a/generate", content=json.dumps(body), headers=headers)
+
+    assert answer.status_code == 400, answer.text
+    assert get(http, "/v1/agents/a")["turns"] == 0
+    assert not get(http, "/v1/agents/a")["busy"]
+
+
+def test_an_agent_of_another_model_is_not_answered(http: httpx.Client) -> None:
+    make(http, id="a", model="gpt-9")
+
+    answer = http.post("/v1/agents/a/generate", json={"message": "hello"})
+
+    assert error_of(answer) == (404, "model_not_found")
+
+
+def test_turns_of_one_agent_run_in_the_order_they_came(
+    http: httpx.Client, running: RunningServer
+) -> None:
+    make(http, id="a")
+    replies: dict[int, dict[str, Any]] = {}
+    with http.stream(
+        "POST",
+        "/v1/agents/a/generate",
+        json={"message": "q0", "max_tokens": 300, "ignore_eos": True, "stream": True},
+    ) as slow:
+        lines = slow.iter_lines()
+        next(lines)
+
+        def ask(index: int) -> None:
+            replies[index] = say(http, "a", f"q{index}")
+
+        threads = []
+        for index in (1, 2, 3):
+            threads.append(threading.Thread(target=ask, args=(index,)))
+            threads[-1].start()
+            while running.server.chat.num_inside("local", "a") < index + 1:
+                time.sleep(0.001)
+        for _ in lines:
+            pass
+    for thread in threads:
+        thread.join()
+
+    said = texts(get(http, "/v1/agents/a/turns")["data"])
+    assert said[::2] == ["q0", "q1", "q2", "q3"]
+    assert said[3::2] == [replies[index]["text"] for index in (1, 2, 3)]
+
+
+def test_a_client_that_leaves_the_queue_takes_its_turn_with_it(
+    http: httpx.Client, running: RunningServer
+) -> None:
+    make(http, id="a")
+    body = {"message": "q0", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/agents/a/generate", json=body) as slow:
+        lines = slow.iter_lines()  # left alone: reading ends when it is forgotten
+        next(lines)
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/agents/a/generate", json={"message": "never"}, timeout=0.1)
+        while running.server.chat.num_inside("local", "a") > 1:
+            time.sleep(0.001)
+    say(http, "a", "q1")
+
+    assert texts(get(http, "/v1/agents/a/turns")["data"])[::2] == ["q1"]
+
+
+def test_deleting_an_agent_cancels_its_reply(http: httpx.Client) -> None:
+    make(http, id="a")
+    body = {"message": "go on", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/agents/a/generate", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert http.delete("/v1/agents/a").status_code == 204
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+
+    assert (events[-1]["type"], events[-1]["finish_reason"]) == ("finished", "cancelled")
+    assert events[-1]["turn_id"] is None
+    assert events[-1]["usage"]["completion_tokens"] < 4000
+    assert http.get("/v1/agents/a").status_code == 404
+
+
+def test_a_client_that_leaves_a_stream_logs_nothing(http: httpx.Client) -> None:
+    make(http, id="a")
+    body = {"message": "go on", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/agents/a/generate", json=body) as answer:
+        next(answer.iter_lines())
+
+    say(http, "a", "hello")  # waits for the cancelled one
+    assert texts(get(http, "/v1/agents/a/turns")["data"])[0] == "hello"
+
+
+def test_an_agent_with_a_quota_of_turns_has_them_and_no_more(http: httpx.Client) -> None:
+    make(http, id="a", quota={"max_turns": 1})
+    say(http, "a", "hello")
+
+    again = http.post("/v1/agents/a/generate", json={"message": "more"})
+
+    assert error_of(again) == (429, "quota_exceeded")
+    http.patch("/v1/agents/a", json={"quota": {"max_turns": 2, "max_bytes": 1}})
+    full = http.post("/v1/agents/a/generate", json={"message": "more"})
+    assert error_of(full) == (429, "quota_exceeded")
+    http.patch("/v1/agents/a", json={"quota": {}})
+    assert say(http, "a", "more")["turn_id"]
+
+
+def test_a_new_system_prompt_holds_from_the_next_turn_on(http: httpx.Client) -> None:
+    make(http, id="a", system="be brief")
+    first = say(http, "a", "one")
+    http.patch("/v1/agents/a", json={"system": "be long"})
+
+    second = say(http, "a", "two")
+    third = say(http, "a", "three")
+
+    latest, changed, oldest = get(http, "/v1/agents/a/turns")["data"]
+    said = ["be long", "one", first["text"], "two", second["text"]]
+    assert texts([changed]) == said
+    assert changed["starts_anew"]
+    assert changed["parent"] == oldest["id"] == first["turn_id"]
+    assert texts([latest]) == ["three", third["text"]]
+    diverged = get(http, "/v1/agents/a/explain")["diverged"]
+    assert diverged is None
+    assert get(http, "/v1/agents/a")["turns"] == 3
+
+
+# -- fork and rewind --------------------------------------------------------------------------
+
+
+def test_a_fork_shares_the_past_and_nothing_after(http: httpx.Client) -> None:
+    make(http, id="a", system="s", pin=True)
+    first, second = say(http, "a", "one"), say(http, "a", "two")
+
+    forks = http.post("/v1/agents/a/fork", json={"ids": ["b"]}).json()["data"]
+    early = http.post("/v1/agents/a/fork", json={"n": 3, "turn_id": first["turn_id"]}).json()
+
+    assert [fork["id"] for fork in forks] == ["b"]
+    assert (forks[0]["head"], forks[0]["turns"]) == (second["turn_id"], 2)
+    assert not forks[0]["settings"]["pin"]
+    assert len({fork["id"] for fork in early["data"]}) == 3
+    assert {(fork["head"], fork["turns"]) for fork in early["data"]} == {(first["turn_id"], 1)}
+    ours, theirs = say(http, "a", "three"), say(http, "b", "three")
+    assert ours["text"] == theirs["text"]
+    assert theirs["usage"]["cached_tokens"] == theirs["usage"]["prompt_tokens"] - 1
+    branch = say(http, early["data"][0]["id"], "two")
+    assert branch["text"] == second["text"]
+    assert get(http, "/v1/agents/a")["turns"] == 3
+
+
+def test_the_first_turn_of_a_fork_reuses_everything(http: httpx.Client) -> None:
+    make(http, id="a", system="s" * 700)
+    say(http, "a", "one")
+    http.post("/v1/agents/a/fork", json={"ids": ["b"]})
+    tokens = get(http, "/v1/agents/b")["tokens"]
+
+    reply = say(http, "b", "something else")
+
+    assert reply["usage"]["cached_tokens"] >= tokens - 1
+
+
+def test_a_fork_under_a_name_that_is_taken_makes_none(http: httpx.Client) -> None:
+    make(http, id="a")
+    make(http, id="b")
+
+    for ids in (["c", "b"], ["c", "c"]):
+        answer = http.post("/v1/agents/a/fork", json={"ids": ids})
+        assert error_of(answer) == (409, "conflict")
+
+    assert http.get("/v1/agents/c").status_code == 404
+    wrong: list[dict[str, Any]] = [{"ids": ["c"], "n": 2}, {"n": 0}, {"n": 257}, {"ids": []}]
+    for body in wrong:
+        assert http.post("/v1/agents/a/fork", json=body).status_code == 400
+
+
+def test_a_rewound_agent_goes_on_from_there(http: httpx.Client) -> None:
+    make(http, id="a")
+    first, second = say(http, "a", "one"), say(http, "a", "two")
+
+    back = http.post("/v1/agents/a/rewind", json={"turn_id": first["turn_id"]}).json()
+
+    assert (back["head"], back["turns"]) == (first["turn_id"], 1)
+    assert say(http, "a", "two")["text"] == second["text"]
+    start = http.post("/v1/agents/a/rewind", json={"turn_id": None}).json()
+    assert (start["head"], start["turns"], start["tokens"]) == (None, 0, 0)
+    assert get(http, "/v1/agents/a/turns")["data"] == []
+    assert say(http, "a", "one")["text"] == first["text"]
+
+
+def test_turns_of_others_are_not_there(http: httpx.Client) -> None:
+    make(http, id="a")
+    make(http, id="b")
+    turn_id = say(http, "a", "one")["turn_id"]
+
+    rewound = http.post("/v1/agents/b/rewind", json={"turn_id": turn_id})
+    forked = http.post("/v1/agents/b/fork", json={"n": 1, "turn_id": turn_id})
+    listed = http.get("/v1/agents/b/turns", params={"before": turn_id})
+
+    assert {error_of(answer) for answer in (rewound, forked, listed)} == {(404, "agent_not_found")}
+
+
+def test_a_rewind_ends_the_reply_that_is_running(http: httpx.Client) -> None:
+    make(http, id="a")
+    first = say(http, "a", "one")
+    body = {"message": "go on", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/agents/a/generate", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        http.post("/v1/agents/a/rewind", json={"turn_id": first["turn_id"]})
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+
+    assert events[-1]["finish_reason"] == "cancelled"
+    assert get(http, "/v1/agents/a")["head"] == first["turn_id"]
+
+
+def test_the_log_is_read_in_pages(http: httpx.Client) -> None:
+    make(http, id="a")
+    ids = [say(http, "a", f"q{index}")["turn_id"] for index in range(5)]
+
+    found, before = [], None
+    while True:
+        page = get(http, "/v1/agents/a/turns", limit=2, **({"before": before} if before else {}))
+        found += [turn["id"] for turn in page["data"]]
+        before = page["next"]
+        if before is None:
+            break
+
+    assert found == ids[::-1]
+
+
+def test_a_fork_outlives_its_source(http: httpx.Client) -> None:
+    make(http, id="a")
+    first = say(http, "a", "one")
+    http.post("/v1/agents/a/fork", json={"ids": ["b"]})
+    http.delete("/v1/agents/a")
+    http.post("/v1/cache/gc", json={"orphan_age_s": 0})
+
+    assert get(http, "/v1/agents/b/turns")["data"][0]["id"] == first["turn_id"]
+    assert say(http, "b", "two")["usage"]["cached_tokens"] > 0
+
+
+# -- with other protocols ---------------------------------------------------------------------
+
+
+def test_an_agent_made_by_another_protocol_is_an_agent(
+    http: httpx.Client, running: RunningServer
+) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "one"}]
+    body = {"model": running.model, "messages": messages, **GREEDY}
+    chat = http.post("/v1/chat/completions", json=body, headers={"X-Agent-ID": "cli"}).json()
+    text = chat["choices"][0]["message"]["content"]
+
+    second = say(http, "cli", "two")
+
+    said = texts(get(http, "/v1/agents/cli/turns")["data"])
+    assert said == ["s", "one", text, "two", second["text"]]
+    assert second["usage"]["cached_tokens"] > 0
+    messages[1]["content"] = "other"
+    http.post("/v1/chat/completions", json=body, headers={"X-Agent-ID": "cli"})
+    diverged = get(http, "/v1/agents/cli/explain")["diverged"]
+    assert diverged["from_turn"] == second["turn_id"]
+    assert diverged["before"].endswith("user\no")
+    assert diverged["expected"].startswith("one"[1:])
+    assert diverged["actual"].startswith("other"[1:])

@@ -1,0 +1,366 @@
+"""What the agent API does with attention state: tiers, the cache's figures, events and files."""
+
+import hashlib
+import json
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from semantic.domain.agents import Agent
+from tests.http_server import RunningServer, make_settings, run_server
+from tests.integration.test_direct_api import error_of, events_of, get, make, say, texts
+
+pytestmark = pytest.mark.integration
+
+LONG = "a long system prompt, " * 20
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[RunningServer]:
+    with run_server(make_settings(tmp_path, log_level="warning")) as server:
+        yield server
+
+
+@pytest.fixture
+def http(running: RunningServer) -> Iterator[httpx.Client]:
+    with running.client() as client:
+        yield client
+
+
+# -- tiers ------------------------------------------------------------------------------------
+
+
+def test_an_agent_goes_to_disk_and_comes_back(http: httpx.Client) -> None:
+    make(http, id="a", system=LONG)
+    say(http, "a", "one")
+    tokens = get(http, "/v1/agents/a")["tokens"]
+
+    evicted = http.post("/v1/agents/a/evict", json={"to": "disk"}).json()["state"]
+
+    assert (evicted["tier"], evicted["memory_bytes"]) == ("warm", 0)
+    assert evicted["disk_tokens"] >= tokens - 1
+    # A fake model computes faster than a disk reads, so either may be; never a working copy.
+    reply = say(http, "a", "two")
+    assert reply["reuse"]["hot"] == 0
+    make(http, id="b", system=LONG)
+    say(http, "b", "one")
+    assert say(http, "b", "two")["text"] == reply["text"]
+
+
+def test_prefetch_brings_it_back_before_it_is_asked_for(http: httpx.Client) -> None:
+    make(http, id="a", system=LONG)
+    say(http, "a", "one")
+    http.post("/v1/agents/a/evict")
+    tokens = get(http, "/v1/agents/a")["tokens"]
+
+    assert http.post("/v1/agents/a/prefetch").json()["parts"] > 0
+
+    while get(http, "/v1/agents/a")["state"]["memory_tokens"] < tokens - 1:
+        pass
+    assert http.post("/v1/agents/a/prefetch").json()["parts"] == 0
+    assert say(http, "a", "two")["reuse"]["pool"] >= tokens - 1
+
+
+def test_a_cold_agent_says_the_same_at_full_price(http: httpx.Client) -> None:
+    make(http, id="a", system=LONG)
+    make(http, id="b", system="b" + LONG)
+    say(http, "a", "one")
+    first = get(http, "/v1/agents/a")["head"]
+    warm = say(http, "a", "two")
+    http.post("/v1/agents/a/rewind", json={"turn_id": first})
+
+    state = http.post("/v1/agents/a/evict", json={"to": "cold"}).json()["state"]
+
+    assert (state["tier"], state["disk_bytes"]) == ("cold", 0)
+    cold = say(http, "a", "two")
+    assert cold["text"] == warm["text"]
+
+
+def test_what_a_fork_shares_is_not_evicted(http: httpx.Client) -> None:
+    make(http, id="a", system=LONG)
+    say(http, "a", "one")
+    http.post("/v1/agents/a/fork", json={"ids": ["b"]})
+
+    state = http.post("/v1/agents/a/evict", json={"to": "cold"}).json()["state"]
+
+    assert state["tier"] == "hot"
+
+
+def test_what_a_pinned_agent_reaches_is_pinned(http: httpx.Client, running: RunningServer) -> None:
+    def num_pinned() -> int:
+        store = running.server.memory.store
+        assert store is not None
+        with store.lock:
+            return sum(node.num_pins > 0 for node in store.index)
+
+    make(http, id="a", system=LONG)
+    make(http, id="b", system=LONG)
+    say(http, "a", "one")
+    say(http, "b", "one")
+    assert num_pinned() == 0
+
+    http.patch("/v1/agents/a", json={"pin": True})
+    num_of_one = num_pinned()
+    http.patch("/v1/agents/b", json={"pin": True})
+    http.delete("/v1/agents/a")
+
+    assert num_of_one > 0
+    assert num_pinned() == num_of_one
+    http.patch("/v1/agents/b", json={"pin": False})
+    assert num_pinned() == 0
+
+
+def test_agents_survive_a_restart(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    with run_server(settings) as running, running.client() as http:
+        made = make(http, id="a", system=LONG, labels={"k": "v"}, overflow="drop_oldest")
+        first = say(http, "a", "one")
+        tokens = get(http, "/v1/agents/a")["tokens"]
+    with run_server(settings) as running, running.client() as http:
+        back = get(http, "/v1/agents/a")
+        second = say(http, "a", "two")
+
+    assert back["settings"] == made["settings"]
+    assert back["head"] == first["turn_id"]
+    assert second["usage"]["cached_tokens"] >= tokens - 1
+    assert second["reuse"]["hot"] == 0
+
+
+# -- figures ----------------------------------------------------------------------------------
+
+
+def test_the_cache_says_how_it_is(http: httpx.Client) -> None:
+    fresh = get(http, "/v1/cache")
+    assert (fresh["replies"], fresh["dedup_ratio"], fresh["hit_rates"]["all"]) == (0, None, None)
+    replies = []
+    for name in ("a", "b", "c"):
+        make(http, id=name, system=LONG)
+        replies.append(say(http, name, "one"))
+    make(http, id="empty")
+
+    seen = get(http, "/v1/cache")
+
+    assert seen["agents"] == {"hot": 3, "warm": 0, "cold": 1}
+    assert seen["replies"] == 3
+    assert seen["dedup_ratio"] > 2
+    assert 0.5 < seen["hit_rates"]["all"] < 1
+    assert sum(seen["reuse"].values()) == sum(reply["usage"]["prompt_tokens"] for reply in replies)
+    assert 0 < seen["memory"]["used"] <= seen["memory"]["budget"]
+    assert seen["counters"]["sealed"] > 0
+    assert seen["disk"]["problem"] == ""
+
+
+def test_garbage_goes_and_the_rest_is_checked(http: httpx.Client) -> None:
+    make(http, id="a", system=LONG)
+    make(http, id="b", system="b" + LONG)
+    say(http, "a", "one")
+    say(http, "b", "one")
+    http.delete("/v1/agents/b")
+
+    freed = http.post("/v1/cache/gc", json={"orphan_age_s": 0}).json()["freed_bytes"]
+
+    assert freed > 0
+    assert http.post("/v1/cache/gc", json={"orphan_age_s": 0}).json()["freed_bytes"] == 0
+    checked = events_of(http.post("/v1/cache/verify"))
+    assert checked[0]["type"] == "progress"
+    done = checked[-1]
+    assert (done["type"], done["bad"]) == ("done", 0)
+    assert done["checked"] == done["total"] == get(http, "/v1/cache")["disk"]["files"] > 0
+
+
+def test_damage_on_disk_is_found_and_made_good(http: httpx.Client, tmp_path: Path) -> None:
+    make(http, id="a", system=LONG)
+    say(http, "a", "one")
+    http.post("/v1/agents/a/evict")
+    broken = sorted((tmp_path / "cache").rglob("*.safetensors"))[0]
+    content = bytearray(broken.read_bytes())
+    content[-1] ^= 1
+    broken.write_bytes(content)
+
+    done = events_of(http.post("/v1/cache/verify"))[-1]
+
+    assert done["bad"] == 1
+    assert say(http, "a", "two")["turn_id"]
+
+
+# -- events -----------------------------------------------------------------------------------
+
+
+def test_those_who_watch_are_told(http: httpx.Client) -> None:
+    heard: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def listen() -> None:
+        with http.stream("GET", "/v1/events") as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    heard.put(json.loads(line[6:]))
+                    if '"agent.deleted"' in line:
+                        return
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    assert heard.get(timeout=30)["type"] == "cache"
+    make(http, id="a")
+    reply = say(http, "a", "one")
+    http.patch("/v1/agents/a", json={"weight": 2.0})
+    http.post("/v1/agents/a/fork", json={"ids": ["b"]})
+    http.post("/v1/agents/a/rewind", json={"turn_id": None})
+    http.post("/v1/agents/a/evict")
+    http.delete("/v1/agents/a")
+    listener.join(30)
+
+    events = list(heard.queue)
+    agents = [(e["type"], e["agent_id"]) for e in events if e["type"].startswith("agent.")]
+    assert agents == [
+        ("agent.created", "a"),
+        ("agent.updated", "a"),
+        ("agent.forked", "b"),
+        ("agent.rewound", "a"),
+        ("agent.evicted", "a"),
+        ("agent.deleted", "a"),
+    ]
+    started, finished = (e for e in events if e["type"].startswith("turn."))
+    assert started["turn_id"] == finished["turn_id"] == reply["turn_id"]
+    assert finished["reuse"] == reply["reuse"]
+    assert finished["reason"] == reply["finish_reason"]
+    assert sum(e["sealed"] for e in events if e["type"] == "cache") > 0
+
+
+def test_a_server_that_stops_lets_those_who_watch_go(
+    http: httpx.Client, running: RunningServer
+) -> None:
+    with http.stream("GET", "/v1/events") as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        running.server.request_stop()
+
+        assert [line for line in lines if line.startswith("data: ")] == []
+
+
+# -- isolation --------------------------------------------------------------------------------
+
+
+def test_another_tenants_agent_is_not_there(http: httpx.Client, running: RunningServer) -> None:
+    running.server.memory.agents.create(Agent("theirs", 1.0, tenant="acme"))
+
+    assert get(http, "/v1/agents")["data"] == []
+    message = {"message": "hello"}
+    answers = [
+        http.get("/v1/agents/theirs"),
+        http.patch("/v1/agents/theirs", json={}),
+        http.delete("/v1/agents/theirs"),
+        http.post("/v1/agents/theirs/generate", json=message),
+        http.post("/v1/agents/theirs/fork", json={}),
+        http.post("/v1/agents/theirs/rewind", json={"turn_id": None}),
+        http.get("/v1/agents/theirs/turns"),
+        http.get("/v1/agents/theirs/explain"),
+        http.get("/v1/agents/theirs/export"),
+        http.post("/v1/agents/theirs/prefetch"),
+        http.post("/v1/agents/theirs/evict"),
+    ]
+    assert {error_of(answer) for answer in answers} == {(404, "agent_not_found")}
+    assert http.post("/v1/agents", json={"id": "theirs"}).status_code == 201
+
+
+# -- files ------------------------------------------------------------------------------------
+
+
+def test_an_agent_leaves_and_comes_back_elsewhere(http: httpx.Client, tmp_path: Path) -> None:
+    make(http, id="a", system=LONG, labels={"k": "v"}, pin=True)
+    say(http, "a", "one")
+    say(http, "a", "two")
+    tokens = get(http, "/v1/agents/a")["tokens"]
+    exported = http.get("/v1/agents/a/export")
+    third = say(http, "a", "three")
+
+    with run_server(make_settings(tmp_path / "other")) as elsewhere, elsewhere.client() as other:
+        taken = other.post("/v1/agents/import", content=exported.content).json()
+        reply = say(other, "a", "three")
+        log = get(other, "/v1/agents/a/turns")["data"]
+
+    assert exported.headers["content-disposition"] == 'attachment; filename="a.agent"'
+    assert (taken["turns"], taken["tokens"]) == (2, tokens)
+    assert taken["settings"]["labels"] == {"k": "v"}
+    assert not taken["settings"]["pin"]
+    assert reply["text"] == third["text"]
+    assert reply["usage"]["cached_tokens"] >= tokens - 1
+    assert texts(log)[:4] == texts(get(http, "/v1/agents/a/turns")["data"])[:4]
+
+
+def test_a_name_that_is_taken_is_not_overwritten(http: httpx.Client) -> None:
+    make(http, id="a")
+    say(http, "a", "one")
+    content = http.get("/v1/agents/a/export").content
+
+    assert error_of(http.post("/v1/agents/import", content=content)) == (409, "conflict")
+    renamed = http.post("/v1/agents/import", params={"id": "b"}, content=content)
+    assert (renamed.status_code, renamed.json()["id"]) == (201, "b")
+    assert error_of(http.post("/v1/agents/import?id=a%20b", content=content))[0] == 400
+
+
+def test_an_empty_agent_can_be_moved_too(http: httpx.Client) -> None:
+    make(http, id="a", system="s")
+    content = http.get("/v1/agents/a/export").content
+
+    taken = http.post("/v1/agents/import", params={"id": "b"}, content=content).json()
+
+    assert (taken["head"], taken["settings"]["system"]) == (None, "s")
+
+
+@pytest.mark.parametrize("place", [0, 20, 200, 1500, -200, -1])
+def test_a_damaged_file_changes_nothing(http: httpx.Client, place: int) -> None:
+    make(http, id="a", system=LONG)
+    say(http, "a", "one")
+    content = bytearray(http.get("/v1/agents/a/export").content)
+    content[place] ^= 0x55
+
+    for damaged in (bytes(content), bytes(content[: len(content) // 2]), b"", b"nonsense\n" * 9):
+        answer = http.post("/v1/agents/import", params={"id": "b"}, content=damaged)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "file"
+    assert http.get("/v1/agents/b").status_code == 404
+
+
+def test_another_models_state_is_refused_and_its_messages_are_not(http: httpx.Client) -> None:
+    make(http, id="a", system="s")
+    first = say(http, "a", "one")
+    content = http.get("/v1/agents/a/export").content
+    other = _of_another_model(content)
+
+    refused = http.post("/v1/agents/import", params={"id": "b"}, content=other)
+    taken = http.post("/v1/agents/import?id=b&messages_only=true", content=other)
+
+    assert refused.status_code == 400
+    assert "messages_only" in refused.json()["error"]["message"]
+    assert taken.status_code == 201
+    assert taken.json()["state"]["tier"] == "cold"
+    reply = say(http, "b", "two")
+    log = get(http, "/v1/agents/b/turns")["data"]
+    assert texts(log) == ["s", "one", first["text"], "two", reply["text"]]
+    assert reply["text"] == say(http, "a", "two")["text"]
+
+
+def _of_another_model(content: bytes) -> bytes:
+    """The same file, as another model would have written it."""
+    magic, rest = content.split(b"\n", 1)
+    out, whole, num_frames = magic + b"\n", hashlib.sha256(), 0
+    while rest:
+        line, rest = rest.split(b"\n", 1)
+        head = json.loads(line)
+        body, rest = rest[: head["nbytes"]], rest[head["nbytes"] :]
+        if head["kind"] == "agent":
+            body = body.replace(b'"fingerprint": "fake"', b'"fingerprint": "other"')
+        if head["kind"] == "end":
+            body = json.dumps({"num_frames": num_frames, "sha256": whole.hexdigest()}).encode()
+        digest = hashlib.sha256(body).hexdigest()
+        frame = {"kind": head["kind"], "nbytes": len(body), "sha256": digest}
+        line = json.dumps(frame).encode() + b"\n"
+        whole.update(line)
+        num_frames += 1
+        out += line + body
+    return out
