@@ -29,6 +29,11 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "fake", "messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"model": "fake", "prompt": "hi"},
     "/v1/responses": {"model": "fake", "input": "hi"},
+    "/v1/messages": {
+        "model": "fake",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": MAX_REPLY,
+    },
 }
 HARMLESS = {
     *("stream", "stream_options", "tools", "response_format", "text", "reasoning", "metadata"),
