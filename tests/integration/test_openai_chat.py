@@ -53,11 +53,14 @@ def agents_of(running: RunningServer) -> dict[str, int]:
     return {agent.id: agent.num_turns for agent in running.server.memory.agents.agents("local")}
 
 
-def test_several_replies_share_one_prompt(client: openai.OpenAI) -> None:
-    messages: Any = [{"role": "user", "content": "several, please " * 60}]
+def test_several_replies_share_one_prompt(client: openai.OpenAI, running: RunningServer) -> None:
+    messages: Any = [{"role": "user", "content": "several, please " * 200}]
     whole = client.chat.completions.create(
         model="fake", messages=messages, n=3, seed=5, max_tokens=8
     )
+    agents = running.server.memory.agents
+    turns = [agents.turn("local", agent.head or "") for agent in agents.recent(3)]
+    computed = sorted(turn.reuse.computed for turn in turns if turn is not None)
     first = client.chat.completions.create(model="fake", messages=messages, seed=5, max_tokens=8)
     assert [choice.index for choice in whole.choices] == [0, 1, 2]
     texts = [choice.message.content for choice in whole.choices]
@@ -67,6 +70,10 @@ def test_several_replies_share_one_prompt(client: openai.OpenAI) -> None:
     assert first.usage is not None
     assert whole.usage.prompt_tokens == first.usage.prompt_tokens
     assert whole.usage.completion_tokens == 24
+    num_prompt = whole.usage.prompt_tokens
+    assert computed[2] <= num_prompt
+    assert computed[0] + computed[1] <= 2 * running.server.device.limits.prefill_step_size
+    assert computed[0] + computed[1] < num_prompt
 
 
 def test_several_replies_are_streamed_together(client: openai.OpenAI) -> None:

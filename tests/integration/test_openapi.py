@@ -29,6 +29,11 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "fake", "messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"model": "fake", "prompt": "hi"},
     "/v1/responses": {"model": "fake", "input": "hi"},
+    "/v1/messages": {
+        "model": "fake",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": MAX_REPLY,
+    },
 }
 HARMLESS = {
     *("stream", "stream_options", "tools", "response_format", "text", "reasoning", "metadata"),
@@ -105,7 +110,7 @@ def test_answers_are_as_documented(
     with running.client() as http:
         known = http.post("/v1/responses", json={"model": "fake", "input": "hi"}).json()["id"]
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
     @given(case=schema[path][method].as_strategy(), is_known=st.booleans())
     def send(case: schemathesis.Case[Any], is_known: bool) -> None:
         if is_known and "response_id" in case.path_parameters:

@@ -18,6 +18,7 @@ from semantic.domain.chat import AgentHint
 from semantic.domain.errors import AgentNotFoundError, InvalidRequestError
 
 _MAX_TURNS = 100_000
+_MAX_SEARCHED = 64  # agents whose log is read for a turn whose own agent is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class Identities:
                 return Identity(agent.id, agent.is_anonymous)
         turn = self._agents.turn(tenant, turn_id)
         owner = self._find(tenant, turn.agent_id) if turn else None
-        for agent in (*((owner,) if owner else ()), *agents):
+        for agent in (*((owner,) if owner else ()), *agents[:_MAX_SEARCHED]):
             forked = self._forked(agent, turn_id)
             if forked is not None:
                 return Identity(forked, is_anonymous=True)
