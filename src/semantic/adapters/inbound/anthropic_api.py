@@ -10,10 +10,16 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from semantic.adapters.inbound import sse
+from semantic.adapters.inbound.anthropic_docs import (
+    ANTHROPIC_ERRORS,
+    AnthropicMessage,
+    TokenCount,
+)
 from semantic.adapters.inbound.anthropic_models import served_model
 from semantic.adapters.inbound.anthropic_schema import CountRequest, MessagesRequest
 from semantic.adapters.inbound.anthropic_stream import MessageStream, whole_message
 from semantic.adapters.inbound.disconnects import unless_disconnected
+from semantic.adapters.inbound.openai_docs import reply_or_stream
 from semantic.domain.agents import Principal
 from semantic.domain.chat import Failed, PrefillProgress
 from semantic.ports.inbound import InferencePort, ModelManagementPort, Reply
@@ -25,9 +31,9 @@ def anthropic_router(
     inference: InferencePort, models: ModelManagementPort, principal: Callable[[], Principal]
 ) -> APIRouter:
     """Serve the Messages endpoints on behalf of a principal."""
-    router = APIRouter(tags=["anthropic"])
+    router = APIRouter(tags=["anthropic"], responses=ANTHROPIC_ERRORS)
 
-    @router.post("/v1/messages", response_model=None)
+    @router.post("/v1/messages", response_model=None, responses=reply_or_stream(AnthropicMessage))
     async def create_message(body: MessagesRequest, http: Request) -> Response:
         """Answer a conversation, whole or as a stream."""
         model = served_model(body.model, models.models()).id
@@ -37,7 +43,7 @@ def anthropic_router(
             return sse.event_stream(_stream(reply, stream), reply)
         return await unless_disconnected(_collect(reply, stream), reply, http)
 
-    @router.post("/v1/messages/count_tokens")
+    @router.post("/v1/messages/count_tokens", responses={200: {"model": TokenCount}})
     async def count_tokens(body: CountRequest, http: Request) -> Json:
         """Count the tokens of the prompt that the same request would make."""
         model = served_model(body.model, models.models()).id

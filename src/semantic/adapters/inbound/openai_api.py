@@ -1,16 +1,22 @@
 """OpenAI's Chat Completions and Models, thin over the inbound ports."""
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import Response
 
+from semantic.adapters.inbound.anthropic_docs import (
+    AnthropicErrorBody,
+    AnthropicModel,
+    AnthropicModelPage,
+)
 from semantic.adapters.inbound.anthropic_models import model_info, models_page, served_model
 from semantic.adapters.inbound.openai_chat import collect_chat, stream_chat
 from semantic.adapters.inbound.openai_docs import (
     ERRORS,
     ChatCompletion,
+    ErrorBody,
     Model,
     ModelList,
     reply_or_stream,
@@ -44,14 +50,14 @@ def openai_router(
             return ReplyStream(stream_chat(replies, has_usage=body.has_usage), replies)
         return await answer(http, collect_chat(replies), replies)
 
-    @router.get("/models", responses={200: {"model": ModelList}})
+    @router.get("/models", responses=_answers(ModelList | AnthropicModelPage))
     async def list_models(anthropic_version: Annotated[str | None, Header()] = None) -> Json:
         """The models that requests may name, in the shape of the caller's vendor."""
         if anthropic_version:
             return models_page(models.models())
         return {"object": "list", "data": [_model(status) for status in models.models()]}
 
-    @router.get("/models/{model_id:path}", responses={200: {"model": Model}})
+    @router.get("/models/{model_id:path}", responses=_answers(Model | AnthropicModel))
     async def get_model(
         model_id: str, anthropic_version: Annotated[str | None, Header()] = None
     ) -> Json:
@@ -64,6 +70,12 @@ def openai_router(
         raise ModelNotFoundError(f"the model {model_id!r} is not served here.")
 
     return router
+
+
+def _answers(model: Any) -> dict[int | str, dict[str, Any]]:
+    """Document answers in the shape of the caller's vendor."""
+    refusal = {"model": ErrorBody | AnthropicErrorBody, "description": "The request is refused."}
+    return {200: {"model": model}, "4XX": refusal}
 
 
 def _model(status: ModelStatus) -> Json:
