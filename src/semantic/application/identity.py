@@ -75,7 +75,8 @@ class Identities:
         if named is not None:
             # Who lets the server keep the conversation waits for its turn, and is never another.
             if hint.continuation is not None or not is_busy(named):
-                return Identity(named, is_anonymous=False)
+                # A client's own key is a hint, not a name: nobody will ask for that agent again.
+                return Identity(named, is_anonymous=not (hint.agent_id or hint.session))
             return Identity(_new_id(), is_anonymous=True)
         for sightings in self._matches(tenant, tokens, num_head):
             agent_id = self._choose(tenant, sightings, is_busy)

@@ -82,6 +82,7 @@ def test_sub_agents_under_one_session_are_told_apart_by_their_heads() -> None:
     helper = town.talk([4, 5, 6, 10], [11], hint)
     title = town.talk([7, 8, 9, 10], [11], hint)
     assert len({lead, helper, title}) == 3
+    assert all(agent.is_anonymous for agent in town.agents.agents("local"))
     assert town.talk([1, 2, 3, 10, 11, 12], [13], hint) == lead
     assert town.talk([4, 5, 6, 10, 11, 12], [13], hint) == helper
 
