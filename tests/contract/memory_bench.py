@@ -52,7 +52,7 @@ class GatedFiles(SafetensorsCache):
 class BenchLimits:
     """How large a bench is, in tokens."""
 
-    budget_tokens: int = 6000
+    budget_tokens: tuple[int, ...] = (6000,)
     max_idle: int = 0
     prefill_step_size: int = 16
 
@@ -70,7 +70,7 @@ class MemoryBench:
         self.ledger = SqliteLedger(directory)
         state = self.ledger.load()
         self.disk = DiskTier(self.files, self.ledger, DiskLimits(2**30, 2**26))
-        budget = backend.bytes_for([limits.budget_tokens])
+        budget = backend.bytes_for(limits.budget_tokens)
         self.store = AgentCacheStore(BlockPool(backend.spec, budget), self.disk)
         self.store.restore_index(state.parts)
         self.disk.start(self.store)

@@ -228,11 +228,11 @@ def test_cancelled_during_a_restore(benches: Benches, alone: Alone) -> None:
 
 
 def test_preempted_during_a_restore(benches: Benches, alone: Alone) -> None:
-    # Torch counts in allocations of 256 tokens: two fit until the older grows past that.
+    # Memory comes in pieces of 256 tokens: two fit until the older grows past that.
     long = [*SYSTEM, *prompt(214, 1)]
     first = benches()
     said = [*long, *first.say("long", long)]
-    bench = benches(BenchLimits(budget_tokens=512, prefill_step_size=128), after=first)
+    bench = benches(BenchLimits(budget_tokens=(256, 256), prefill_step_size=128), after=first)
     older = prompt(200, 9)
     bench.submit("older", older, 70)
     bench.step(4)
