@@ -36,7 +36,7 @@ def test_langchain(clients: Path, server: ServerProcess, tmp_path: Path) -> None
     assert told["text"]
     assert told["streamed"]
     assert told["usage"]["input_tokens"] > 0
-    (call,) = told["calls"]
+    call = told["calls"][0]  # the model may make several
     assert call["name"] == "get_weather"
     assert isinstance(call["args"]["city"], str)
 
