@@ -271,7 +271,7 @@ def test_agents_are_known_by_claude_codes_session(running: RunningServer) -> Non
     agents = running.server.memory.agents
 
     def known() -> set[str]:
-        return {agent.id for agent in agents.agents(LOCAL_TENANT) if not agent.is_anonymous}
+        return {agent.id for agent in agents.agents(LOCAL_TENANT)}
 
     before = known()
     post(running, body(metadata=told))

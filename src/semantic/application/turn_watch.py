@@ -4,6 +4,7 @@ import threading
 from dataclasses import replace
 
 from semantic.application.event_feed import EventFeed
+from semantic.application.past_turns import turn_id
 from semantic.application.replies import LiveReply
 from semantic.domain.agents import Reuse
 from semantic.domain.chat import Event, Failed, Finished, Started
@@ -25,24 +26,20 @@ class TurnWatch:
         with self._lock:
             return self._num_turns, self._reuse
 
-    def watch(self, reply: LiveReply, started: Started, tenant: str, agent_id: str | None) -> None:
+    def watch(self, reply: LiveReply, started: Started, tenant: str, agent_id: str) -> None:
         """Follow a reply to its end."""
-        begun = None
-        if agent_id is not None:
-            turn_id, num_prompt = f"turn_{started.request_id}", started.usage.prompt_tokens
-            begun = TurnStarted(tenant, agent_id, turn_id, num_prompt)
-            self._feed.publish(begun)
+        turn, num_prompt = turn_id(started.request_id), started.usage.prompt_tokens
+        begun = TurnStarted(tenant, agent_id, turn, num_prompt)
+        self._feed.publish(begun)
         reply.on_end = lambda event: self._end(reply, started, begun, event)
 
-    def _end(
-        self, reply: LiveReply, started: Started, begun: TurnStarted | None, event: Event
-    ) -> None:
+    def _end(self, reply: LiveReply, started: Started, begun: TurnStarted, event: Event) -> None:
         reuse = reply.put_away.reuse if reply.put_away else Reuse()
         reason, usage = "failed", started.usage
         if isinstance(event, Finished):
             reason, usage = event.reason.value, event.usage
             self._count(reuse)
-        if begun is not None and isinstance(event, Finished | Failed):
+        if isinstance(event, Finished | Failed):
             names = begun.tenant, begun.agent_id, begun.turn_id
             self._feed.publish(TurnEnded(*names, reason, usage, reuse))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from semantic.adapters.inbound import sse
-from semantic.adapters.inbound.reply_set import ReplySet, ReplyStream, start_all, times
+from semantic.adapters.inbound.reply_set import ReplySet, start_all, times
 from semantic.domain.agents import Principal
 from semantic.domain.chat import (
     ChatRequest,
@@ -90,7 +90,7 @@ async def test_a_client_that_left_before_the_first_frame_cancels_all() -> None:
         await asyncio.sleep(0)
 
     scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
-    await ReplyStream(frames(), ReplySet(replies))(scope, receive, send)
+    await sse.event_stream(frames(), ReplySet(replies))(scope, receive, send)
     assert all(reply.is_cancelled for reply in replies)
 
 
@@ -98,7 +98,7 @@ async def test_whoever_stops_reading_cancels_all() -> None:
     replies = [CannedReply((TextDelta("a"), END)), SlowReply()]
     events = ReplySet(replies).events_and_heartbeats()
     await anext(events)
-    await events.aclose()  # type: ignore[attr-defined]
+    await events.aclose()
     assert all(reply.is_cancelled for reply in replies)
 
 

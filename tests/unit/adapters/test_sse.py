@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from semantic.adapters.inbound import sse
+from semantic.adapters.inbound.reply_set import with_heartbeats
 from semantic.domain.chat import Event, Finished, PrefillProgress, Started, TextDelta, Usage
 from semantic.domain.sampling import FinishReason
 
@@ -35,7 +36,7 @@ class ScriptedReply:
 
 async def test_a_quiet_reply_has_heartbeats() -> None:
     reply = ScriptedReply()
-    beats = sse.with_heartbeats(reply, interval_s=0.001)
+    beats = with_heartbeats(reply, interval_s=0.001)
     assert isinstance(await anext(beats), sse.Heartbeat)
     reply.events.put_nowait(TextDelta("a"))
     while isinstance(event := await anext(beats), sse.Heartbeat):
@@ -51,7 +52,7 @@ async def test_steady_progress_does_not_silence_the_heart() -> None:
     """A long prefill reports progress many times a second, and clients see none of it."""
     reply = ScriptedReply()
     seen: list[Event | sse.Heartbeat] = []
-    async for event in sse.with_heartbeats(reply, interval_s=0.02):
+    async for event in with_heartbeats(reply, interval_s=0.02):
         seen.append(event)
         if isinstance(event, Finished):
             break

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TypeAlias
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from semantic.adapters.inbound import sse
 from semantic.adapters.inbound.anthropic_docs import (
@@ -18,8 +18,8 @@ from semantic.adapters.inbound.anthropic_docs import (
 from semantic.adapters.inbound.anthropic_models import served_model
 from semantic.adapters.inbound.anthropic_schema import CountRequest, MessagesRequest
 from semantic.adapters.inbound.anthropic_stream import MessageStream, whole_message
-from semantic.adapters.inbound.disconnects import unless_disconnected
 from semantic.adapters.inbound.openai_docs import reply_or_stream
+from semantic.adapters.inbound.reply_set import answer, with_heartbeats
 from semantic.domain.agents import Principal
 from semantic.domain.chat import Failed, PrefillProgress
 from semantic.ports.inbound import InferencePort, ModelManagementPort, Reply
@@ -41,7 +41,7 @@ def anthropic_router(
         stream = MessageStream(shows_thinking=body.shows_thinking)
         if body.stream:
             return sse.event_stream(_stream(reply, stream), reply)
-        return await unless_disconnected(_collect(reply, stream), reply, http)
+        return await answer(http, _collect(reply, stream), reply)
 
     @router.post("/v1/messages/count_tokens", responses={200: {"model": TokenCount}})
     async def count_tokens(body: CountRequest, http: Request) -> Json:
@@ -64,19 +64,19 @@ def anthropic_router(
     return router
 
 
-async def _collect(reply: Reply, stream: MessageStream) -> Response:
+async def _collect(reply: Reply, stream: MessageStream) -> Json:
     events: list[Json] = []
     async for event in reply:
         if isinstance(event, Failed):
             raise event.error
         events += stream.push(event)
-    return JSONResponse(whole_message(events))
+    return whole_message(events)
 
 
 async def _stream(reply: Reply, stream: MessageStream) -> AsyncIterator[str]:
     progress = "waiting"
     yield sse.comment(progress)
-    async for event in sse.with_heartbeats(reply, sse.HEARTBEAT_S):
+    async for event in with_heartbeats(reply, sse.HEARTBEAT_S):
         if isinstance(event, sse.Heartbeat):
             yield sse.comment(progress) + sse.named("ping", {"type": "ping"})
             continue

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from semantic.adapters.inbound import sse
 from semantic.adapters.inbound.completions import collect_completions, stream_completions
 from semantic.adapters.inbound.completions_schema import CompletionRequest
 from semantic.adapters.inbound.http_errors import error_response
 from semantic.adapters.inbound.openai_docs import ERRORS, Completion, reply_or_stream
 from semantic.adapters.inbound.openai_fields import Hint
-from semantic.adapters.inbound.reply_set import ReplyStream, answer, start_all, times
+from semantic.adapters.inbound.reply_set import answer, start_all, times
 from semantic.domain.agents import Principal
 from semantic.domain.errors import InvalidRequestError
 from semantic.ports.inbound import InferencePort
@@ -34,7 +35,7 @@ def completions_router(inference: InferencePort, principal: Callable[[], Princip
             raise
         echoes = [await _echo(body, prompt, inference) for prompt in body.prompts]
         if body.stream:
-            return ReplyStream(stream_completions(replies, body, echoes), replies)
+            return sse.event_stream(stream_completions(replies, body, echoes), replies)
         return await answer(http, collect_completions(replies, body, echoes), replies)
 
     for path in _NOT_SERVED:

@@ -2,23 +2,28 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from semantic.adapters.inbound import sse
 from semantic.adapters.inbound.direct_api import AgentPath, refusals
 from semantic.adapters.inbound.direct_schema import Generate
 from semantic.adapters.inbound.direct_views import MessageOut, ReplyOut, ReuseOut, UsageOut
+from semantic.adapters.inbound.disconnects import CLIENT_LEFT, unless_disconnected
 from semantic.adapters.inbound.http_errors import openai_body
-from semantic.adapters.inbound.reply_parts import ReplyParts
+from semantic.adapters.inbound.reply_set import answer, with_heartbeats
+from semantic.application.parsing import MessageFold
+from semantic.application.past_turns import turn_id
 from semantic.domain.agents import Principal, Reuse, Turn
 from semantic.domain.chat import (
     Event,
     Failed,
     Finished,
+    Message,
     PrefillProgress,
+    Role,
     Started,
     TextDelta,
     ThinkingDelta,
@@ -29,7 +34,6 @@ from semantic.domain.errors import AgentNotFoundError
 from semantic.ports.inbound import AgentManagementPort, Reply
 
 Json = dict[str, Any]
-_T = TypeVar("_T")
 _STREAM = {
     "description": "the reply, or its events if `stream` is true",
     "model": ReplyOut,
@@ -40,7 +44,6 @@ _STREAM = {
         }
     },
 }
-_CLIENT_LEFT = 499
 
 
 class GenerateApi:
@@ -68,26 +71,22 @@ class GenerateApi:
         Turns of one agent run in the order they were asked for.
         """
         starting = self._agents.generate(self._principal(), agent_id, body.to_domain())
-        reply = await _unless_left(asyncio.create_task(starting), http)
+        reply = await unless_disconnected(starting, http)
         if reply is None:
-            return Response(status_code=_CLIENT_LEFT)
+            return Response(status_code=CLIENT_LEFT)
         if body.stream:
-            return sse.event_stream(self._stream(agent_id, reply))
-        try:
-            whole = await _unless_left(asyncio.create_task(self._collect(agent_id, reply)), http)
-        finally:
-            reply.cancel()
-        return JSONResponse(whole) if whole else Response(status_code=_CLIENT_LEFT)
+            return sse.event_stream(self._stream(agent_id, reply), reply)
+        return await answer(http, self._collect(agent_id, reply), reply)
 
     async def _collect(self, agent_id: str, reply: Reply) -> Json:
-        parts, started = ReplyParts(), None
+        said, started = MessageFold(), None
         async for event in reply:
-            parts.add(event)
+            said.add(event)
             match event:
                 case Started():
                     started = event
                 case Finished() if started is not None:
-                    return await self._ended(agent_id, started, event, parts)
+                    return await self._ended(agent_id, started, event, said)
                 case Failed():
                     raise event.error
                 case _:
@@ -95,28 +94,30 @@ class GenerateApi:
         raise AssertionError("a reply ended without a final event")
 
     async def _stream(self, agent_id: str, reply: Reply) -> AsyncIterator[str]:
-        parts, started, progress = ReplyParts(), None, "waiting"
-        async for event in sse.with_heartbeats(reply):
+        said, started, progress = MessageFold(), None, "waiting"
+        async for event in with_heartbeats(reply):
             if isinstance(event, sse.Heartbeat):
                 yield sse.comment(progress)
                 continue
-            parts.add(event)
+            said.add(event)
             if isinstance(event, Started):
                 started = event
             if isinstance(event, PrefillProgress):
                 progress = f"prefill {event.done}/{event.total}"
             if isinstance(event, Finished) and started is not None:
-                ended = await self._ended(agent_id, started, event, parts)
+                ended = await self._ended(agent_id, started, event, said)
                 yield sse.data({"type": "finished", **ended})
             elif (frame := _frame(event)) is not None:
                 yield sse.data(frame)
 
     async def _ended(
-        self, agent_id: str, started: Started, finished: Finished, parts: ReplyParts
+        self, agent_id: str, started: Started, finished: Finished, said: MessageFold
     ) -> Json:
         """Show a reply that is complete, with the turn it became."""
-        turn = await asyncio.to_thread(self._turn, agent_id, f"turn_{started.request_id}")
-        message = turn.messages[-1] if turn and turn.messages else parts.message()
+        turn = await asyncio.to_thread(self._turn, agent_id, turn_id(started.request_id))
+        message = turn.messages[-1] if turn and turn.messages else said.message()
+        if turn is None and not message.parts:
+            message = Message.of(Role.ASSISTANT, "")
         return ReplyOut(
             agent_id=agent_id,
             turn_id=turn.id if turn else None,
@@ -130,12 +131,12 @@ class GenerateApi:
             dropped_messages=turn.num_dropped if turn else 0,
         ).model_dump()
 
-    def _turn(self, agent_id: str, turn_id: str) -> Turn | None:
+    def _turn(self, agent_id: str, wanted: str) -> Turn | None:
         try:
             latest = self._agents.turns(self._principal(), agent_id, None, 1)
         except AgentNotFoundError:
             return None
-        return next((turn for turn in latest if turn.id == turn_id), None)
+        return next((turn for turn in latest if turn.id == wanted), None)
 
 
 def _frame(event: Event) -> Json | None:
@@ -143,8 +144,8 @@ def _frame(event: Event) -> Json | None:
     match event:
         case Started():
             usage = UsageOut.of(event.usage).model_dump()
-            turn_id = f"turn_{event.request_id}"
-            return {"type": "started", "turn_id": turn_id, "model": event.model, "usage": usage}
+            named = turn_id(event.request_id)
+            return {"type": "started", "turn_id": named, "model": event.model, "usage": usage}
         case PrefillProgress(done, total):
             return {"type": "prefill", "done": done, "total": total}
         case TextDelta(text):
@@ -159,19 +160,3 @@ def _frame(event: Event) -> Json | None:
             return {"type": "error", **openai_body(error)}
         case _:
             return None
-
-
-async def _unless_left(task: asyncio.Task[_T], http: Request) -> _T | None:
-    """Wait for a task, unless the client goes away first: then it is cancelled."""
-    leaving = asyncio.create_task(_disconnected(http))
-    try:
-        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        task.cancel()
-        leaving.cancel()
-
-
-async def _disconnected(http: Request) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass

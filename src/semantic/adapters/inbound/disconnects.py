@@ -5,12 +5,22 @@ Abandoned work would stand in the queue before the same request, sent again.
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from semantic.ports.inbound import Reply
+CLIENT_LEFT = 499  # nobody reads this answer
+_T = TypeVar("_T")
+
+
+class Cancellable(Protocol):
+    """A reply, or several."""
+
+    def cancel(self) -> None:
+        """Stop computing, if it has not ended."""
+        ...
 
 
 class ReplyStream(StreamingResponse):
@@ -23,7 +33,7 @@ class ReplyStream(StreamingResponse):
     """
 
     def __init__(
-        self, frames: AsyncIterator[str], reply: Reply, headers: Mapping[str, str]
+        self, frames: AsyncIterator[str], reply: Cancellable, headers: Mapping[str, str]
     ) -> None:
         super().__init__(frames, media_type="text/event-stream", headers=headers)
         self._reply = reply
@@ -36,21 +46,16 @@ class ReplyStream(StreamingResponse):
             self._reply.cancel()
 
 
-async def unless_disconnected(
-    making: Coroutine[None, None, Response], reply: Reply, http: Request
-) -> Response:
-    """Make a response from a whole reply, unless the client goes away first."""
-    collecting = asyncio.create_task(making)
+async def unless_disconnected(work: Coroutine[Any, Any, _T], http: Request) -> _T | None:
+    """Wait for some work, unless the client goes away first: then it is cancelled."""
+    working = asyncio.create_task(work)
     leaving = asyncio.create_task(_disconnected(http))
     try:
-        await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if collecting.done():
-            return collecting.result()
-        return Response(status_code=499)
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
     finally:
-        collecting.cancel()
+        working.cancel()
         leaving.cancel()
-        reply.cancel()
 
 
 async def _disconnected(http: Request) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import Response
 
+from semantic.adapters.inbound import sse
 from semantic.adapters.inbound.anthropic_docs import (
     AnthropicErrorBody,
     AnthropicModel,
@@ -23,7 +24,7 @@ from semantic.adapters.inbound.openai_docs import (
 )
 from semantic.adapters.inbound.openai_fields import Hint
 from semantic.adapters.inbound.openai_schema import ChatCompletionRequest
-from semantic.adapters.inbound.reply_set import Json, ReplyStream, answer, start_all, times
+from semantic.adapters.inbound.reply_set import Json, answer, start_all, times
 from semantic.domain.agents import Principal
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 from semantic.ports.inbound import InferencePort, ModelManagementPort, ModelStatus
@@ -47,7 +48,7 @@ def openai_router(
             error.param = body.spelled(error.param)
             raise
         if body.stream:
-            return ReplyStream(stream_chat(replies, has_usage=body.has_usage), replies)
+            return sse.event_stream(stream_chat(replies, has_usage=body.has_usage), replies)
         return await answer(http, collect_chat(replies), replies)
 
     @router.get("/models", responses=_answers(ModelList | AnthropicModelPage))

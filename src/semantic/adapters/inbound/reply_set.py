@@ -1,15 +1,20 @@
 """Several replies to one request, read as one."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi.responses import JSONResponse, Response
 
 from semantic.adapters.inbound import sse
+from semantic.adapters.inbound.disconnects import (
+    CLIENT_LEFT,
+    Cancellable,
+    unless_disconnected,
+)
 from semantic.domain.agents import Principal
 from semantic.domain.chat import ChatRequest, Event, PrefillProgress
 from semantic.domain.errors import SemanticError
@@ -36,7 +41,7 @@ class ReplySet:
 
     async def events_and_heartbeats(
         self,
-    ) -> AsyncIterator[tuple[int, Event] | sse.Heartbeat]:
+    ) -> AsyncGenerator[tuple[int, Event] | sse.Heartbeat, None]:
         """Yield the same, and a `Heartbeat` whenever nothing came for a while.
 
         Progress is no sign of life: it is not written out, and may come for minutes.
@@ -71,6 +76,16 @@ class ReplySet:
         """Stop computing those that have not ended."""
         for reply in self._replies:
             reply.cancel()
+
+
+async def with_heartbeats(
+    reply: Reply, interval_s: float = sse.HEARTBEAT_S
+) -> AsyncGenerator[Event | sse.Heartbeat, None]:
+    """Yield one reply's events, and a `Heartbeat` whenever nothing came for a while."""
+    beats = ReplySet([reply], interval_s).events_and_heartbeats()
+    async with contextlib.aclosing(beats):
+        async for item in beats:
+            yield item if isinstance(item, sse.Heartbeat) else item[1]
 
 
 def _next_of(stream: AsyncIterator[Event]) -> "asyncio.Task[Event]":
@@ -116,38 +131,12 @@ async def start_all(
     return ReplySet(replies)
 
 
-class ReplyStream(StreamingResponse):
-    """A stream that cancels its replies however it ends, even before its first frame was sent."""
-
-    def __init__(self, frames: AsyncIterator[str], replies: ReplySet) -> None:
-        """Take the frames that are sent, and the replies they are made from."""
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(frames, media_type="text/event-stream", headers=headers)
-        self._replies = replies
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._replies.cancel()
-
-
-async def answer(http: Request, body: Coroutine[None, None, Json], replies: ReplySet) -> Response:
+async def answer(
+    http: Request, body: Coroutine[None, None, Json], replies: Cancellable
+) -> Response:
     """Answer with a body once it is made, unless the client goes away first."""
-    making = asyncio.create_task(body)
-    leaving = asyncio.create_task(_disconnected(http))
     try:
-        await asyncio.wait({making, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if making.done():
-            return JSONResponse(making.result())
-        return Response(status_code=499)
+        made = await unless_disconnected(body, http)
     finally:
-        making.cancel()
-        leaving.cancel()
         replies.cancel()
-
-
-async def _disconnected(http: Request) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
+    return Response(status_code=CLIENT_LEFT) if made is None else JSONResponse(made)

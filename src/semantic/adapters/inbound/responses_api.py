@@ -8,10 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from semantic.adapters.inbound import sse
 from semantic.adapters.inbound.http_errors import error_response
 from semantic.adapters.inbound.openai_docs import ERRORS, reply_or_stream
 from semantic.adapters.inbound.openai_fields import Hint
-from semantic.adapters.inbound.reply_set import Json, ReplySet, ReplyStream, answer
+from semantic.adapters.inbound.reply_set import Json, ReplySet, answer
 from semantic.adapters.inbound.responses_docs import DeletedResponse, ResponseBody
 from semantic.adapters.inbound.responses_echo import response_of, settings_of
 from semantic.adapters.inbound.responses_run import ResponseBook, ResponseRun
@@ -103,7 +104,7 @@ def responses_router(
         writer = ResponseWriter(settings_of(body), wants_handles=body.wants_handles)
         run = ResponseRun(replies, writer, responses.book, is_stored=body.is_stored)
         if body.stream:
-            return ReplyStream(run.frames(), replies)
+            return sse.event_stream(run.frames(), replies)
         if body.background:
             responses.book.keep_running(run)
             await run.is_begun.wait()

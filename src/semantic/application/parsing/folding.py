@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from semantic.domain.chat import (
     Event,
@@ -15,66 +16,61 @@ from semantic.domain.chat import (
     ThinkingEnded,
     ThinkingPart,
     ToolCallDelta,
-    ToolCallEnded,
     ToolCallStarted,
     ToolUsePart,
 )
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A part that may still grow; `event` is the one it began with."""
+
+    event: TextDelta | ThinkingDelta | ToolCallStarted
+    pieces: list[str] = field(default_factory=list)
+    signature: str = ""
+
+    def part(self) -> Part:
+        written = "".join(self.pieces)
+        match self.event:
+            case TextDelta():
+                return TextPart(written)
+            case ThinkingDelta():
+                return ThinkingPart(written, self.signature)
+            case ToolCallStarted():
+                return ToolUsePart(self.event.id, self.event.name, _object(written))
 
 
 class MessageFold:
     """Collects events into parts, in the order they came."""
 
     def __init__(self) -> None:
-        self._parts: list[Part] = []
-        self._text: list[str] = []
-        self._thought: list[str] = []
-        self._call: ToolCallStarted | None = None
-        self._arguments: list[str] = []
+        self._drafts: list[_Draft] = []
+        self._calls: dict[int, _Draft] = {}
 
     def add(self, event: Event) -> None:
         """Take the next event; those that carry no content are passed over."""
+        last = self._drafts[-1] if self._drafts else None
         match event:
-            case TextDelta(text):
-                self._end_thinking("")
-                self._text.append(text)
-            case ThinkingDelta(text):
-                self._end_text()
-                self._thought.append(text)
-            case ThinkingEnded(signature):
-                self._end_thinking(signature)
+            case TextDelta() | ThinkingDelta():
+                if last is None or type(last.event) is not type(event):
+                    last = self._begin(event)
+                last.pieces.append(event.text)
+            case ThinkingEnded(signature) if last and isinstance(last.event, ThinkingDelta):
+                last.signature = signature
             case ToolCallStarted():
-                self._end_thinking("")
-                self._end_text()
-                self._call, self._arguments = event, []
+                self._calls[event.index] = self._begin(event)
             case ToolCallDelta():
-                self._arguments.append(event.arguments)
-            case ToolCallEnded():
-                self._end_call()
+                self._calls[event.index].pieces.append(event.arguments)
             case _:
                 pass
 
     def message(self) -> Message:
-        """The assistant's message so far; a call that has not ended is left out."""
-        parts = list(self._parts)
-        parts += [ThinkingPart("".join(self._thought))] if self._thought else []
-        parts += [TextPart("".join(self._text))] if self._text else []
-        return Message(Role.ASSISTANT, tuple(parts))
+        """The assistant's message so far."""
+        return Message(Role.ASSISTANT, tuple(draft.part() for draft in self._drafts))
 
-    def _end_text(self) -> None:
-        if self._text:
-            self._parts.append(TextPart("".join(self._text)))
-            self._text = []
-
-    def _end_thinking(self, signature: str) -> None:
-        if self._thought:
-            self._parts.append(ThinkingPart("".join(self._thought), signature))
-            self._thought = []
-
-    def _end_call(self) -> None:
-        if self._call is not None:
-            arguments = _object("".join(self._arguments))
-            self._parts.append(ToolUsePart(self._call.id, self._call.name, arguments))
-            self._call = None
+    def _begin(self, event: TextDelta | ThinkingDelta | ToolCallStarted) -> _Draft:
+        self._drafts.append(_Draft(event))
+        return self._drafts[-1]
 
 
 def fold_message(events: Iterable[Event]) -> Message:
@@ -86,6 +82,9 @@ def fold_message(events: Iterable[Event]) -> Message:
 
 
 def _object(text: str) -> JsonObject:
-    """Parsers give out one JSON object; a call without any arguments gives out nothing."""
-    value = json.loads(text or "{}")
+    """Parsers give out one JSON object, or nothing; one that was cut off is left out."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        return {}
     return value if isinstance(value, dict) else {}

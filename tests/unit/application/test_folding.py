@@ -1,6 +1,6 @@
 import pytest
 
-from semantic.adapters.inbound.reply_parts import ReplyParts
+from semantic.application.parsing import fold_message
 from semantic.domain.chat import (
     Event,
     Message,
@@ -21,10 +21,7 @@ pytestmark = pytest.mark.unit
 
 
 def message_of(*events: Event) -> Message:
-    parts = ReplyParts()
-    for event in events:
-        parts.add(event)
-    return parts.message()
+    return fold_message(events)
 
 
 def test_pieces_are_joined_in_their_order() -> None:
@@ -58,7 +55,3 @@ def test_arguments_that_were_cut_off_are_left_out() -> None:
     made = message_of(ToolCallStarted(0, "c0", "read"), ToolCallDelta(0, '{"path": "a'))
 
     assert made.parts == (ToolUsePart("c0", "read", {}),)
-
-
-def test_a_reply_of_nothing_is_an_empty_text() -> None:
-    assert message_of() == Message.of(Role.ASSISTANT, "")
