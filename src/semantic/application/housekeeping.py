@@ -14,6 +14,7 @@ from semantic.application.agent_ledger import AgentLedger
 from semantic.application.agent_store import AgentCacheStore
 from semantic.application.block_index import BlockNode
 from semantic.application.disk_tier import DiskTier
+from semantic.application.kept_replies import REPLAY_TTL_S
 from semantic.application.old_boundaries import OldBoundaries
 from semantic.application.recall import RestorePlan, WantedPart
 from semantic.domain.agents import Agent, Pointer, Tier
@@ -163,7 +164,7 @@ class Housekeeping:
         self._agents.expire()
         if self._disk is not None:
             self._disk.flush(timeout_s=30)  # what was committed is reached from now on
-        self._ledger.forget_unreachable(before=before)
+        self._ledger.forget_unreachable(before=before, replays_before=self._now() - REPLAY_TTL_S)
         reached = self._reached(self._ledger.pointers()) | self._partly_reached()
         with self._store.lock:
             orphans = [

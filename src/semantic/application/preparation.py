@@ -59,7 +59,7 @@ class Preparation:
         self._replays = replays
         self._request_timeout_s = request_timeout_s
         self._renderer: Renderer | None = None
-        self._dates = FrozenDates()
+        self._dates = FrozenDates(replays)
 
     def prepare(
         self,
@@ -130,10 +130,8 @@ class Preparation:
         renderer = self._renderer
         if renderer is None or renderer.tokenizer is not model.tokenizer:
             renderer = self._renderer = Renderer(model.tokenizer)
-        hint = request.agent
-        agent = hint.agent_id or hint.session or hint.client_key
-        today = self._dates.of(f"{principal.tenant}/{agent}") if agent else None
-        replay = Replay(model.root(principal), self._replays)
+        root = model.root(principal)
+        today, replay = self._dates.of(root, request), Replay(root, self._replays)
         return renderer.render(request, today=today, replay=replay)
 
     def _max_bytes(self, principal: Principal, identity: Identity) -> int | None:

@@ -17,6 +17,7 @@ from semantic.adapters.outbound.safetensors_cache import TEMPORARY, SafetensorsC
 from semantic.adapters.outbound.sqlite_ledger import LEDGER_FILE, SqliteLedger
 from semantic.application.agent_ledger import AgentLedger, write_at_once
 from semantic.application.block_index import BlockIndex
+from semantic.application.kept_replies import REPLAY_TTL_S
 from semantic.domain.agents import Agent
 from semantic.domain.blocks import BlockPart
 from semantic.domain.errors import (
@@ -161,7 +162,9 @@ class _Cache:
 
     def collect(self, before: float) -> int:
         AgentLedger(self.ledger, self.state, write_at_once(self.ledger)).expire()
-        num_turns = self.ledger.forget_unreachable(before=before)
+        num_turns = self.ledger.forget_unreachable(
+            before=before, replays_before=time.time() - REPLAY_TTL_S
+        )
         index, last_used = BlockIndex(), {part.key: part.last_used for part in self.state.parts}
         parts = [
             replace(part, last_used=max(part.last_used, last_used.get(part.key, 0.0)))

@@ -237,8 +237,8 @@ class LedgerPort(Protocol):
         """Read the ids of a reply."""
         ...
 
-    def forget_unreachable(self, *, before: float) -> int:
-        """Remove turns that no agent reaches and replays, older than `before`; returns how many.
+    def forget_unreachable(self, *, before: float, replays_before: float) -> int:
+        """Remove turns that no agent reaches, and replays, that are older; returns how many.
 
         What a newer turn follows is kept.
 

@@ -151,11 +151,11 @@ class LedgerModel:
         turns = (self.turns[key] for key in self.reached())
         return {turn.pointer for turn in turns if turn.pointer}
 
-    def forget(self, before: float) -> int:
+    def forget(self, before: float, replays_before: float) -> int:
         size = len(self.turns) + len(self.replays)
         kept = self.reached(before)
         self.turns = {key: turn for key, turn in self.turns.items() if key in kept}
-        self.replays = {key: put for key, put in self.replays.items() if put.at >= before}
+        self.replays = {key: put for key, put in self.replays.items() if put.at >= replays_before}
         return size - len(self.turns) - len(self.replays)
 
     def check(self, state: LedgerState) -> None:

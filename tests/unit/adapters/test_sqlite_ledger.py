@@ -121,7 +121,7 @@ def test_a_log_that_bites_its_tail_ends(ledger: SqliteLedger) -> None:
     assert [turn.id for turn in ledger.turns("local", "t1", limit=99)] == ["t1", "t2"]
     assert ledger.ancestry("local", "t1") == ("t1", "t2")
     assert ledger.pointers() == ()
-    assert ledger.forget_unreachable(before=99.0) == 0
+    assert ledger.forget_unreachable(before=99.0, replays_before=99.0) == 0
 
 
 def test_repointing_keeps_the_number_of_tokens(ledger: SqliteLedger) -> None:
@@ -140,9 +140,9 @@ def test_forgetting_keeps_what_a_newer_turn_follows(ledger: SqliteLedger) -> Non
     alone = turn_of("alone", at=1.0)
     ledger.apply([PutTurn("local", turn) for turn in (old, new, alone)], is_synced=False)
 
-    assert ledger.forget_unreachable(before=5.0) == 1
+    assert ledger.forget_unreachable(before=5.0, replays_before=5.0) == 1
     assert ledger.turns("local", "new", limit=9) == (new, old)
-    assert ledger.forget_unreachable(before=10.0) == 2
+    assert ledger.forget_unreachable(before=10.0, replays_before=10.0) == 2
 
 
 def test_forgetting_gives_the_space_back(tmp_path: Path, ledger: SqliteLedger) -> None:
@@ -151,7 +151,7 @@ def test_forgetting_gives_the_space_back(tmp_path: Path, ledger: SqliteLedger) -
     ledger.close()
     full = (tmp_path / "ledger.db").stat().st_size
     ledger.load()
-    ledger.forget_unreachable(before=99.0)
+    ledger.forget_unreachable(before=99.0, replays_before=99.0)
     ledger.close()
 
     assert (tmp_path / "ledger.db").stat().st_size < full / 4

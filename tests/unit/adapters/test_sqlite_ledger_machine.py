@@ -111,9 +111,10 @@ class LedgerMachine(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="token ids"):
             self.ledger.apply([*batch, impossible], is_synced=False)
 
-    @rule(before=times)
-    def forget(self, before: float) -> None:
-        assert self.ledger.forget_unreachable(before=before) == self.model.forget(before)
+    @rule(before=times, replays_before=times)
+    def forget(self, before: float, replays_before: float) -> None:
+        num_gone = self.ledger.forget_unreachable(before=before, replays_before=replays_before)
+        assert num_gone == self.model.forget(before, replays_before)
 
     @rule()
     def restart(self) -> None:

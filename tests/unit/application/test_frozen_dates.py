@@ -4,25 +4,68 @@ from datetime import date, timedelta
 
 import pytest
 
+from semantic.adapters.outbound.memory_ledger import MemoryLedger
+from semantic.application.agent_ledger import write_at_once
 from semantic.application.frozen_dates import FrozenDates
+from semantic.application.kept_replies import KeptReplies
+from semantic.application.replay import ReplayBook
+from semantic.domain.chat import AgentHint, ChatRequest, Message, Role
 
 pytestmark = pytest.mark.unit
 
-
-def test_an_agents_day_does_not_pass() -> None:
-    days = [date(2026, 3, 1)]
-    dates = FrozenDates(lambda: days[0], max_agents=2)
-    assert dates.of("a") == days[0]
-    days[0] += timedelta(1)
-    assert dates.of("a") == date(2026, 3, 1)
-    assert dates.of("b") == date(2026, 3, 2)
+MONDAY = date(2026, 3, 2)
+TUESDAY = MONDAY + timedelta(1)
+ROOT = b"root"
 
 
-def test_agents_that_were_not_heard_of_for_long_are_forgotten() -> None:
-    days = [date(2026, 3, 1)]
-    dates = FrozenDates(lambda: days[0], max_agents=2)
-    for agent in ("a", "b", "a", "c"):
-        dates.of(agent)
-    days[0] += timedelta(1)
-    assert dates.of("a") == date(2026, 3, 1)
-    assert dates.of("b") == date(2026, 3, 2)
+class Days:
+    """A clock that stands until it is set."""
+
+    def __init__(self) -> None:
+        self.today = MONDAY
+        self.dates = FrozenDates(ReplayBook(), lambda: self.today)
+
+    def asked(self, *texts: str, agent: AgentHint | None = None, root: bytes = ROOT) -> date:
+        """The date of a conversation of these messages, the user's first."""
+        roles = (Role.USER, Role.ASSISTANT)
+        said = tuple(Message.of(roles[i % 2], text) for i, text in enumerate(texts))
+        return self.dates.of(root, ChatRequest("m", said, agent=agent or AgentHint()))
+
+
+@pytest.mark.parametrize(
+    "hint", [AgentHint(agent_id="a"), AgentHint(session="a"), AgentHint(client_key="a")]
+)
+def test_an_agents_day_does_not_pass(hint: AgentHint) -> None:
+    days = Days()
+    assert days.asked("hi", agent=hint) == MONDAY
+    days.today = TUESDAY
+    assert days.asked("hi", "ho", "hi", agent=hint) == MONDAY
+    assert days.asked("something else", agent=hint) == MONDAY
+    assert days.asked("hi", agent=AgentHint(agent_id="b")) == TUESDAY
+    assert days.asked("hi", agent=hint, root=b"another tenant's") == TUESDAY
+
+
+def test_a_conversation_keeps_the_day_it_began() -> None:
+    days = Days()
+    assert days.asked("hi") == MONDAY
+    days.today = TUESDAY
+    assert days.asked("hi", "ho", "and now?") == MONDAY
+    assert days.asked("hello", "ho", "and now?") == TUESDAY
+
+
+def test_a_conversation_that_begins_like_an_older_one_has_its_own_day() -> None:
+    days = Days()
+    days.asked("hi")
+    days.today = TUESDAY
+    assert days.asked("hi") == TUESDAY
+
+
+def test_days_survive_a_restart() -> None:
+    ledger = MemoryLedger()
+    request = ChatRequest("m", (Message.of(Role.USER, "hi"),), agent=AgentHint(agent_id="a"))
+
+    def dates(today: date) -> FrozenDates:
+        return FrozenDates(KeptReplies(ledger, write_at_once(ledger)), lambda: today)
+
+    assert dates(MONDAY).of(ROOT, request) == MONDAY
+    assert dates(TUESDAY).of(ROOT, request) == MONDAY

@@ -74,7 +74,7 @@ class Settings(BaseSettings):
         16, description="precision at which attention state rests on disk"
     )
     orphan_ttl_h: float = Field(
-        24, ge=0, description="unused state that no agent reaches is deleted after so many hours"
+        168, ge=0, description="unused state that no agent reaches is deleted after so many hours"
     )
     upkeep_interval_s: float = Field(
         60, gt=0, description="how often expired agents are forgotten and the ledger is backed up"

@@ -75,10 +75,10 @@ def is_of_index(change: LedgerChange) -> bool:
     return isinstance(change, _IndexChange)
 
 
-def forget_unreachable(connection: sqlite3.Connection, before: float) -> int:
+def forget_unreachable(connection: sqlite3.Connection, before: float, replays_before: float) -> int:
     """Remove old turns that neither an agent nor a newer turn comes from, and old replays."""
     turns = connection.execute(_FORGET_TURNS, (before,))
-    replays = connection.execute("DELETE FROM replays WHERE at < ?", (before,))
+    replays = connection.execute("DELETE FROM replays WHERE at < ?", (replays_before,))
     return turns.rowcount + replays.rowcount
 
 

@@ -98,12 +98,12 @@ class MemoryLedger:
             found = self._replays.get((tenant, key))
             return found[0] if found else None
 
-    def forget_unreachable(self, *, before: float) -> int:
+    def forget_unreachable(self, *, before: float, replays_before: float) -> int:
         """Remove what no agent reaches."""
         with self._lock:
             reached = self._reached()
             old = [k for k, t in self._turns.items() if k not in reached and t.created_at < before]
-            stale = [key for key, (_, at) in self._replays.items() if at < before]
+            stale = [key for key, (_, at) in self._replays.items() if at < replays_before]
             for turn_key in old:
                 del self._turns[turn_key]
             for replay_key in stale:

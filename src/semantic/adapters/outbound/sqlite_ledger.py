@@ -162,10 +162,10 @@ class SqliteLedger:
             ).fetchone()
             return read_replay(row) if row else None
 
-    def forget_unreachable(self, *, before: float) -> int:
+    def forget_unreachable(self, *, before: float, replays_before: float) -> int:
         """Remove old turns that no agent reaches, and old replays; returns how many."""
         with self._transaction(is_synced=False) as connection:
-            num_gone = forget_unreachable(connection, before)
+            num_gone = forget_unreachable(connection, before, replays_before)
         if num_gone:
             self._current.num_changes += 1
             with self._lock, self._refusals():
