@@ -35,6 +35,8 @@ class EngineLimits:
         max_batch_size: Sequences that run at once.
         prefill_step_size: The most prompt tokens in a step.
         target_step_ms: While someone decodes, prompts get about as many tokens as fit this time.
+            None is ten times what a step without prompts takes: the prompt then takes little
+            longer than alone, whatever the device.
         batch_window_ms: How long an idle engine waits for company after a first request.
         max_queue: Requests that may wait.
         default_max_tokens: Length of a reply when a request does not say.
@@ -44,7 +46,7 @@ class EngineLimits:
 
     max_batch_size: int = 16
     prefill_step_size: int = 512
-    target_step_ms: float = 100.0
+    target_step_ms: float | None = None
     batch_window_ms: float = 5.0
     max_queue: int = 256
     default_max_tokens: int = 1024
@@ -55,15 +57,13 @@ class EngineLimits:
 class ChunkBudget:
     """How many prompt tokens fit a step, learnt from how long steps took.
 
-    Steps aim a little above the target: part of a chunk's cost (weights, the context it attends
-    to) does not depend on its size, so the last tokens are the cheapest. Sizes are multiples of
-    the rows that kernels take at once; others cost as much as the next multiple, and a device
-    that prepares itself for each size it meets does so for few of them.
+    Sizes are multiples of the rows that kernels take at once: others cost as much as the next
+    multiple, and a device that prepares itself for each size it meets does so for few of them.
     """
 
     BLOCK = 32
     MIN_TOKENS = 16
-    AIM = 1.35
+    PATIENCE = 10
 
     def __init__(self) -> None:
         self._ms_per_token: float | None = None
@@ -73,7 +73,8 @@ class ChunkBudget:
         """Learn from one step."""
         elapsed_ms = elapsed_s * _SECONDS_TO_MS
         if num_prompt_tokens == 0:
-            self._decode_ms += _SMOOTHING * (elapsed_ms - self._decode_ms)
+            known_ms = self._decode_ms or elapsed_ms
+            self._decode_ms = known_ms + _SMOOTHING * (elapsed_ms - known_ms)
             return
         # A whole step is no shorter than its decoding part.
         self._decode_ms = min(self._decode_ms, elapsed_ms / 2)
@@ -86,11 +87,18 @@ class ChunkBudget:
         """What a prompt token costs; 0 before the first step."""
         return (self._ms_per_token or 0.0) / _SECONDS_TO_MS
 
+    def target_ms(self, limits: EngineLimits) -> float:
+        """How long a step should take while others decode; 0 as long as that is not known."""
+        if limits.target_step_ms is not None:
+            return limits.target_step_ms
+        return self.PATIENCE * self._decode_ms
+
     def tokens(self, limits: EngineLimits) -> int:
         """The budget while others decode: at least a few, at most `prefill_step_size`."""
         fitting = limits.prefill_step_size / 4
-        if self._ms_per_token:
-            room_ms = self.AIM * limits.target_step_ms - self._decode_ms
+        target_ms = self.target_ms(limits)
+        if self._ms_per_token and target_ms:
+            room_ms = target_ms - self._decode_ms
             fitting = min(room_ms / self._ms_per_token, limits.prefill_step_size)
         return max(int(fitting // self.BLOCK) * self.BLOCK, self.MIN_TOKENS)
 

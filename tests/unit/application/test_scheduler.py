@@ -167,7 +167,24 @@ def test_chunk_budget_finds_the_target(per_token: float, fixed: float, target: f
     at_bounds = tokens in (ChunkBudget.MIN_TOKENS, 4096)
     assert at_bounds or tokens % ChunkBudget.BLOCK == 0
     block_ms = ChunkBudget.BLOCK * per_token
-    assert at_bounds or took == pytest.approx(ChunkBudget.AIM * target, rel=0.2, abs=block_ms)
+    assert at_bounds or took == pytest.approx(target, rel=0.2, abs=block_ms)
+
+
+@pytest.mark.parametrize("decode_ms", [5, 40])
+def test_by_default_a_prompt_takes_little_longer_than_alone(decode_ms: int) -> None:
+    budget, limits, tokens = ChunkBudget(), EngineLimits(prefill_step_size=100_000), 0
+    for _ in range(40):
+        budget.observe(0, decode_ms / 1000)
+        tokens = budget.tokens(limits)
+        budget.observe(tokens, (decode_ms + tokens * 0.1) / 1000)
+    alone = tokens * 0.1
+    assert 1.05 < (decode_ms + alone) / alone < 1.15
+
+
+def test_before_anyone_decoded_alone_prompts_get_a_share_of_the_largest_step() -> None:
+    budget = ChunkBudget()
+    budget.observe(100, 1.0)
+    assert budget.tokens(EngineLimits(prefill_step_size=512)) == 128
 
 
 class TimedBackend(FaultyBackend):
@@ -194,7 +211,7 @@ class TimedBackend(FaultyBackend):
 
 
 def timed_rig(backend: TimedBackend) -> Rig:
-    limits = EngineLimits(prefill_step_size=400, target_step_ms=100)
+    limits = EngineLimits(prefill_step_size=400, target_step_ms=135)
     rig = make_rig(backend=backend, limits=limits)
     backend.now = rig.now
     return rig

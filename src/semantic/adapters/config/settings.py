@@ -86,8 +86,10 @@ class Settings(BaseSettings):
         8, ge=0, description="working copies that stay open for their agents' next turns"
     )
     prefill_step_size: int = Field(512, ge=1, description="most prompt tokens in one step")
-    target_step_ms: float = Field(
-        100, gt=0, description="how long a step may take while others wait"
+    target_step_ms: float | None = Field(
+        None,
+        gt=0,
+        description="how long a step may take while others wait (default: 10 decode steps)",
     )
     batch_window_ms: float = Field(
         5, ge=0, le=1000, description="an idle engine waits this for company"
