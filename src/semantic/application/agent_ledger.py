@@ -118,8 +118,8 @@ class AgentLedger:
             found = [agent for (owner, _), agent in self._agents.items() if owner == tenant]
         return sorted(found, key=lambda agent: agent.last_used, reverse=True)
 
-    def recent(self, limit: int) -> list[Agent]:
-        """The most recently used agents of all tenants."""
+    def recent(self, limit: int | None = None) -> list[Agent]:
+        """The agents of all tenants, the most recently used first."""
         with self._lock:
             found = list(self._agents.values())
         return sorted(found, key=lambda agent: agent.last_used, reverse=True)[:limit]

@@ -222,6 +222,11 @@ class BlockIndex:
             name = node.parent
         return nodes[::-1]
 
+    def path(self, name: BlockName) -> list[BlockNode]:
+        """The chain up to `name`, then the boundaries inside its blocks."""
+        chain = self.chain(name)
+        return [*chain, *(tail for node in chain for tail in self.begun_by(node))]
+
     def reached(self, names: Iterable[BlockName]) -> set[BlockName]:
         """Blocks that lead to any of `names`, and the boundaries inside them."""
         reached: set[BlockName] = set()

@@ -118,6 +118,12 @@ class Generation:
         self.chain = self.job.root
         self.usage = Usage(prompt_tokens=len(self.tokens))
 
+    def num_shared(self, root: BlockName, tokens: Sequence[int]) -> int:
+        """Tokens of another's state that this one can start from; tenants share nothing."""
+        if root != self.job.root:
+            return 0
+        return min(common_prefix(tokens, self.tokens), len(self.tokens) - 1)
+
     @property
     def num_prompt(self) -> int:
         """Tokens of the prompt."""

@@ -32,7 +32,6 @@ from semantic.ports.persistence import (
 _log = logging.getLogger(__name__)
 
 _WARM_SHARE = 0.25
-_ALL = 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ class Housekeeping:
         shared = self._reached(self._ledger_pointers(but=agent))
         chain = self._known(agent, pointer)
         with self._store.lock:
-            known = {node.name: node for node in (*chain, *self._with_boundaries(pointer))}
+            known = {node.name: node for node in (*chain, *self._store.index.path(pointer.block))}
             own = [node for name, node in known.items() if name not in shared]
             parts = [WantedPart(node, kind) for node in own[::-1] for kind in LayerKind]
             if self._disk is not None and not is_cold:
@@ -143,7 +142,7 @@ class Housekeeping:
 
     def refresh_pins(self) -> None:
         """Pin what pinned agents reach by now."""
-        pinned = [agent for agent in self._agents.recent(limit=_ALL) if agent.is_pinned]
+        pinned = [agent for agent in self._agents.recent() if agent.is_pinned]
         if not pinned and not self._has_pins:
             return
         pointers = [pointer for agent in pinned if (pointer := self._pointer(agent))]
@@ -151,7 +150,7 @@ class Housekeeping:
             for node in self._store.index:
                 node.num_pins = 0
             for pointer in pointers:
-                for node in self._with_boundaries(pointer):
+                for node in self._store.index.path(pointer.block):
                     node.num_pins += 1
         self._has_pins = bool(pinned)
 
@@ -290,17 +289,11 @@ class Housekeeping:
     def _partly_reached(self) -> set[BlockName]:
         """Blocks of agents whose last blocks were evicted."""
         reached: set[BlockName] = set()
-        for agent in self._agents.recent(limit=_ALL):
+        for agent in self._agents.recent():
             pointer = self._pointer(agent)
             if pointer is not None and self._store.index.get(pointer.block) is None:
                 reached.update(node.name for node in self._known(agent, pointer))
         return reached
-
-    def _with_boundaries(self, pointer: Pointer) -> list[BlockNode]:
-        """The blocks that lead to a place, and the boundaries inside them; inside the lock."""
-        chain = self._store.index.chain(pointer.block)
-        inner = [tail for node in chain for tail in self._store.index.begun_by(node)]
-        return [*chain, *inner]
 
     def _next_plan(self, agent: Agent) -> RestorePlan | None:
         """What an agent's next turn will start from."""
@@ -334,7 +327,7 @@ class Housekeeping:
     def _ledger_pointers(self, *, but: Agent) -> list[Pointer]:
         others = [
             agent
-            for agent in self._agents.recent(limit=_ALL)
+            for agent in self._agents.recent()
             if (agent.tenant, agent.id) != (but.tenant, but.id)
         ]
         return [pointer for agent in others if (pointer := self._pointer(agent)) is not None]

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from semantic.application.generation import Generation, common_prefix
+from semantic.application.generation import Generation
 from semantic.domain.blocks import BlockName
 from semantic.ports.outbound import SequenceId
 
@@ -22,12 +22,6 @@ class IdleCopy:
     agent: str
     root: BlockName
     tokens: list[int]
-
-    def num_shared(self, generation: Generation) -> int:
-        """Tokens of its state that a request can use; tenants share nothing."""
-        if self.root != generation.job.root:
-            return 0
-        return min(common_prefix(self.tokens, generation.tokens), len(generation.tokens) - 1)
 
 
 class IdleCopies:
@@ -58,7 +52,10 @@ class IdleCopies:
         """The copy that shares most with a request, and how many tokens; its own agent's first."""
         best: tuple[tuple[int, bool], IdleCopy] | None = None
         for copy in self._copies.values():
-            rank = (copy.num_shared(generation), copy.agent == generation.job.agent)
+            rank = (
+                generation.num_shared(copy.root, copy.tokens),
+                copy.agent == generation.job.agent,
+            )
             if rank[0] and (best is None or rank >= best[0]):
                 best = (rank, copy)
         return (best[1], best[0][0]) if best else None

@@ -17,7 +17,6 @@ from semantic.domain.spec import LayerKind
 
 _KEPT_TURNS = 2
 _GRACE_S = 60.0  # a turn that just ended may not be logged yet
-_ALL = 10**9
 
 
 class OldBoundaries:
@@ -40,11 +39,12 @@ class OldBoundaries:
             return 0
         needed: set[BlockName] = set()
         passed: set[BlockName] = set()
-        for agent in self._agents.recent(limit=_ALL):
+        for agent in self._agents.recent():
             for turn in self._agents.turns(agent, limit=_KEPT_TURNS):
                 if turn.pointer is None or turn.pointer.root not in self._store.roots:
                     continue
-                nodes = self._nodes(turn.pointer)
+                with self._store.lock:
+                    nodes = self._store.index.path(turn.pointer.block)
                 needed |= self._needed_by(turn, turn.pointer, nodes)
                 passed.update(node.name for node in nodes)
         with self._store.lock:
@@ -63,13 +63,6 @@ class OldBoundaries:
         if is_passed:
             return node.last_kept < self._now() - _GRACE_S
         return max(node.last_used, node.last_kept) < unused_since
-
-    def _nodes(self, pointer: Pointer) -> list[BlockNode]:
-        """The blocks that lead to a place, and the boundaries inside them."""
-        with self._store.lock:
-            chain = self._store.index.chain(pointer.block)
-            inner = [tail for node in chain for tail in self._store.index.begun_by(node)]
-        return [*chain, *inner]
 
     def _needed_by(self, turn: Turn, pointer: Pointer, nodes: list[BlockNode]) -> set[BlockName]:
         """Blocks whose window and state parts let a turn be continued, or its reply made anew."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from semantic.application.agent_store import AgentCacheStore
-from semantic.application.generation import Generation, common_prefix
+from semantic.application.generation import Generation
 from semantic.application.idle_copies import IdleCopies
 from semantic.application.recall import RestorePlan
 from semantic.application.restore import Restore
@@ -117,7 +117,7 @@ class PrefixSharing:
             source = TakeOver if is_whole or is_own else ForkFrom
             best = source(copy.seq, num_tokens)
         for other in running:
-            shared = min(_num_shared(other, generation), other.num_computed)
+            shared = min(generation.num_shared(other.job.root, other.tokens), other.num_computed)
             if other is not generation and shared > num_tokens:
                 num_tokens = shared
                 best = ForkFrom(other.seq, shared)
@@ -288,14 +288,7 @@ class PrefixSharing:
 
     def _num_usable(self, other: Generation, generation: Generation) -> int:
         """Tokens another sequence will leave behind that this one can start from."""
-        shared = _num_shared(other, generation)
+        shared = generation.num_shared(other.job.root, other.tokens)
         if LayerKind.STATE not in self._backend.spec.kinds:
             return shared
         return max((b for b in other.job.boundaries if b <= shared), default=0)
-
-
-def _num_shared(other: Generation, generation: Generation) -> int:
-    """Tokens that both begin with; tenants share nothing."""
-    if other.job.root != generation.job.root:
-        return 0
-    return min(common_prefix(other.tokens, generation.tokens), len(generation.tokens) - 1)

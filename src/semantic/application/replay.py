@@ -6,7 +6,6 @@ kept under the prompt they followed and the reply as the client saw it.
 """
 
 import hashlib
-import sys
 import threading
 from array import array
 from collections import OrderedDict
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from semantic.application.normalising import canonical_json
+from semantic.domain.blocks import pack_tokens
 from semantic.domain.chat import JsonValue, Message, TextPart, ThinkingPart, ToolUsePart
 from semantic.ports.outbound import TokenizerPort
 
@@ -97,12 +97,12 @@ class PromptDigest:
 
     def update(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
-        self._hash.update(_packed(tokens))
+        self._hash.update(pack_tokens(tokens))
 
     def followed_by(self, tokens: Sequence[int]) -> bytes:
         """Return the digest of all tokens so far and these; changes nothing."""
         grown = self._hash.copy()
-        grown.update(_packed(tokens))
+        grown.update(pack_tokens(tokens))
         return grown.digest()
 
 
@@ -161,13 +161,6 @@ def emitted_tokens(
             num_kept, num_bytes = index + 1, position
     rest = tokenizer.encode_plain(whole[num_bytes:].decode()) if num_bytes < len(whole) else []
     return (*tokens[:num_kept], *rest)
-
-
-def _packed(tokens: Sequence[int]) -> bytes:
-    ids = array("I", tokens)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tobytes()
 
 
 def _thinking_of(message: Message) -> JsonValue:

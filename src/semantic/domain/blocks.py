@@ -7,6 +7,8 @@ counts; it does not know tensors, files or agents. The memory budget is in `bloc
 
 import hashlib
 import struct
+import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -79,9 +81,12 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
         ValueError: an id is not in ``[0, 2**32)``.
     """
     try:
-        return struct.pack(f"<{len(tokens)}I", *tokens)
-    except struct.error as error:
+        ids = array("I", tokens)
+    except (OverflowError, TypeError) as error:
         raise ValueError(f"token ids must be in [0, 2**32): {error}") from None
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
 
 
 def unpack_tokens(packed: bytes) -> tuple[int, ...]:
