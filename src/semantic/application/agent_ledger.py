@@ -371,6 +371,9 @@ class AgentLedger:
 
     def _continued(self, agent: Agent, prompt: Sequence[int]) -> tuple[Turn | None, int]:
         """The latest turn that a prompt goes on from, and how many turns led there."""
+        head = self.turn(agent.tenant, agent.head) if agent.head else None
+        if head is not None and _begins_with(prompt, head):
+            return head, agent.num_turns  # the usual case; the others may have to be read
         for index, turn in enumerate(self.turns(agent)):
             if _begins_with(prompt, turn):
                 return turn, agent.num_turns - index
