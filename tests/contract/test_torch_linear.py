@@ -60,15 +60,16 @@ def test_llama_is_fused_throughout(tiny_model: Callable[[str], TinyModel]) -> No
 def test_a_packed_linear_multiplies(weights: Weights, num_rows: int, has_bias: bool) -> None:
     torch.manual_seed(num_rows)
     linear = nn.Linear(64, 48, bias=has_bias, dtype=torch.bfloat16)
-    packed = PackedLinear(linear.weight, linear.bias if has_bias else None, weights)
+    bias = linear.bias if has_bias else None
+    packed, full = (PackedLinear(linear.weight, bias, bits) for bits in (weights, "full"))
     x = torch.randn(1, num_rows, 64, dtype=torch.bfloat16)
     with torch.inference_mode():
-        expected, got = linear(x).float(), packed(x).float()
+        expected, got, unquantised = linear(x).float(), packed(x).float(), full(x).float()
     error = (got - expected).norm() / expected.norm()
     is_quantised = weights != "full" and num_rows <= 4
     limit = {"full": 0.01, "int8": 0.02, "int4": 0.15}[weights if is_quantised else "full"]
     assert error < limit
-    assert packed.takes_few(x) == is_quantised
+    assert torch.equal(got, unquantised) != is_quantised
 
 
 @pytest.mark.parametrize("num_outputs,num_inputs,limit", [(20, 64, 0.02), (48, 40, 0.01)])
