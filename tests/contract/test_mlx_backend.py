@@ -227,6 +227,26 @@ def test_bfloat16_is_restored_exactly(mlx_model: GetModel) -> None:
     assert backend.payload(backend.snapshot(again.seq, 0, 12, LayerKind.FULL)) == first
 
 
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_joined_layers_compute_the_same(
+    mlx_model: GetModel, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """As on CUDA, where layers with the same input are one multiplication."""
+    from semantic.adapters.outbound import mlx_linears
+
+    model = mlx_model(family)
+    lengths = (5, 9, 30)
+    plain = make_mlx(model)
+    expected = [begin(plain, n, prompt(n, seed=n)).finish(4) for n in lengths]
+    plain.shutdown()
+    monkeypatch.setattr(mlx_linears, "is_worthwhile", lambda: True)
+    backend = make_mlx(model)
+    runs = [begin(backend, n, prompt(n, seed=n)) for n in lengths]
+    finish(runs, 4)
+    assert [run.reply for run in runs] == expected
+    backend.shutdown()
+
+
 # -- models it cannot run -----------------------------------------------------------------------
 
 
