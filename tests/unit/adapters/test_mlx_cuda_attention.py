@@ -1,20 +1,20 @@
 """The plan of our own attention kernel; the kernel itself where there is a GPU for it."""
 
+from typing import Any
+
 import pytest
 
-pytest.importorskip("mlx.core")
+from semantic.adapters.outbound import mlx_runtime
 
-import mlx.core as mx
-
-from semantic.adapters.outbound import mlx_cuda_attention
-from semantic.adapters.outbound.mlx_cuda_attention import can_attend, make_plan
-from semantic.adapters.outbound.mlx_layout import Array
+mlx_runtime.prepare(num_threads=1)
+mx = pytest.importorskip("mlx.core")
+mlx_cuda_attention = pytest.importorskip("semantic.adapters.outbound.mlx_cuda_attention")
 
 pytestmark = pytest.mark.unit
 
 
 def test_a_plan_names_chunks_lengths_groups_and_places() -> None:
-    plan = make_plan([[300, 256], [1]])
+    plan = mlx_cuda_attention.make_plan([[300, 256], [1]])
     firsts, lengths, groups, places = [0, 2, 3, 4], [300, 256, 1], [0, 0, 1], [0, 1, 0]
     assert plan.num_chunks == 4
     assert plan.numbers.tolist() == firsts + lengths + groups + places
@@ -35,10 +35,15 @@ def test_what_the_kernel_takes(
     queries: tuple[int, ...],
     keys: tuple[int, ...],
     values: tuple[int, ...],
-    dtype: Array,
+    dtype: Any,
     expected: bool,
 ) -> None:
-    assert can_attend(*(mx.zeros(shape, dtype) for shape in (queries, keys, values))) == expected
+    assert (
+        mlx_cuda_attention.can_attend(
+            *(mx.zeros(shape, dtype) for shape in (queries, keys, values))
+        )
+        == expected
+    )
 
 
 @pytest.mark.parametrize("dim,num_shared", [(64, 8), (128, 1), (128, 4), (256, 8)])
@@ -62,10 +67,10 @@ def test_each_row_attends_over_its_own_tokens(dim: int, num_shared: int) -> None
             )
             for i, n in enumerate(rows)
         ]
-    plan = make_plan(lengths)
+    plan = mlx_cuda_attention.make_plan(lengths)
     out = mlx_cuda_attention.attend(mx.concatenate(queries), groups, plan, dim**-0.5)
     assert mx.allclose(out.astype(mx.float32), mx.concatenate(expected), atol=2e-2).item()
 
 
-def _first(keys: Array, values: Array, row: int, length: int) -> tuple[Array, Array]:
+def _first(keys: Any, values: Any, row: int, length: int) -> tuple[Any, Any]:
     return keys[row : row + 1, :, :length], values[row : row + 1, :, :length]

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("mlx.core")
+from semantic.adapters.outbound import mlx_runtime
 
-import mlx.core as mx
-from mlx import nn
-
-from semantic.adapters.outbound.mlx_linears import join_linears
+mlx_runtime.prepare(num_threads=1)
+mx = pytest.importorskip("mlx.core")
+nn = pytest.importorskip("mlx.nn")
+join_linears = pytest.importorskip("semantic.adapters.outbound.mlx_linears").join_linears
 
 pytestmark = pytest.mark.unit
 
