@@ -141,6 +141,43 @@ def test_growing_through_every_size(llama: ModelBackendPort) -> None:
     assert [run.reply for run in runs] == expected
 
 
+def _attend_by_plan(queries: Any, groups: Any, plan: Any, scale: float) -> Any:
+    """What our CUDA kernel computes, by the same plan."""
+    import mlx.core as mx
+
+    num_rows = queries.shape[0]
+    by_row = iter(plan.numbers.tolist()[num_rows + 1 :])
+    lengths, of_group, places = (list(itertools.islice(by_row, num_rows)) for _ in range(3))
+    rows = []
+    for row, (length, group, place) in enumerate(zip(lengths, of_group, places, strict=True)):
+        cut = (a[place : place + 1, :, :length] for a in groups[group])
+        asked = queries[row : row + 1]
+        rows.append(mx.fast.scaled_dot_product_attention(asked, *cut, scale=scale))
+    return mx.concatenate(rows)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_rows_attend_together_where_the_kernel_runs(
+    mlx_model: GetModel, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """More groups than the kernel takes at once, some with rows of unlike length."""
+    from semantic.adapters.outbound import mlx_cuda_attention
+
+    lengths = (3, 9, 300, 305, 600, 800, 1100, 1300)
+    plain = make_mlx(mlx_model(family))
+    expected = [begin(plain, n, prompt(n, seed=n)).finish(4) for n in lengths]
+    plain.shutdown()
+    monkeypatch.setattr(mlx_cuda_attention, "is_available", lambda: True)
+    monkeypatch.setattr(mlx_cuda_attention, "can_attend", lambda *_: True)
+    monkeypatch.setattr(mlx_cuda_attention, "attend", _attend_by_plan)
+    backend: Any = make_mlx(mlx_model(family))
+    assert backend._runner.batching.value == "all rows"
+    runs = [begin(backend, n, prompt(n, seed=n)) for n in lengths]
+    finish(runs, 4)
+    assert [run.reply for run in runs] == expected
+    backend.shutdown()
+
+
 def test_what_cannot_be_batched_runs_alone(mlx_model: GetModel) -> None:
     backend: Any = make_mlx(mlx_model("gemma2"))
     assert backend._runner.batching.value == "one row"
@@ -188,6 +225,26 @@ def test_bfloat16_is_restored_exactly(mlx_model: GetModel) -> None:
     first = backend.payload(ticket)
     again = restored(run, seq=2)
     assert backend.payload(backend.snapshot(again.seq, 0, 12, LayerKind.FULL)) == first
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_joined_layers_compute_the_same(
+    mlx_model: GetModel, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """As on CUDA, where layers with the same input are one multiplication."""
+    from semantic.adapters.outbound import mlx_linears
+
+    model = mlx_model(family)
+    lengths = (5, 9, 30)
+    plain = make_mlx(model)
+    expected = [begin(plain, n, prompt(n, seed=n)).finish(4) for n in lengths]
+    plain.shutdown()
+    monkeypatch.setattr(mlx_linears, "is_worthwhile", lambda: True)
+    backend = make_mlx(model)
+    runs = [begin(backend, n, prompt(n, seed=n)) for n in lengths]
+    finish(runs, 4)
+    assert [run.reply for run in runs] == expected
+    backend.shutdown()
 
 
 # -- models it cannot run -----------------------------------------------------------------------

@@ -13,6 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from semantic.adapters.outbound import mlx_cuda_attention
+from semantic.adapters.outbound.mlx_cuda_attention import MAX_GROUPS, Plan
 from semantic.adapters.outbound.mlx_groups import Group
 from semantic.adapters.outbound.mlx_layout import Array, Layout, Part, library
 from semantic.domain.spec import LayerKind
@@ -54,14 +56,20 @@ class GroupStep:
             self._masks[size] = mask
         return self._masks[size]
 
+    def lengths(self, part: Part) -> list[int]:
+        """How many of those each row looks at."""
+        size = self.size(part)
+        return [min(position + 1, size) for position in self.positions]
+
     def write(self, part: Part, arrays: list[Array], news: Sequence[Array]) -> list[Array]:
         """Put the new token's keys and values in their places; returns what to attend over."""
         ring = part.window or self.group.capacity
-        slots = [position % ring for position in self.positions]
-        num_rows = len(slots)
+        num_rows = len(self.positions)
+        slot = self.positions[0] % ring
+        is_even = num_rows == 1 or all(p % ring == slot for p in self.positions)
         for i, new in enumerate(news):
-            if min(slots) == max(slots):
-                arrays[i][:num_rows, :, slots[0] : slots[0] + 1] = new
+            if is_even:
+                arrays[i][:num_rows, :, slot : slot + 1] = new
             elif num_rows == arrays[i].shape[0]:
                 places = mx.broadcast_to(self._slots_of(ring)[:, None, None, None], new.shape)
                 arrays[i] = mx.put_along_axis(arrays[i], places, new, 2)
@@ -85,28 +93,55 @@ class Groups:
     arrays: Sequence[Array]
 
 
+@dataclass(slots=True, eq=False)
+class Shared:
+    """What all views of a step have in common.
+
+    Attributes:
+        offset: The new token's position, by row where they differ.
+        plans: By window and first group.
+    """
+
+    steps: Sequence[GroupStep]
+    offset: Any
+    plans: dict[tuple[int, int], Plan] = field(default_factory=dict)
+
+
 class AttentionView:
     """Stands for a cache of keys and values of all rows of a step."""
 
-    def __init__(self, place: int, part: Part, steps: Sequence[GroupStep], offset: Any) -> None:
+    def __init__(self, place: int, part: Part, shared: Shared) -> None:
         self._place = place
+        self._shared = shared
         self.part = part
-        self._steps = steps
-        self.offset = offset
+        self.steps = shared.steps
+        self.offset = shared.offset
 
     def make_mask(self, *_: Any, **__: Any) -> Array | None:
         """What the model passes on to attention; groups have masks of their own."""
-        return self._steps[0].mask(self.part) if len(self._steps) == 1 else None
+        return self.steps[0].mask(self.part) if len(self.steps) == 1 else None
+
+    def is_own(self, mask: Any) -> bool:
+        """Whether the model passed on the mask it was given, and there is one."""
+        return mask is not None and mask is self.make_mask()
+
+    def plan(self, steps: slice) -> Plan:
+        """How our own kernel goes about some of the groups."""
+        plans, key = self._shared.plans, (self.part.window, steps.start)
+        if key not in plans:
+            lengths = [step.lengths(self.part) for step in self.steps[steps]]
+            plans[key] = mlx_cuda_attention.make_plan(lengths)
+        return plans[key]
 
     def update_and_fetch(self, keys: Array, values: Array) -> tuple[Any, Any]:
         """Keep the new token's keys and values and return all there are."""
-        if len(self._steps) == 1:
-            (step,) = self._steps
+        if len(self.steps) == 1:
+            (step,) = self.steps
             all_keys, all_values = self._write(step, keys, values)
             return all_keys, all_values
-        fetched = [self._write(s, keys[s.place], values[s.place]) for s in self._steps]
+        fetched = [self._write(s, keys[s.place], values[s.place]) for s in self.steps]
         all_keys, all_values = zip(*fetched, strict=True)
-        return Groups(self._steps, all_keys), Groups(self._steps, all_values)
+        return Groups(self.steps, all_keys), Groups(self.steps, all_values)
 
     def _write(self, step: GroupStep, keys: Array, values: Array) -> list[Array]:
         return step.write(self.part, step.group.arrays[self._place], (keys, values))
@@ -146,12 +181,13 @@ def views(layout: Layout, caches: Sequence[Any], steps: Sequence[GroupStep]) -> 
     """One view for each of the model's caches, nested as the library nests them."""
     positions = [position for step in steps for position in step.positions]
     offset = positions[0] if len(set(positions)) == 1 else mx.array(positions)
+    shared = Shared(steps, offset)
     flat: list[Any] = []
     for place, part in enumerate(layout.parts):
         if part.kind is LayerKind.STATE:
             flat.append(StateView(place, steps))
         else:
-            flat.append(AttentionView(place, part, steps, offset))
+            flat.append(AttentionView(place, part, shared))
     nested: list[Any] = []
     for cache in caches:
         size = len(cache.caches) if isinstance(cache, library.CacheList) else 0
@@ -179,17 +215,9 @@ def _wrapped(original: Any) -> Any:
         sinks: Array | None = None,
     ) -> Array:
         if isinstance(keys, Groups):
-            outputs = [
-                _attend(queries[step.place], k, v, step.mask(cache.part), scale, sinks)
-                for step, k, v in zip(keys.steps, keys.arrays, values.arrays, strict=True)
-            ]
-            return mx.concatenate(outputs)
-        if (
-            isinstance(cache, AttentionView)
-            and isinstance(mask, mx.array)
-            and mask.dtype == mx.bool_
-        ):
-            return _attend(queries, keys, values, mask, scale, sinks)
+            return _attend(cache, queries, (keys.arrays, values.arrays), scale, sinks)
+        if isinstance(cache, AttentionView) and cache.is_own(mask):
+            return _attend(cache, queries, ([keys], [values]), scale, sinks)
         return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
     attention.takes_groups = True  # type: ignore[attr-defined]
@@ -197,21 +225,61 @@ def _wrapped(original: Any) -> Any:
 
 
 def _attend(
+    view: AttentionView,
     queries: Array,
-    keys: Array,
-    values: Array,
-    mask: Array | None,
+    fetched: tuple[Sequence[Array], Sequence[Array]],
     scale: float,
     sinks: Array | None,
 ) -> Array:
-    """One query a row. CUDA's kernels take no mask of ours, so there it is written out."""
+    """One query a row. CUDA's kernels take no mask of ours, so there we bring our own."""
+    keys, values = fetched
+    groups = list(zip(keys, values, strict=True))
+    if (
+        sinks is None
+        and mlx_cuda_attention.is_available()
+        and mlx_cuda_attention.can_attend(queries, *groups[0])
+    ):
+        return _attend_together(view, queries, groups, scale)
+    return _joined(
+        [
+            _attend_group(step, view.part, (queries[step.place], *group), scale, sinks)
+            for step, group in zip(view.steps, groups, strict=True)
+        ]
+    )
+
+
+def _attend_together(
+    view: AttentionView, queries: Array, groups: Sequence[tuple[Array, Array]], scale: float
+) -> Array:
+    outputs = []
+    for first in range(0, len(groups), MAX_GROUPS):
+        some = slice(first, first + MAX_GROUPS)
+        steps = view.steps[some]
+        rows = slice(steps[0].place.start, steps[-1].place.stop)
+        asked = queries if len(steps) == len(groups) else queries[rows]
+        outputs.append(mlx_cuda_attention.attend(asked, groups[some], view.plan(some), scale))
+    return _joined(outputs)
+
+
+def _attend_group(
+    step: GroupStep,
+    part: Part,
+    attended: tuple[Array, Array, Array],
+    scale: float,
+    sinks: Array | None,
+) -> Array:
+    mask = step.mask(part)
     if mask is None or sinks is not None or not mx.cuda.is_available():
-        return mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=mask, sinks=sinks
-        )
+        return mx.fast.scaled_dot_product_attention(*attended, scale=scale, mask=mask, sinks=sinks)
+    # CUDA's fused kernels are slower with a mask than the same written out.
+    queries, keys, values = attended
     num_rows, num_heads, _, dim = queries.shape
     # Heads that share keys become query rows, so that keys are read once.
     folded = (queries * scale).reshape(num_rows, keys.shape[1], -1, dim)
     scores = mx.where(mask, folded @ keys.swapaxes(-1, -2), -mx.inf)
     weights = mx.softmax(scores, axis=-1, precise=True)
     return (weights @ values).reshape(num_rows, num_heads, 1, values.shape[-1])
+
+
+def _joined(outputs: list[Array]) -> Array:
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
