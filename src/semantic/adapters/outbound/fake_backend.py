@@ -19,18 +19,17 @@ import numpy as np
 from semantic.adapters.outbound.eager_backend import EagerBackend, PayloadTicket, StepTicket
 from semantic.adapters.outbound.host_sampler import Logits, sample
 from semantic.adapters.outbound.payload_parts import sort_parts
+from semantic.adapters.outbound.step_rows import check_ids, make_rows, sequence_of, tokens_of
 from semantic.domain.chat import JsonObject
-from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
+from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.ports.outbound import (
-    LAST_SAMPLED,
     Chunk,
     Computed,
     DeviceMemory,
     HostBuffer,
     KVPayload,
     Row,
-    RowFailed,
     Sampled,
     SequenceId,
     SpecialToken,
@@ -157,7 +156,7 @@ class FakeBackend(EagerBackend):
         """Begin a sequence."""
         if seq in self._sequences:
             raise ValueError(f"sequence {seq} is open")
-        self._check_ids(tokens)
+        check_ids(tokens, VOCAB_SIZE)
         self._sequences[seq] = _Sequence(list(tokens))
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
@@ -188,17 +187,7 @@ class FakeBackend(EagerBackend):
 
     def launch(self, step: Step) -> Ticket:
         """Compute a step at once."""
-        rows: list[Row] = []
-        seen: set[SequenceId] = set()
-        for chunk in step.chunks:
-            try:
-                if chunk.seq in seen:
-                    raise InvalidRequestError("the sequence is in the step already")
-                seen.add(chunk.seq)
-                rows.append(self._run(chunk))
-            except (InvalidRequestError, BackendError) as error:
-                rows.append(RowFailed(chunk.seq, error.message))
-        return StepTicket(StepOutput(tuple(rows)))
+        return StepTicket(StepOutput(tuple(make_rows(step, self._run))))
 
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
         """Copy state."""
@@ -244,12 +233,8 @@ class FakeBackend(EagerBackend):
 
     def _run(self, chunk: Chunk) -> Row:
         """Work on a copy, so that a row that fails changes nothing."""
-        sequence = self._sequences.get(chunk.seq)
-        if sequence is None:
-            raise InvalidRequestError(f"sequence {chunk.seq} is not open")
-        tokens = self._tokens_of(chunk, sequence)
-        sequence = sequence.copy()
-        sequence.append(tokens, self._window)
+        sequence = sequence_of(chunk, self._sequences, self._is_whole).copy()
+        sequence.append(tokens_of(chunk, sequence.last_sampled, VOCAB_SIZE), self._window)
         row: Row = Computed(chunk.seq)
         if chunk.draw is not None:
             history = sequence.known[: sequence.length]
@@ -258,20 +243,6 @@ class FakeBackend(EagerBackend):
             row = Sampled(chunk.seq, token, logprob)
         self._sequences[chunk.seq] = sequence
         return row
-
-    def _tokens_of(self, chunk: Chunk, sequence: _Sequence) -> tuple[int, ...]:
-        if chunk.start != sequence.length:
-            raise InvalidRequestError(f"the chunk is at {chunk.start}, not {sequence.length}")
-        if not self._is_whole(sequence):
-            raise InvalidRequestError("its window or state parts are not loaded")
-        if chunk.tokens is LAST_SAMPLED:
-            if sequence.last_sampled is None:
-                raise InvalidRequestError("nothing was sampled here")
-            return (sequence.last_sampled,)
-        if not chunk.tokens:
-            raise InvalidRequestError("the chunk is empty")
-        self._check_ids(chunk.tokens)
-        return chunk.tokens
 
     def _logits(self, sequence: _Sequence) -> Logits:
         key = sequence.full_hash
@@ -286,13 +257,6 @@ class FakeBackend(EagerBackend):
         return logits
 
     # -- checks ---------------------------------------------------------------------------------
-
-    def _check_ids(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            if not 0 <= token < VOCAB_SIZE:
-                raise InvalidRequestError(
-                    f"token id {token} is not in [0, {VOCAB_SIZE})", param="tokens"
-                )
 
     def _is_whole(self, sequence: _Sequence) -> bool:
         """Whether window and state are those of the sequence's end."""

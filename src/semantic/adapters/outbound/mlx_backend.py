@@ -23,10 +23,10 @@ from semantic.adapters.outbound.mlx_runner import MlxRunner
 from semantic.adapters.outbound.mlx_sampling import PendingRow, check_draw
 from semantic.adapters.outbound.mlx_steps import run_rows
 from semantic.adapters.outbound.payload_parts import sort_parts
-from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
+from semantic.adapters.outbound.step_rows import check_ids, check_tokens, make_rows, sequence_of
+from semantic.domain.errors import BackendError, CacheCorruptionError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.outbound import (
-    LAST_SAMPLED,
     Chunk,
     DeviceMemory,
     KVPayload,
@@ -97,7 +97,7 @@ class MlxBackend:
 
     def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
         """Begin a sequence."""
-        self._check_ids(tokens)
+        check_ids(tokens, self._spec.vocab_size)
         self._add(seq, MlxSequence(list(tokens)))
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
@@ -223,37 +223,16 @@ class MlxBackend:
     # -- one step -------------------------------------------------------------------------------
 
     def _plan(self, step: Step) -> list[PendingRow | RowFailed]:
-        rows: list[PendingRow | RowFailed] = []
-        seen: set[SequenceId] = set()
-        for chunk in step.chunks:
-            try:
-                if chunk.seq in seen:
-                    raise InvalidRequestError("the sequence is in the step already")
-                seen.add(chunk.seq)
-                rows.append(PendingRow(chunk, self._checked(chunk)))
-            except InvalidRequestError as error:
-                rows.append(RowFailed(chunk.seq, error.message))
-        return rows
+        return make_rows(step, self._pending)
 
-    def _checked(self, chunk: Chunk) -> MlxSequence:
-        """The chunk's sequence; nothing after this may refuse the row."""
-        sequence = self._sequences.get(chunk.seq)
-        if sequence is None:
-            raise InvalidRequestError(f"sequence {chunk.seq} is not open")
-        if chunk.start != sequence.length:
-            raise InvalidRequestError(f"the chunk is at {chunk.start}, not {sequence.length}")
-        if not self._is_whole(sequence):
-            raise InvalidRequestError("its window or state parts are not loaded")
-        if chunk.tokens is LAST_SAMPLED:
-            if sequence.last is None or sequence.last.has_failed():
-                raise InvalidRequestError("nothing was sampled here")
-        elif not chunk.tokens:
-            raise InvalidRequestError("the chunk is empty")
-        else:
-            self._check_ids(chunk.tokens)
+    def _pending(self, chunk: Chunk) -> PendingRow:
+        """Check a chunk; nothing after this may refuse the row."""
+        sequence = sequence_of(chunk, self._sequences, self._is_whole)
+        has_sampled = sequence.last is not None and not sequence.last.has_failed()
+        check_tokens(chunk, self._spec.vocab_size, has_sampled=has_sampled)
         if chunk.draw is not None:
             check_draw(chunk.draw, self._spec.vocab_size)
-        return sequence
+        return PendingRow(chunk, sequence)
 
     def _finish(self, row: PendingRow | RowFailed) -> Row:
         if isinstance(row, RowFailed):
@@ -292,8 +271,3 @@ class MlxBackend:
         if seq in self._sequences:
             raise ValueError(f"sequence {seq} is open")
         self._sequences[seq] = sequence
-
-    def _check_ids(self, tokens: Sequence[int]) -> None:
-        size = self._spec.vocab_size
-        if tokens and not (min(tokens) >= 0 and max(tokens) < size):
-            raise InvalidRequestError(f"a token id is not in [0, {size})", param="tokens")

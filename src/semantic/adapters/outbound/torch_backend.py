@@ -22,12 +22,12 @@ from semantic.adapters.outbound.eager_backend import (
 )
 from semantic.adapters.outbound.host_sampler import Logits, sample
 from semantic.adapters.outbound.payload_parts import sort_parts
+from semantic.adapters.outbound.step_rows import check_ids, make_rows, sequence_of, tokens_of
 from semantic.adapters.outbound.torch_attention import Span, TorchSequence
 from semantic.adapters.outbound.torch_loading import TorchOptions
-from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
+from semantic.domain.errors import BackendError, CacheCorruptionError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.outbound import (
-    LAST_SAMPLED,
     Chunk,
     Computed,
     DeviceMemory,
@@ -90,7 +90,7 @@ class TorchBackend(EagerBackend):
 
     def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
         """Begin a sequence."""
-        self._check_ids(tokens)
+        check_ids(tokens, self._spec.vocab_size)
         self._add(seq, TorchSequence(list(tokens)))
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
@@ -188,40 +188,20 @@ class TorchBackend(EagerBackend):
 
     def _plan(self, step: Step) -> list[Span | RowFailed]:
         """Give each chunk its place in the packed row, and room in its sequence's buffers."""
-        plan: list[Span | RowFailed] = []
-        seen: set[SequenceId] = set()
         offset = 0
-        for chunk in step.chunks:
-            try:
-                if chunk.seq in seen:
-                    raise InvalidRequestError("the sequence is in the step already")
-                seen.add(chunk.seq)
-                tokens = self._tokens_of(chunk)
-            except InvalidRequestError as error:
-                plan.append(RowFailed(chunk.seq, error.message))
-                continue
-            sequence = self._sequences[chunk.seq]
-            self._grow(sequence, sequence.length + len(tokens))
-            plan.append(Span(chunk, sequence, tokens, offset))
-            offset += len(tokens)
-        return plan
 
-    def _tokens_of(self, chunk: Chunk) -> tuple[int, ...]:
-        sequence = self._sequences.get(chunk.seq)
-        if sequence is None:
-            raise InvalidRequestError(f"sequence {chunk.seq} is not open")
-        if chunk.start != sequence.length:
-            raise InvalidRequestError(f"the chunk is at {chunk.start}, not {sequence.length}")
-        if not sequence.has_window(sequence.length, self._spec.window):
-            raise InvalidRequestError("its window parts are not loaded")
-        if chunk.tokens is LAST_SAMPLED:
-            if sequence.last_sampled is None:
-                raise InvalidRequestError("nothing was sampled here")
-            return (sequence.last_sampled,)
-        if not chunk.tokens:
-            raise InvalidRequestError("the chunk is empty")
-        self._check_ids(chunk.tokens)
-        return chunk.tokens
+        def place(chunk: Chunk) -> Span:
+            nonlocal offset
+            sequence = sequence_of(chunk, self._sequences, self._is_whole)
+            tokens = tokens_of(chunk, sequence.last_sampled, self._spec.vocab_size)
+            self._grow(sequence, sequence.length + len(tokens))
+            offset += len(tokens)
+            return Span(chunk, sequence, tokens, offset - len(tokens))
+
+        return make_rows(step, place)
+
+    def _is_whole(self, sequence: TorchSequence) -> bool:
+        return sequence.has_window(sequence.length, self._spec.window)
 
     def _forward(self, spans: Sequence[Span]) -> Logits:
         """Run the model over the packed row; returns the logits after each span."""
@@ -276,11 +256,6 @@ class TorchBackend(EagerBackend):
         if scratch.keys[:, :, 0].isnan().any():
             reason = "not all of its layers use the library's attention interface"
             raise torch_loading.refusal(self._spec, reason)
-
-    def _check_ids(self, tokens: Sequence[int]) -> None:
-        size = self._spec.vocab_size
-        if tokens and not (min(tokens) >= 0 and max(tokens) < size):
-            raise InvalidRequestError(f"a token id is not in [0, {size})", param="tokens")
 
     def _arrays(self, part: KVPayload) -> tuple[Bits, Bits]:
         buffers = {buffer.name: buffer for buffer in part.buffers}
