@@ -30,7 +30,7 @@ from semantic.domain.errors import BackendError
 
 _MAX_VERIFIED = 40
 _MAX_QUOTES = 16
-_MAX_EFFORT = 20_000  # tokens to check for one mask; other replies wait for it
+_MAX_EFFORT = 10_000  # tokens to check for one mask; other replies wait for it
 _BLIND_TOKENS = 64
 _UNBOUNDED = 2**31
 
