@@ -2,8 +2,9 @@
 
 Four sequences of the starter model decode under a schema; the time spent in the constraints is set
 against the rest of the step. Applying a mask to the logits is the backend's, and counted with it.
-Target: under 15 % while the budget has room. Where it is tight, every step looks for a way to the
-end; those cases are printed too and are known to cost more.
+A stall is what the constraints of all sequences take in one step, while the engine waits for them.
+Targets: under 15 % and no stall over 50 ms, whether the budget has room, is tight, or is just
+enough for a list that must be there.
 """
 
 import sys
@@ -30,6 +31,7 @@ NUM_ROWS = 4
 NUM_STEPS = 120
 MAX_TOKENS = 2000
 TARGET = 0.15
+STALL_TARGET_MS = 50
 _ENTRY: JsonObject = {
     "type": "object",
     "properties": {
@@ -128,22 +130,24 @@ def main() -> int:
         step_times(device, tokenizer, prompt, [None] * NUM_ROWS, NUM_STEPS // 4)
         free, _ = step_times(device, tokenizer, prompt, [None] * NUM_ROWS, NUM_STEPS)
         print(f"{NUM_ROWS} sequences, median {1000 * median(free):.1f} ms a free step")
-        share = report("a budget with room", *run(12, 2000))
-        report("a tight budget, to its end", *run(12, 2 * NUM_STEPS, 2 * NUM_STEPS))
-        report("a budget that a long list fills", *run(40, 720))
-    print(f"target: under {100 * TARGET:.0f} % with room")
-    print("FAIL" if share >= TARGET else "PASS")
-    return int(share >= TARGET)
+        is_met = [
+            report("a budget with room", *run(12, 2000)),
+            report("a tight budget, to its end", *run(12, 2 * NUM_STEPS, 2 * NUM_STEPS)),
+            report("a budget that a long list fills", *run(40, 720)),
+        ]
+    print(f"targets: under {100 * TARGET:.0f} % of a step, no stall over {STALL_TARGET_MS} ms")
+    print("PASS" if all(is_met) else "FAIL")
+    return int(not all(is_met))
 
 
-def report(title: str, steps: list[float], masks: list[float]) -> float:
-    """Print what the constraints took; returns their share."""
-    share = sum(masks) / sum(steps)
+def report(title: str, steps: list[float], masks: list[float]) -> bool:
+    """Print what the constraints took; returns whether that is within the targets."""
+    share, stall_ms = sum(masks) / sum(steps), 1000 * max(masks)
     print(
         f"  {title}: {100 * share:.1f} % of a step; median {1e6 * median(masks) / NUM_ROWS:.0f} us "
-        f"a row, worst step {1000 * max(masks):.1f} ms"
+        f"a row, longest stall {stall_ms:.1f} ms"
     )
-    return share
+    return share < TARGET and stall_ms <= STALL_TARGET_MS
 
 
 if __name__ == "__main__":

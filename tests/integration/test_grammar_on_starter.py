@@ -17,12 +17,12 @@ from semantic.application.parsing import detect_reply_format
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.block_pool import BlockPool
 from semantic.domain.blocks import BlockNamespace
-from semantic.domain.chat import Finished, TextDelta
+from semantic.domain.chat import Finished, JsonFormat, JsonObject, TextDelta
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.domain.spec import ModelCacheSpec
-from tests.grammar_rig import SHAPES, check_reply, tool_shapes, write_at_random
+from tests.grammar_rig import PERSON, SHAPES, check_reply, tool_shapes, write_at_random
 
 pytestmark = pytest.mark.integration
 
@@ -72,7 +72,7 @@ def marked(starter_model_dir: Path) -> tuple[MarkedTokenizer, LLGuidanceGrammar]
 
 
 def shortest(grammar: LLGuidanceGrammar, shape: ReplyShape) -> int:
-    for num_tokens in range(1, 100):
+    for num_tokens in range(1, 200):
         try:
             grammar.constrain(shape, num_tokens)
         except InvalidRequestError:
@@ -115,6 +115,21 @@ def test_every_format_with_its_markers_as_special_tokens(
             reply = write_at_random(constraint, tokenizer, max_tokens, seed, visible)
             assert reply.is_ended
             check_reply(reply.text, shape)
+
+
+@pytest.mark.parametrize("spare", [1, 8, 40, 200])
+def test_a_long_list_is_complete_within_its_budget(
+    grammar: LLGuidanceGrammar, tokenizer: HFTokenizer, spare: int
+) -> None:
+    schema: JsonObject = {"type": "array", "minItems": 15, "items": PERSON}
+    shape = ReplyShape(ReplyFormat(), JsonFormat(schema))
+    max_tokens = shortest(grammar, shape) + spare
+    constraint = grammar.constrain(shape, max_tokens)
+    assert constraint is not None
+    reply = write_at_random(constraint, tokenizer, max_tokens, spare)
+    assert reply.is_ended
+    assert len(json.loads(reply.text)) >= 15
+    check_reply(reply.text, shape)
 
 
 # -- the model itself -------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from semantic.adapters.outbound.grammar_bounds import has_patterns, pattern_growth, schema_growth
 from semantic.adapters.outbound.grammar_budget import BudgetedConstraint
-from semantic.adapters.outbound.grammar_planner import Closing
+from semantic.adapters.outbound.grammar_planner import Closing, Planner
 from semantic.adapters.outbound.grammar_text import exits, shape_grammar, tool_names
 from semantic.adapters.outbound.grammar_vocabulary import Vocabulary
 from semantic.adapters.outbound.schema_faults import schema_fault
@@ -43,9 +43,8 @@ class LLGuidanceGrammar:
         matcher = self._matcher(shape_grammar(shape, self._tokenizer.special_ids))
         if matcher.is_error():
             raise self._refusal(shape, matcher.get_error())
-        constraint = BudgetedConstraint(
-            matcher.deep_copy(), vocabulary, self._closing(shape), max_tokens
-        )
+        planner = Planner(vocabulary, self._closing(shape))
+        constraint = BudgetedConstraint(matcher.deep_copy(), planner, max_tokens)
         if constraint.shortest is not None and constraint.shortest > max_tokens:
             raise InvalidRequestError(
                 f"max_tokens is {max_tokens}, but the shortest reply of the form asked for takes "
@@ -57,7 +56,7 @@ class LLGuidanceGrammar:
     def _laid_out(self) -> Vocabulary:
         with self._lock:
             if self._vocabulary is None:
-                self._vocabulary = _lay_out(self._tokenizer)
+                self._vocabulary = lay_out(self._tokenizer)
             return self._vocabulary
 
     def _compile(self, text: str) -> LLMatcher:
@@ -147,7 +146,12 @@ class _Encoder:
         return self._encode(text)
 
 
-def _lay_out(tokenizer: TokenizerPort) -> Vocabulary:
+def lay_out(tokenizer: TokenizerPort) -> Vocabulary:
+    """Lay out a model's tokens for constraints.
+
+    Raises:
+        InvalidRequestError: the model has no end token.
+    """
     eos_ids = sorted(tokenizer.eos_ids)
     if not eos_ids:
         raise InvalidRequestError("this model has no end token, so replies cannot be constrained.")

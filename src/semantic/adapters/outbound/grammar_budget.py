@@ -5,6 +5,10 @@ would still have to be. So a *plan* is kept: tokens that complete the reply from
 budget is larger than the plan plus what one token can add to it, every valid token is allowed; then
 only tokens from which a plan still fits; and when the plan alone fills the budget, the plan.
 
+A reply seldom follows its plan to the letter, and planning is slow. So after each token the way
+back to the plan is looked for. If it is not found, the reply goes on without, until it could have
+grown too long; only then is it planned anew.
+
 What is promised: if a plan is known at the start, the reply is complete within its budget, as long
 as one token never adds more to the shortest completion than the `growth` read off the schema. Not
 promised: grammars for which no plan is found (patterns whose end lies behind text that may be
@@ -14,10 +18,10 @@ anything, values that take thousands of tokens); there the budget may cut the re
 import numpy as np
 from llguidance import LLMatcher
 
-from semantic.adapters.outbound.grammar_planner import Closing, Planner
+from semantic.adapters.outbound.grammar_detour import Detours
+from semantic.adapters.outbound.grammar_planner import Planner
 from semantic.adapters.outbound.grammar_vocabulary import (
     Bits,
-    Vocabulary,
     has_token,
     ids_in,
     is_text,
@@ -26,34 +30,35 @@ from semantic.domain.errors import BackendError
 
 _MAX_VERIFIED = 40
 _MAX_QUOTES = 16
-_MAX_FRESH = 6
+_MAX_EFFORT = 10_000  # tokens to check for one mask; other replies wait for it
 _BLIND_TOKENS = 64
+_UNBOUNDED = 2**31
 
 
 class BudgetedConstraint:
     """`TokenConstraint` that completes the reply within its budget. One reply, one thread."""
 
-    def __init__(
-        self, matcher: LLMatcher, vocabulary: Vocabulary, closing: Closing, max_tokens: int
-    ) -> None:
+    def __init__(self, matcher: LLMatcher, planner: Planner, max_tokens: int) -> None:
         self._matcher = matcher
-        self._vocabulary = vocabulary
-        self._closing = closing
-        self._planner = Planner(vocabulary, closing)
-        self._plan = self._planner.plan(matcher)
-        self._old_plan: list[int] = []
+        self._vocabulary = planner.vocabulary
+        self._closing = planner.closing
+        self._planner = planner
+        self._detours = Detours(planner)
+        plan = planner.plan(matcher)
+        self._plan = plan or []
+        self._is_on_plan = plan is not None
+        self._bound = _UNBOUNDED if plan is None else len(plan)  # tokens that surely suffice
+        self._num_blind = _BLIND_TOKENS if plan is None else 0
         self._num_left = max_tokens
         # The end token has its place in the budget, unless that alone would make it too small.
-        self._num_reserved = int(self._plan is None or len(self._plan) < max_tokens)
-        self._num_unwatched = 0
+        self._num_reserved = int(plan is None or len(plan) < max_tokens)
         self._verified: dict[int, list[int]] = {}
-        self._num_fresh = 0
         self._mask: bytes | None = None
 
     @property
     def shortest(self) -> int | None:
         """Tokens of a short completion from here; None if none is known."""
-        return None if self._plan is None else len(self._plan)
+        return len(self._plan) if self._is_on_plan else None
 
     def allowed(self) -> bytes:
         """The tokens that keep the reply valid and completable."""
@@ -72,14 +77,22 @@ class BudgetedConstraint:
         self._check()
         self._mask = None
         self._num_left -= 1
-        self._num_unwatched -= 1
-        if token in self._verified:
-            self._plan = self._verified[token]
-        elif self._plan and self._plan[0] == token:
-            self._plan = self._plan[1:]
-        else:
-            self._old_plan, self._plan = self._plan or self._old_plan, None
+        self._num_blind = max(0, self._num_blind - 1)
+        self._follow(token)
         self._verified = {}
+
+    def _follow(self, token: int) -> None:
+        rest = self._verified.get(token)
+        if rest is None and self._is_on_plan:
+            rest = self._detours.rest(self._plan, token)
+        if rest is None:
+            self._is_on_plan = False
+            self._bound += self._closing.growth
+        else:
+            self._take(rest)
+
+    def _take(self, plan: list[int]) -> None:
+        self._plan, self._bound, self._is_on_plan = plan, len(plan), True
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -91,28 +104,31 @@ class BudgetedConstraint:
             return self._vocabulary.is_end
         mask = self._vocabulary.mask(self._matcher)
         self._check()
-        return mask if self._num_unwatched > 0 else self._watched(mask)
+        return mask if self._num_blind else self._watched(mask)
 
     def _watched(self, mask: Bits) -> Bits:
         """Keep what leaves room to complete the reply."""
         room = self._num_left - self._num_reserved
-        self._num_fresh = 0
-        if self._plan is None:
-            self._plan = self._find_plan(self._matcher, self._old_plan, room)
-        if self._plan is None:
-            # No way to the end is known, so none can be kept open for now.
-            self._num_unwatched = _BLIND_TOKENS
-            return mask
-        growth = self._closing.growth
-        slack = room - len(self._plan) - growth
-        if slack > 0:
-            # Each token takes one off the room and adds at most `growth` to the plan.
-            self._num_unwatched = max(1, slack // (growth + 1))
+        self._detours.effort = _MAX_EFFORT
+        if not self._is_on_plan:
+            self._update_plan(room)
+        if self._num_blind or room > self._bound + self._closing.growth:
             return mask
         kept = mask & self._vocabulary.is_end
         if len(self._plan) < room:
             kept = kept | self._verify(mask, self._plan, room)
         return kept | self._vocabulary.pack(self._plan[:1])
+
+    def _update_plan(self, room: int) -> None:
+        """Find a way back to the plan or, only if room gets scarce, plan anew: that is slow."""
+        growth = self._closing.growth
+        plan = self._detours.rejoin(self._matcher, self._plan, room)
+        if plan is None and room <= self._bound + growth:
+            plan = self._planner.plan(self._matcher, room + growth)
+            # Where no way to the end is known, none can be kept open for now.
+            self._num_blind = _BLIND_TOKENS if plan is None else 0
+        if plan is not None:
+            self._take(plan)
 
     def _verify(self, mask: Bits, plan: list[int], room: int) -> Bits:
         """Of the allowed tokens, those from which a completion is known to fit."""
@@ -131,23 +147,14 @@ class BudgetedConstraint:
         return kept | (mask & vocabulary.is_plain) if has_room else kept
 
     def _fitting(self, tokens: list[int], room: int) -> Bits:
-        self._num_fresh = 0
         return self._vocabulary.pack([t for t in tokens if self._fits(t, room - 1)])
 
-    def _find_plan(self, matcher: LLMatcher, old: list[int], room: int) -> list[int] | None:
-        adapted = self._planner.adapt(matcher, old, room)
-        if adapted is not None:
-            return adapted
-        # Planning anew is slow, and other replies wait for this one's mask.
-        self._num_fresh += 1
-        is_spent = self._num_fresh > _MAX_FRESH
-        return None if is_spent else self._planner.plan(matcher, room + self._closing.growth)
-
     def _fits(self, token: int, room: int) -> bool:
-        copy = self._matcher.deep_copy()
-        if not copy.consume_token(token):
-            return False
-        plan = self._find_plan(copy, self._plan or [], room)
+        plan = self._detours.rest(self._plan, token)
+        if plan is None:
+            copy = self._matcher.deep_copy()
+            has_token = copy.consume_token(token)
+            plan = self._detours.rejoin(copy, self._plan, room) if has_token else None
         if plan is None or len(plan) > room:
             return False
         self._verified[token] = plan

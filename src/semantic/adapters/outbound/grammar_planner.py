@@ -3,6 +3,7 @@
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from llguidance import LLMatcher
 
@@ -12,9 +13,10 @@ _MAX_CHOICES = 16
 _MAX_ROLLOUT = 40
 _MAX_EXPLORED = 160
 _MAX_OF_A_KIND = 5
+_MAX_CACHED = 1024
 _MAX_PLAN = 8192
 _MAX_STEPS = 1500
-_MAX_SKIPPED = 4
+_SPECIAL_TOKEN = b"\xff"  # how llguidance writes one among bytes
 _KINDS = (string.digits, string.ascii_lowercase, string.ascii_uppercase)
 _PREFERRED = b',]})"0123456789tfna -.:_'
 
@@ -42,8 +44,8 @@ class Planner:
     """Finds short completions. What it finds is always valid, if not always the shortest."""
 
     def __init__(self, vocabulary: Vocabulary, closing: Closing) -> None:
-        self._vocabulary = vocabulary
-        self._closing = closing
+        self.vocabulary = vocabulary
+        self.closing = closing
         self._num_explored = 0
 
     def plan(self, matcher: LLMatcher, limit: int = _MAX_PLAN) -> list[int] | None:
@@ -61,14 +63,21 @@ class Planner:
             tokens += step
         return self._shortened(matcher, tokens)
 
-    def adapt(self, matcher: LLMatcher, plan: list[int], limit: int) -> list[int] | None:
-        """The plan of a while ago, if what is left of it still completes the reply."""
-        rests = (plan[start:] for start in range(min(_MAX_SKIPPED, len(plan))))
-        return next((r for r in rests if len(r) <= limit and _completes(matcher, r)), None)
+    def first_step(self, state: LLMatcher) -> list[int] | None:
+        """The most promising way on, without a look at where it leads."""
+        steps = self._steps(state)
+        return steps[0] if steps else None
+
+    def completes(self, matcher: LLMatcher, tokens: list[int]) -> bool:
+        """Whether the tokens complete the reply."""
+        if not tokens:
+            return matcher.is_accepting()
+        ended = [*tokens, self.vocabulary.eos_ids[0]]
+        return matcher.validate_tokens(ended) == len(ended)
 
     def _shortened(self, matcher: LLMatcher, tokens: list[int]) -> list[int]:
-        fewer = self._vocabulary.fewest(tokens)
-        return fewer if len(fewer) < len(tokens) and _completes(matcher, fewer) else tokens
+        fewer = self.vocabulary.fewest(tokens)
+        return fewer if len(fewer) < len(tokens) and self.completes(matcher, fewer) else tokens
 
     def _best_step(self, state: LLMatcher, limit: int) -> list[int] | None:
         """Of several ways on, the one whose plain completion is the shortest."""
@@ -102,41 +111,50 @@ class Planner:
 
     def _steps(self, state: LLMatcher) -> list[list[int]]:
         """Ways on from here, the most promising first."""
-        forced = state.compute_ff_tokens()
+        forced = self._forced(state)
         if forced:
             return [forced]
-        ahead = state.compute_ff_bytes()
-        if ahead and self._vocabulary.byte_ids[ahead[0]] >= 0:
-            return [[int(self._vocabulary.byte_ids[ahead[0]])]]
         way_out = self._way_out(state)
         if way_out:
             return [way_out]
-        mask = self._vocabulary.mask(state)
-        ids = self._vocabulary.byte_ids
-        special = mask & self._vocabulary.is_special
-        steps = [[int(ids[byte])] for byte in self._bytes(self._vocabulary.bytes_in(mask))]
+        mask = self.vocabulary.mask(state)
+        ids = self.vocabulary.byte_ids
+        special = mask & self.vocabulary.is_special
+        choices = _choices(self.vocabulary.bytes_in(mask), self.closing)
+        steps = [[int(ids[byte])] for byte in choices]
         return steps + ([[token] for token in ids_in(special)] if special.any() else [])
+
+    def _forced(self, state: LLMatcher) -> list[int] | None:
+        """Tokens for what can only be written in one way."""
+        ahead = state.compute_ff_bytes()
+        text, *special = ahead.split(_SPECIAL_TOKEN, 1)
+        if special and not text:
+            return state.compute_ff_tokens()
+        return self.vocabulary.spell(text)
 
     def _way_out(self, state: LLMatcher) -> list[int] | None:
         """A text that is known to lead on, if it does so here."""
-        for tokens in map(list, self._closing.exits):
+        for tokens in map(list, self.closing.exits):
             # Where it may stand twice it is mere text, as in a JSON string.
             if len(tokens) <= state.validate_tokens([*tokens, *tokens]) < 2 * len(tokens):
                 return tokens
-        endings = map(list, self._closing.endings)
-        return next((tokens for tokens in endings if _completes(state, tokens)), None)
+        endings = map(list, self.closing.endings)
+        return next((tokens for tokens in endings if self.completes(state, tokens)), None)
 
-    def _bytes(self, allowed: bytes) -> bytes:
-        if self._closing.is_json:
-            filler = b"a" if self._closing.has_free_strings else b""
-            closers = b'"' + filler if is_text(allowed) else b"]})"
-            found = bytes(byte for byte in closers if byte in allowed)
-            if found:
-                return found[:1]
-        # Letters may begin different keys; in a pattern those of a range lead to the same.
-        few = _thinned(allowed, _KINDS[:1] if self._closing.is_json else _KINDS)
-        preferred = bytes(byte for byte in _PREFERRED if byte in few)
-        return (preferred + bytes(byte for byte in few if byte not in preferred))[:_MAX_CHOICES]
+
+@lru_cache(_MAX_CACHED)
+def _choices(allowed: bytes, closing: Closing) -> bytes:
+    """The bytes to try, of those allowed, the most promising first."""
+    if closing.is_json:
+        filler = b"a" if closing.has_free_strings else b""
+        closers = b'"' + filler if is_text(allowed) else b"]})"
+        found = bytes(byte for byte in closers if byte in allowed)
+        if found:
+            return found[:1]
+    # Letters may begin different keys; in a pattern those of a range lead to the same.
+    few = _thinned(allowed, _KINDS[:1] if closing.is_json else _KINDS)
+    preferred = bytes(byte for byte in _PREFERRED if byte in few)
+    return (preferred + bytes(byte for byte in few if byte not in preferred))[:_MAX_CHOICES]
 
 
 def _thinned(allowed: bytes, kinds: Sequence[str]) -> bytes:
@@ -146,11 +164,3 @@ def _thinned(allowed: bytes, kinds: Sequence[str]) -> bytes:
         if len(members) > _MAX_OF_A_KIND:
             allowed = bytes(b for b in allowed if b not in members[1:-1])
     return allowed
-
-
-def _completes(matcher: LLMatcher, tokens: list[int]) -> bool:
-    # Asked first, since running into an error is slow.
-    if matcher.validate_tokens(tokens) < len(tokens):
-        return False
-    copy = matcher.deep_copy()
-    return copy.consume_tokens(tokens) and copy.is_accepting()

@@ -20,12 +20,14 @@ class Vocabulary:
     def __init__(self, tokenizer: LLTokenizer, pieces: list[bytes], eos_ids: list[int]) -> None:
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
-        self._pieces = pieces
+        self.pieces = pieces
         self.num_words = (len(pieces) + 31) // 32
         self.byte_ids = np.full(256, -1, np.int64)
         for token, piece in enumerate(pieces):
             if len(piece) == 1:
                 self.byte_ids[piece[0]] = token
+        bits = np.where(self.byte_ids < 0, 0, 1 << (self.byte_ids & 7))
+        self._byte_bits = bits.astype(np.uint8)
         self.is_special = self.pack(
             [t for t, piece in enumerate(pieces) if not piece and t not in eos_ids]
         )
@@ -42,7 +44,7 @@ class Vocabulary:
         return np.packbits(flags, bitorder="little")
 
     def _pack_if(self, is_kept: Callable[[bytes], bool]) -> Bits:
-        return self.pack([t for t, piece in enumerate(self._pieces) if is_kept(piece)])
+        return self.pack([t for t, piece in enumerate(self.pieces) if is_kept(piece)])
 
     def mask(self, matcher: LLMatcher) -> Bits:
         """The tokens a matcher allows next."""
@@ -53,25 +55,30 @@ class Vocabulary:
 
     def bytes_in(self, mask: Bits) -> bytes:
         """The single bytes a mask allows."""
-        ids = self.byte_ids
-        has = (mask[ids >> 3] >> (ids & 7).astype(np.uint8)) & 1
-        return np.flatnonzero((has == 1) & (ids >= 0)).astype(np.uint8).tobytes()
+        found = np.flatnonzero(mask[self.byte_ids >> 3] & self._byte_bits)
+        return found.astype(np.uint8).tobytes()
 
     def fewest(self, tokens: list[int]) -> list[int]:
         """The same bytes in fewer tokens, where longer ones exist."""
         shorter: list[int] = []
         run = b""
         for token in tokens:
-            if self._pieces[token]:
-                run += self._pieces[token]
+            if self.pieces[token]:
+                run += self.pieces[token]
                 continue
-            shorter += [*self._greedy(run), token]
+            shorter += [*(self.spell(run) or []), token]
             run = b""
-        return shorter + self._greedy(run)
+        return shorter + (self.spell(run) or [])
 
-    def _greedy(self, run: bytes) -> list[int]:
-        # Whole characters only: the tokenizer takes text.
-        return self.tokenizer.greedy_tokenize(run.decode()) if run and _is_utf8(run) else []
+    def spell(self, data: bytes) -> list[int] | None:
+        """Few tokens that spell the bytes; None if the vocabulary cannot."""
+        is_text = _is_utf8(data)  # the tokenizer takes nothing else
+        tokens: list[int] = (
+            self.tokenizer.greedy_tokenize(data.decode())
+            if is_text
+            else self.byte_ids[list(data)].tolist()
+        )
+        return tokens if b"".join(self.pieces[token] for token in tokens) == data else None
 
 
 def _is_utf8(data: bytes) -> bool:
