@@ -20,7 +20,7 @@ from semantic.adapters.outbound.host_sampler import Logits
 from semantic.adapters.outbound.kv_codec import FORMATS, KVCodec
 from semantic.adapters.outbound.torch_attention import Span
 from semantic.adapters.outbound.torch_backend import TorchBackend
-from semantic.adapters.outbound.torch_loading import TorchOptions
+from semantic.adapters.outbound.torch_loading import DType, TorchOptions
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.outbound import Chunk, KVPayload, SequenceId, Step
 
@@ -63,10 +63,10 @@ class Divergence:
         self.is_same_choice.append(int(p.argmax()) == int(q.argmax()))
 
 
-def listening_backend(directory: Path) -> ListeningBackend:
-    """The model in the precision the server runs it in."""
+def listening_backend(directory: Path, dtype: DType = "bfloat16") -> ListeningBackend:
+    """The model, by default in the precision the server runs it in."""
     spec = ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
-    return ListeningBackend(directory, spec, TorchOptions(dtype="bfloat16"))
+    return ListeningBackend(directory, spec, TorchOptions(dtype=dtype))
 
 
 def text_tokens(directory: Path, num_tokens: int) -> list[int]:
