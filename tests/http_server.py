@@ -34,7 +34,8 @@ class RunningServer:
 
 def make_settings(home: Path, **overrides: Any) -> Settings:
     """Settings for tests: nothing outside `home` is read or written."""
-    given = {"home": home, "port": 0, "batch_window_ms": 0, "backend": "fake", **overrides}
+    usual = {"port": 0, "batch_window_ms": 0, "backend": "fake", "default_max_tokens": 1024}
+    given = {"home": home, **usual, **overrides}
     return load_settings(given, config_dir=home / "no-config")
 
 

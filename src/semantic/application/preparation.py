@@ -152,7 +152,8 @@ class Preparation:
                 num_prompt=num_prompt, limit=limit, limited_by=limited_by, param="messages"
             )
         if wanted is None:
-            return min(self._device.limits.default_max_tokens, limit - num_prompt)
+            room = limit - num_prompt
+            return min(self._device.limits.default_max_tokens or room, room)
         if num_prompt + wanted > limit:
             raise ContextLengthError(
                 num_prompt=num_prompt,

@@ -39,7 +39,7 @@ class EngineLimits:
             longer than alone, whatever the device.
         batch_window_ms: How long an idle engine waits for company after a first request.
         max_queue: Requests that may wait.
-        default_max_tokens: Length of a reply when a request does not say.
+        default_max_tokens: Length of a reply when a request does not say; None is all that fits.
         ageing_s: See the module.
         max_idle: Working copies that stay open after their turn, within a share of the memory.
     """
@@ -49,7 +49,7 @@ class EngineLimits:
     target_step_ms: float | None = None
     batch_window_ms: float = 5.0
     max_queue: int = 256
-    default_max_tokens: int = 1024
+    default_max_tokens: int | None = None
     ageing_s: float = 10.0
     max_idle: int = 8
 

@@ -13,8 +13,10 @@ from semantic.application.agent_ledger import AgentLedger, write_at_once
 from semantic.application.agent_store import AgentCacheStore
 from semantic.application.batch_engine import BlockPoolBatchEngine
 from semantic.application.device_thread import DeviceThread, LoadedModel
+from semantic.application.identity import Identities
 from semantic.application.inference import InferenceService
 from semantic.application.model_registry import ModelRegistry
+from semantic.application.preparation import Preparation
 from semantic.application.rendering import render
 from semantic.application.replay import ReplayBook
 from semantic.application.replies import ReplyHub
@@ -99,6 +101,20 @@ async def read(reply: Reply) -> list[Event]:
 
 def text_of(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+
+@pytest.mark.parametrize("default", [9, None])
+def test_how_long_a_reply_may_be_that_nobody_limits(
+    device: tuple[DeviceThread, ReplyHub], agents: AgentLedger, default: int | None
+) -> None:
+    thread, _ = device
+    thread.reconfigure(EngineLimits(default_max_tokens=default))
+    identities = Identities(agents)
+    preparation = Preparation(thread, agents, identities, ReplayBook(), request_timeout_s=60)
+    model = thread.ready_model()
+    job = preparation.prepare(REQUEST, Principal(), model, lambda _: False).job
+    fitting = min(model.backend.spec.max_context, thread.longest_sequence) - len(job.tokens)
+    assert job.max_tokens == (default or fitting)
 
 
 async def test_a_reply_starts_goes_on_and_finishes(service: InferenceService) -> None:

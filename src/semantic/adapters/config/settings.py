@@ -96,7 +96,9 @@ class Settings(BaseSettings):
     )
     max_queue: int = Field(256, ge=0, description="requests that may wait")
     ageing_s: float = Field(10, ge=0, description="a request that waited this goes first")
-    default_max_tokens: int = Field(1024, ge=1, description="reply length if a request gives none")
+    default_max_tokens: int | None = Field(
+        None, ge=1, description="reply length if a request gives none (default: all that fits)"
+    )
     request_timeout_s: float = Field(600, gt=0, description="longest time for one request")
     hang_timeout_s: float = Field(120, gt=0, description="a device call this long counts as hung")
 
