@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
@@ -462,3 +462,14 @@ def test_replay_outlives_the_renderer(models: Models) -> None:
     fresh = Model(models["qwen"])
     fresh.book = model.book
     assert fresh.prompt(coding()[-1].request) == prompts[-1]
+
+
+# -- the date -----------------------------------------------------------------------------------
+
+
+def test_only_a_template_with_a_date_shows_it(model: Model, models: Models) -> None:
+    days = (TODAY, TODAY + timedelta(1))
+    first, second = (model.renderer.render(ask(user("hi")), today=day).tokens for day in days)
+    shows_date = model.tokenizer is models["llama"][0]
+    assert model.renderer.traits.shows_date == shows_date
+    assert (first != second) == shows_date

@@ -131,8 +131,8 @@ class Preparation:
         if renderer is None or renderer.tokenizer is not model.tokenizer:
             renderer = self._renderer = Renderer(model.tokenizer)
         root = model.root(principal)
-        today, replay = self._dates.of(root, request), Replay(root, self._replays)
-        return renderer.render(request, today=today, replay=replay)
+        today = self._dates.of(root, request) if renderer.traits.shows_date else None
+        return renderer.render(request, today=today, replay=Replay(root, self._replays))
 
     def _max_bytes(self, principal: Principal, identity: Identity) -> int | None:
         """What an agent may keep; refuses one that has had all its turns."""

@@ -6,11 +6,13 @@ conversations of words that occur nowhere else tell: they must come out in the o
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 
 from semantic.domain.chat import JsonObject, JsonValue
 from semantic.domain.errors import InvalidRequestError
 from semantic.ports.outbound import TokenizerPort
 
+_DAYS = (date(2001, 2, 3), date(2012, 11, 10))
 _LONG_IDS = ("call_firstprobe", "call_secondprobe")
 _SHORT_IDS = ("probe0001", "probe0002")
 _FUNCTION: JsonObject = {
@@ -38,6 +40,7 @@ class TemplateTraits:
         wants_short_ids: Only ids of nine letters and digits are accepted.
         keeps_loop_thinking: Thinking since the last question is shown.
         keeps_old_thinking: Thinking before it is shown too.
+        shows_date: Today's date is part of a prompt.
     """
 
     wants_parts: bool
@@ -49,6 +52,7 @@ class TemplateTraits:
     wants_short_ids: bool
     keeps_loop_thinking: bool
     keeps_old_thinking: bool
+    shows_date: bool
 
 
 def probe(tokenizer: TokenizerPort) -> TemplateTraits:
@@ -73,6 +77,7 @@ def probe(tokenizer: TokenizerPort) -> TemplateTraits:
         keeps_old_thinking=ask.shows(
             a, thought, c, words=("probeask", "probemused", "probesaid", "probeagain")
         ),
+        shows_date=_shows_date(ask),
     )
 
 
@@ -103,6 +108,7 @@ class _Probe:
         has_tools: bool = False,
         is_thinking: bool | None = None,
         add_generation_prompt: bool = False,
+        today: date | None = None,
     ) -> str:
         """Render; empty if the template refuses."""
         shown = [in_parts(message) if self.wants_parts else message for message in messages]
@@ -112,6 +118,7 @@ class _Probe:
                 [{"type": "function", "function": _FUNCTION}] if has_tools else (),
                 add_generation_prompt=add_generation_prompt,
                 is_thinking=is_thinking,
+                today=today,
             )
         except InvalidRequestError:
             return ""
@@ -162,6 +169,14 @@ def _keeps_loop_thinking(ask: _Probe, call_id: str) -> bool:
     calling = {**_calling(call_id), "reasoning_content": "probemused", "thinking": "probemused"}
     words = ("probeask", "probemused", "probearg", "proberesult")
     return ask.shows(_user("probeask"), calling, _result(call_id), words=words, has_tools=True)
+
+
+def _shows_date(ask: _Probe) -> bool:
+    asked = (_user("probeask"),)
+    return any(
+        len({ask.text(asked, has_tools=has_tools, today=day) for day in _DAYS}) > 1
+        for has_tools in (False, True)
+    )
 
 
 def _message(role: str, content: str) -> JsonObject:
