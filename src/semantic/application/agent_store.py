@@ -135,7 +135,7 @@ class AgentCacheStore:
             future = self._disk.read(part)
             node.num_leases += 1
             self._reading[name] = future
-        future.add_done_callback(lambda done: self._end_reading(wanted, done))
+        future.add_done_callback(lambda done: self._end_reading(wanted, part, done))
         return future
 
     def discard(self, parts: Iterable[WantedPart]) -> None:
@@ -434,7 +434,7 @@ class AgentCacheStore:
         if longer is not None:
             self._supersede(longer)
 
-    def _end_reading(self, wanted: WantedPart, done: Future[KVPayload]) -> None:
+    def _end_reading(self, wanted: WantedPart, part: BlockPart, done: Future[KVPayload]) -> None:
         error = CancelledError() if done.cancelled() else done.exception()
         with self.lock:
             node, kind = wanted.node, wanted.kind
@@ -445,7 +445,8 @@ class AgentCacheStore:
             if error is None:
                 self.counters.read += 1
                 self._keep(node, [done.result()])
-            elif isinstance(error, CacheCorruptionError):
+            elif isinstance(error, CacheCorruptionError) and node.files.get(kind) is part:
+                # Unless whoever waited for it was faster, and discarded it.
                 self.counters.corrupt += 1
                 self._drop_file(node, kind)
             self._prune(node)

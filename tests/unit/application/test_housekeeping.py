@@ -1,5 +1,6 @@
 """What is done beside serving: tiers, garbage, verification, warm starts and old boundaries."""
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -194,6 +195,23 @@ def test_verification_drops_what_is_bad_and_it_is_made_anew(make_rig: MakeRig) -
     rig.talk("ann", list(range(13)))
     assert rig.recall(list(range(14)))[0] == 13
     assert where(rig, "ann").disk_tokens == 13
+
+
+def test_what_is_discarded_while_it_is_read_counts_once(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.talk("ann", list(range(12)))
+    rig.flush()
+    rig.housekeeping.evict(who(rig, "ann"))
+    middle = next(node for node in rig.store.index if node.start == 4)
+    wanted = WantedPart(middle, LayerKind.FULL)
+    rig.files.bad.add((middle.name, LayerKind.FULL))
+    rig.files.gate.clear()
+    is_told = threading.Event()
+    rig.store.fetch(wanted).add_done_callback(lambda _: is_told.set())
+    rig.store.discard([wanted])
+    rig.files.gate.set()
+    assert is_told.wait(10)
+    assert rig.store.counters.corrupt == 1
 
 
 # -- starts -------------------------------------------------------------------------------------
