@@ -66,7 +66,7 @@ class GatedMLP(nn.Module):
     """``down(silu(gate(x)) * up(x))`` with gate and up in one multiplication.
 
     Activation and product inside of two multiplications would make prompts faster by some
-    percent, and each decode step slower by more: a multiplication wakes the other threads.
+    percent, and decode steps slower: each multiplication wakes the other threads.
     """
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, weights: Weights) -> None:
