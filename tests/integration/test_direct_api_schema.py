@@ -58,20 +58,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
         yield server
 
 
-@pytest.fixture(scope="module")
-def document(running: RunningServer) -> dict[str, Any]:
-    with running.client() as http:
-        found: dict[str, Any] = http.get("/openapi.json").json()
-    return found
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[requests.Session]:
-    with requests.Session() as made:
-        made.trust_env = False
-        yield made
-
-
 def test_every_endpoint_is_in_the_document_with_an_example(document: dict[str, Any]) -> None:
     ours = [
         (method.upper(), path)

@@ -67,20 +67,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
         yield server
 
 
-@pytest.fixture(scope="module")
-def document(running: RunningServer) -> dict[str, Any]:
-    with running.client() as http:
-        found: dict[str, Any] = http.get("/openapi.json").json()
-    return found
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[requests.Session]:
-    with requests.Session() as made:
-        made.trust_env = False
-        yield made
-
-
 def _carried_out(path: str, body: Any) -> Any:
     """A body of the same kind that is hardly ever refused."""
     if not isinstance(body, dict) or path not in NEEDED:

@@ -10,8 +10,6 @@ from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer
 from semantic.adapters.outbound.grammar import LLGuidanceGrammar
 from semantic.adapters.outbound.memory_ledger import MemoryLedger
 from semantic.application.agent_ledger import AgentLedger, write_at_once
-from semantic.application.agent_store import AgentCacheStore
-from semantic.application.batch_engine import BlockPoolBatchEngine
 from semantic.application.device_thread import DeviceThread, LoadedModel
 from semantic.application.identity import Identities
 from semantic.application.inference import InferenceService
@@ -22,7 +20,6 @@ from semantic.application.replay import ReplayBook
 from semantic.application.replies import ReplyHub
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.agents import Principal
-from semantic.domain.block_pool import BlockPool
 from semantic.domain.chat import (
     AgentHint,
     ChatRequest,
@@ -50,6 +47,7 @@ from semantic.domain.errors import (
 )
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.inbound import ModelState, Reply
+from tests.unit.application.device_rig import running_device
 
 pytestmark = pytest.mark.unit
 
@@ -58,30 +56,10 @@ REQUEST = ChatRequest("fake", (Message.of(Role.USER, "hello"),))
 
 @pytest.fixture
 def device() -> Iterator[tuple[DeviceThread, ReplyHub]]:
-    hub = ReplyHub()
-    backend = FakeBackend()
-    thread = DeviceThread(
-        lambda _: LoadedModel(
-            "fake", backend, FakeTokenizer(), grammar=LLGuidanceGrammar(FakeTokenizer())
-        ),
-        lambda model, limits, emit, wake: BlockPoolBatchEngine(
-            model.backend,
-            model.tokenizer,
-            AgentCacheStore(BlockPool(backend.spec, 10**7)),
-            limits,
-            emit,
-            on_ready=wake,
-        ),
-        EngineLimits(default_max_tokens=9, batch_window_ms=0),
-        hub.emit,
-        hang_timeout_s=30,
-    )
-    thread.start()
-    while thread.state is ModelState.LOADING:
-        thread.join(0.01)
-    yield thread, hub
-    thread.request_stop()
-    thread.join(10)
+    tokenizer = FakeTokenizer()
+    model = LoadedModel("fake", FakeBackend(), tokenizer, grammar=LLGuidanceGrammar(tokenizer))
+    with running_device(model) as made:
+        yield made
 
 
 @pytest.fixture

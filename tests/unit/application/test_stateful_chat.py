@@ -10,17 +10,13 @@ import pytest
 from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer, fake_spec
 from semantic.adapters.outbound.memory_ledger import MemoryLedger
 from semantic.application.agent_ledger import AgentLedger, write_at_once
-from semantic.application.agent_store import AgentCacheStore
-from semantic.application.batch_engine import BlockPoolBatchEngine
 from semantic.application.device_thread import DeviceThread, LoadedModel
 from semantic.application.inference import InferenceService
 from semantic.application.model_registry import ModelRegistry
 from semantic.application.replay import ReplayBook
 from semantic.application.replies import ReplyHub
-from semantic.application.scheduler import EngineLimits
 from semantic.application.stateful_chat import StatefulChat
 from semantic.domain.agents import Agent, AgentProfile, Overflow, Principal, Turn
-from semantic.domain.block_pool import BlockPool
 from semantic.domain.chat import Finished, Message, Role, TextDelta
 from semantic.domain.errors import (
     AgentNotFoundError,
@@ -30,7 +26,8 @@ from semantic.domain.errors import (
     OverloadedError,
 )
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
-from semantic.ports.inbound import ModelState, NewTurn, Reply
+from semantic.ports.inbound import NewTurn, Reply
+from tests.unit.application.device_rig import running_device
 
 pytestmark = pytest.mark.unit
 
@@ -61,29 +58,10 @@ class Rig:
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    hub = ReplyHub()
     backend = FakeBackend(replace(fake_spec(), max_context=LIMIT))
-    thread = DeviceThread(
-        lambda _: LoadedModel("fake", backend, FakeTokenizer()),
-        lambda model, limits, emit, wake: BlockPoolBatchEngine(
-            model.backend,
-            model.tokenizer,
-            AgentCacheStore(BlockPool(backend.spec, 10**7)),
-            limits,
-            emit,
-            on_ready=wake,
-        ),
-        EngineLimits(default_max_tokens=9, batch_window_ms=0),
-        hub.emit,
-        hang_timeout_s=30,
-    )
-    thread.start()
-    while thread.state is ModelState.LOADING:
-        thread.join(0.01)
     ledger = MemoryLedger()
-    yield Rig(AgentLedger(ledger, ledger.load(), write_at_once(ledger)), thread, hub)
-    thread.request_stop()
-    thread.join(10)
+    with running_device(LoadedModel("fake", backend, FakeTokenizer())) as (thread, hub):
+        yield Rig(AgentLedger(ledger, ledger.load(), write_at_once(ledger)), thread, hub)
 
 
 def ask(text: str, max_tokens: int = 9) -> NewTurn:
