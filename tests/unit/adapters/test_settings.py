@@ -1,4 +1,5 @@
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,14 @@ def test_weaker_sources_still_give_what_stronger_ones_leave_out(tmp_path: Path) 
     assert (settings.port, settings.log_level) == (4, "error")
 
 
+def test_variables_of_other_programs_in_dotenv_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("OPENAI_API_KEY=none\nPORT=1\nSEMANTIC_PORT=4")
+    assert load_settings().port == 4
+    (tmp_path / ".env").write_text("SEMANTIC_PROT=4")
+    with pytest.raises(InvalidRequestError, match="prot"):
+        load_settings()
+
+
 def test_default_toml_lists_every_setting_with_its_default() -> None:
     text = (PROJECT / "config/default.toml").read_text()
     written = tomllib.loads(text)
@@ -60,6 +69,16 @@ def test_default_toml_lists_every_setting_with_its_default() -> None:
     loaded = load_settings(config=PROJECT / "config/default.toml")
     for name, default in defaults.items():
         assert getattr(loaded, name) == default
+
+
+def test_the_documentation_lists_every_setting_with_its_default() -> None:
+    text = (PROJECT / "docs/running.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| `?(.*?)`? \|", text.partition("## Settings")[2], re.M))
+    defaults = {name: field.default for name, field in Settings.model_fields.items()}
+    assert rows.keys() == defaults.keys()
+    for name, default in defaults.items():
+        if default is not None:
+            assert rows[name] == str(default).removesuffix(".0").replace("False", "false"), name
 
 
 def test_the_shipped_test_settings_load() -> None:

@@ -1,3 +1,4 @@
+import re
 import socket
 import subprocess
 import sys
@@ -27,6 +28,15 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     ):  # fmt: skip
         assert flag in text
     assert "default: 8000" in text
+
+
+def test_the_documentation_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "running.md").read_text()
+    for command in (["serve"], ["cache", "stats"], ["cache", "verify"], ["cache", "gc"]):
+        with pytest.raises(SystemExit, match="0"):
+            main([*command, "--help"])
+        flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+        assert {flag for flag in flags if f"`{flag}`" not in page} == set()
 
 
 @pytest.mark.parametrize("action", ["stats", "verify", "gc"])

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
+    DotEnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -37,7 +38,8 @@ class Settings(BaseSettings):
     shutdown_timeout_s: float = Field(3, gt=0, description="longest wait for a clean stop")
 
     model: str = Field(
-        STARTER_MODEL, description="model to serve: a name, a directory, a GGUF file"
+        STARTER_MODEL,
+        description="model to serve: a name, a directory, a GGUF file, a Hugging Face id",
     )
     backend: Literal["auto", "torch", "mlx", "fake"] = Field(
         "auto", description="what runs the model; auto: mlx on Apple Silicon and its CUDA build"
@@ -71,7 +73,7 @@ class Settings(BaseSettings):
         512, ge=1, description="most that waits to be written; more stays in memory unwritten"
     )
     kv_bits: Literal[16, 8, 4] = Field(
-        16, description="precision at which attention state rests on disk"
+        16, description="precision of attention state on disk, in bits: 16, 8 or 4"
     )
     orphan_ttl_h: float = Field(
         168, ge=0, description="unused state that no agent reaches is deleted after so many hours"
@@ -175,6 +177,13 @@ def load_settings(
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             del file_secret_settings
+            if isinstance(dotenv_settings, DotEnvSettingsSource):
+                # Other programs' variables may be in the same file.
+                dotenv_settings.env_vars = {
+                    name: value
+                    for name, value in dotenv_settings.env_vars.items()
+                    if name.startswith(ENV_PREFIX.lower())
+                }
             toml = TomlConfigSettingsSource(settings_cls, toml_file=files)
             return init_settings, env_settings, dotenv_settings, toml
 
