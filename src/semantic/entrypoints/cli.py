@@ -116,7 +116,7 @@ def _add_cache_commands(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="HOURS",
         help="spare what was used within so many hours; 0 spares nothing "
-        f"(default: {Settings.model_fields['orphan_ttl_h'].default})",
+        f"(default: the setting orphan_ttl_h, {Settings.model_fields['orphan_ttl_h'].default})",
     )
     for action in (stats, verify, gc):
         action.add_argument("--cache-dir", metavar="DIR", help="default: HOME/cache")
