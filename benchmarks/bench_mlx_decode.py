@@ -174,7 +174,7 @@ def main() -> None:
     speed = bandwidth()
     tuned = make_model(options.shape)
     if mlx_linears.is_worthwhile():  # as a model is loaded
-        mlx_linears.join_linears(tuned.model)
+        mlx_linears.tune(tuned.model)
     backend = MlxBackend(tuned)
     print(f"{options.shape}: {weight_bytes / 1e9:.2f} GB of weights, {speed / 1e9:.0f} GB/s")
     print("| lengths | bare ms | served ms | ratio | GB a step | share of bandwidth |")

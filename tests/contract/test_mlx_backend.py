@@ -145,12 +145,15 @@ def _attend_by_plan(queries: Any, groups: Any, plan: Any, scale: float) -> Any:
     """What our CUDA kernel computes, by the same plan."""
     import mlx.core as mx
 
-    num_rows = queries.shape[0]
-    by_row = iter(plan.numbers.tolist()[num_rows + 1 :])
-    lengths, of_group, places = (list(itertools.islice(by_row, num_rows)) for _ in range(3))
+    from semantic.adapters.outbound.mlx_cuda_attention import MAX_GROUPS
+
+    chunks, firsts = plan.chunks.tolist(), plan.firsts.tolist()
     rows = []
-    for row, (length, group, place) in enumerate(zip(lengths, of_group, places, strict=True)):
-        cut = (a[place : place + 1, :, :length] for a in groups[group])
+    for first, after in itertools.pairwise(firsts):
+        row, start, size, where = chunks[after - 1]
+        place, group = divmod(where, MAX_GROUPS)
+        assert chunks[first][1] == 0
+        cut = (a[place : place + 1, :, : start + size] for a in groups[group])
         asked = queries[row : row + 1]
         rows.append(mx.fast.scaled_dot_product_attention(asked, *cut, scale=scale))
     return mx.concatenate(rows)
@@ -161,13 +164,13 @@ def test_rows_attend_together_where_the_kernel_runs(
     mlx_model: GetModel, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """More groups than the kernel takes at once, some with rows of unlike length."""
-    from semantic.adapters.outbound import mlx_cuda_attention
+    from semantic.adapters.outbound import mlx_cuda, mlx_cuda_attention
 
     lengths = (3, 9, 300, 305, 600, 800, 1100, 1300)
     plain = make_mlx(mlx_model(family))
     expected = [begin(plain, n, prompt(n, seed=n)).finish(4) for n in lengths]
     plain.shutdown()
-    monkeypatch.setattr(mlx_cuda_attention, "is_available", lambda: True)
+    monkeypatch.setattr(mlx_cuda, "is_available", lambda: True)
     monkeypatch.setattr(mlx_cuda_attention, "can_attend", lambda *_: True)
     monkeypatch.setattr(mlx_cuda_attention, "attend", _attend_by_plan)
     backend: Any = make_mlx(mlx_model(family))
@@ -228,22 +231,36 @@ def test_bfloat16_is_restored_exactly(mlx_model: GetModel) -> None:
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_joined_layers_compute_the_same(
+def test_tuned_layers_compute_the_same(
     mlx_model: GetModel, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """As on CUDA, where layers with the same input are one multiplication."""
-    from semantic.adapters.outbound import mlx_linears
+    """As on CUDA: layers with the same input are one, and a few rows have a kernel of ours."""
+    from semantic.adapters.outbound import mlx_cuda_linear, mlx_linears
 
     model = mlx_model(family)
     lengths = (5, 9, 30)
     plain = make_mlx(model)
     expected = [begin(plain, n, prompt(n, seed=n)).finish(4) for n in lengths]
     plain.shutdown()
+    taken: list[int] = []
+
+    def multiply(given: Any, weight: Any) -> Any:
+        taken.append(given.shape[0])
+        return given @ weight.T
+
+    def tune(loaded: Any) -> None:
+        mlx_linears.join_linears(loaded)
+        mlx_linears.use_own_kernel(loaded)
+
     monkeypatch.setattr(mlx_linears, "is_worthwhile", lambda: True)
+    monkeypatch.setattr(mlx_linears, "tune", tune)
+    monkeypatch.setattr(mlx_cuda_linear, "can_multiply", lambda given, _: 1 < given.shape[0] <= 8)
+    monkeypatch.setattr(mlx_cuda_linear, "multiply", multiply)
     backend = make_mlx(model)
     runs = [begin(backend, n, prompt(n, seed=n)) for n in lengths]
     finish(runs, 4)
     assert [run.reply for run in runs] == expected
+    assert 3 in taken
     backend.shutdown()
 
 

@@ -3,21 +3,43 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from semantic.adapters.outbound import mlx_runtime
 
 mlx_runtime.prepare(num_threads=1)
 mx = pytest.importorskip("mlx.core")
+mlx_cuda = pytest.importorskip("semantic.adapters.outbound.mlx_cuda")
 mlx_cuda_attention = pytest.importorskip("semantic.adapters.outbound.mlx_cuda_attention")
 
 pytestmark = pytest.mark.unit
 
 
-def test_a_plan_names_chunks_lengths_groups_and_places() -> None:
-    plan = mlx_cuda_attention.make_plan([[300, 256], [1]])
-    firsts, lengths, groups, places = [0, 2, 3, 4], [300, 256, 1], [0, 0, 1], [0, 1, 0]
-    assert plan.num_chunks == 4
-    assert plan.numbers.tolist() == firsts + lengths + groups + places
+@given(
+    lengths=st.lists(
+        st.lists(st.integers(1, 9000), min_size=1, max_size=5), min_size=1, max_size=4
+    ),
+    num_key_heads=st.sampled_from([1, 2, 8]),
+)
+def test_a_plan_has_every_token_of_every_row_once(
+    lengths: list[list[int]], num_key_heads: int
+) -> None:
+    plan = mlx_cuda_attention.make_plan(lengths, num_key_heads)
+    chunks, firsts = plan.chunks.tolist(), plan.firsts.tolist()
+    places = [(n, group, i) for group, rows in enumerate(lengths) for i, n in enumerate(rows)]
+    assert firsts[0] == 0
+    assert firsts[-1] == len(chunks)
+    for row, (length, group, place) in enumerate(places):
+        own = chunks[firsts[row] : firsts[row + 1]]
+        assert {(c[0], c[3]) for c in own} == {(row, place * mlx_cuda_attention.MAX_GROUPS + group)}
+        assert [token for c in own for token in range(c[1], c[1] + c[2])] == list(range(length))
+
+
+def test_few_tokens_are_many_small_chunks_and_many_are_fewer_large_ones() -> None:
+    few = mlx_cuda_attention.make_plan([[4096]], 8)
+    many = mlx_cuda_attention.make_plan([[4096] * 8], 8)
+    assert few.chunks[:, 2].max().item() < many.chunks[:, 2].max().item()
 
 
 @pytest.mark.parametrize(
@@ -49,10 +71,10 @@ def test_what_the_kernel_takes(
 @pytest.mark.parametrize("dim,num_shared", [(64, 8), (128, 1), (128, 4), (256, 8)])
 def test_each_row_attends_over_its_own_tokens(dim: int, num_shared: int) -> None:
     """Lengths about the ends of tiles and chunks, in groups that are slices of larger arrays."""
-    if not mlx_cuda_attention.is_available():
+    if not mlx_cuda.is_available():
         pytest.skip("no GPU for the kernel")
     groups, queries, expected = [], [], []
-    lengths = [[1, 15, 16, 17, 255, 256, 257], [700, 3], [1025]]
+    lengths = [[1, 15, 16, 17, 255, 256, 257], [700, 3], [9000]]
     for rows in lengths:
         shape = (len(rows) + 1, 2, max(rows) + 30, dim)
         made = [mx.random.normal(shape).astype(mx.bfloat16) for _ in range(2)]
@@ -67,7 +89,7 @@ def test_each_row_attends_over_its_own_tokens(dim: int, num_shared: int) -> None
             )
             for i, n in enumerate(rows)
         ]
-    plan = mlx_cuda_attention.make_plan(lengths)
+    plan = mlx_cuda_attention.make_plan(lengths, 2)
     out = mlx_cuda_attention.attend(mx.concatenate(queries), groups, plan, dim**-0.5)
     assert mx.allclose(out.astype(mx.float32), mx.concatenate(expected), atol=2e-2).item()
 

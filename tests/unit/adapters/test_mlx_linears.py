@@ -9,7 +9,9 @@ from semantic.adapters.outbound import mlx_runtime
 mlx_runtime.prepare(num_threads=1)
 mx = pytest.importorskip("mlx.core")
 nn = pytest.importorskip("mlx.nn")
-join_linears = pytest.importorskip("semantic.adapters.outbound.mlx_linears").join_linears
+mlx_linears = pytest.importorskip("semantic.adapters.outbound.mlx_linears")
+mlx_cuda_linear = pytest.importorskip("semantic.adapters.outbound.mlx_cuda_linear")
+join_linears = mlx_linears.join_linears
 
 pytestmark = pytest.mark.unit
 
@@ -63,3 +65,27 @@ def test_what_cannot_be_joined_stays() -> None:
         before = set(module)
         assert join_linears(module) == 0
         assert set(module) == before
+
+
+def test_few_rows_go_to_our_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without a bias, and by a head that is the embedding; others as before."""
+    model: Any = nn.Module()
+    model.plain, model.biased = nn.Linear(32, 5, bias=False), nn.Linear(32, 5)
+    model.tied = nn.Embedding(7, 32)
+    model.set_dtype(mx.bfloat16)
+    layers = {"plain": model.plain, "biased": model.biased, "tied": model.tied.as_linear}
+    few, many = (mx.random.normal((n, 1, 32)).astype(mx.bfloat16) for n in (3, 9))
+    expected = {name: [layer(x) for x in (few, many)] for name, layer in layers.items()}
+    taken: list[int] = []
+
+    def multiply(given: Any, weight: Any) -> Any:
+        taken.append(given.shape[0])
+        return given @ weight.T
+
+    monkeypatch.setattr(mlx_cuda_linear, "multiply", multiply)
+    mlx_linears.use_own_kernel(model)
+    layers["tied"] = model.tied.as_linear
+    for name, layer in layers.items():
+        for x, wanted in zip((few, many), expected[name], strict=True):
+            assert mx.allclose(layer(x), wanted, atol=2e-2).item(), name
+    assert taken == [3, 3, 3]

@@ -15,37 +15,20 @@ from typing import Any
 
 import mlx.core as mx
 
+from semantic.adapters.outbound.mlx_cuda import HEADER
 from semantic.adapters.outbound.mlx_layout import Array
 
 MAX_GROUPS = 4  # arrays the kernel is compiled for; absent ones are the first one's again
 
-_CHUNK = 256
 _THREADS = 128
+_TILE = 16  # tokens that a warp attends over at once
+_SIZES = range(256, 2049, 128)  # of a chunk, at most
+_SETUP = 64  # tokens that could be read while a block of threads starts and ends
+_AT_ONCE = 3 * 132  # blocks of threads that a H100 runs
 _DIMS = (64, 128, 256)  # of a head
 _MAX_SHARED = 8  # query heads per key head: the columns of a tensor core's tile
-_AMPERE = 8  # the first generation with these tiles
 
-_HEADER = """
-#include <cuda/std/type_traits>
-
-template <typename T>
-__device__ inline void multiply(
-    float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-    if constexpr (cuda::std::is_same_v<T, __nv_bfloat16>) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-            "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    } else {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-            "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    }
-}
-
+_HELPERS = """
 template <typename T>
 __device__ inline unsigned pair(float low, float high) {
     T both[2] = {T(low), T(high)};
@@ -63,16 +46,11 @@ __device__ inline uint4 load(const void* from, bool is_there) {
 _CHUNKS = """
     constexpr int WARPS = 4, PIECES = DIM / 32, BLOCKS = DIM / 64, TILE = 16;
     constexpr float LEAST = -3.4e38f;
-    const int num_rows = queries_shape[0], head = blockIdx.y;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    int row = 0;
-    for (int last = num_rows - 1; row < last;) {
-        const int middle = (row + last + 1) / 2;
-        if (plan[middle] <= blockIdx.x) row = middle; else last = middle - 1;
-    }
-    const int start = (blockIdx.x - plan[row]) * CHUNK;
-    const int size = min(CHUNK, plan[num_rows + 1 + row] - start);
-    const int group = plan[2 * num_rows + 1 + row], place = plan[3 * num_rows + 1 + row];
+    const int head = blockIdx.y;
+    const int4 chunk = reinterpret_cast<const int4*>(chunks)[blockIdx.x];
+    const int row = chunk.x, start = chunk.y, size = chunk.z;
+    const int group = chunk.w % MAX_GROUPS, place = chunk.w / MAX_GROUPS;
     const T *key, *value;
     int64_t key_step, value_step;
     ARRAYS
@@ -104,6 +82,7 @@ _CHUNKS = """
                 v[r][b] = load(value + token * value_step + b * 64 + g * 8, token < size);
         }
 
+        __syncwarp();  // all reads are on their way before the first is waited for
         float score[2][4] = {}, most = LEAST;
 #pragma unroll
         for (int t = 0; t < 2; t++) {
@@ -208,7 +187,7 @@ _JOIN = """
     const int i = threadIdx.x, team = threadIdx.y, head = blockIdx.y, row = blockIdx.z;
     float top = -3.4e38f, mix = 0, total = 0;
 #pragma unroll 4
-    for (int chunk = plan[row] + team; chunk < plan[row + 1]; chunk += TEAMS) {
+    for (int chunk = firsts[row] + team; chunk < firsts[row + 1]; chunk += TEAMS) {
         const int at = chunk * gridDim.y + head;
         const float highest = fmaxf(top, tops[at]);
         const float old = exp2f(top - highest), weight = exp2f(tops[at] - highest);
@@ -240,27 +219,30 @@ class Plan:
     """Which block of threads computes what.
 
     Attributes:
-        numbers: The first chunk of each row and the end of the last one's, then by row its length,
-            its group and its place there.
+        chunks: By block its row, the first token, how many, and the row's place and group.
+        firsts: The first block of each row, and one past the last.
     """
 
-    numbers: Array
-    num_chunks: int
+    chunks: Array
+    firsts: Array
 
 
-def make_plan(lengths: Sequence[Sequence[int]]) -> Plan:
+def make_plan(lengths: Sequence[Sequence[int]], num_key_heads: int) -> Plan:
     """Plan a step over groups of rows, given how many tokens each row looks at: at least one."""
-    flat = [length for rows in lengths for length in rows]
-    firsts = [0, *itertools.accumulate(-(-length // _CHUNK) for length in flat)]
-    groups = [group for group, rows in enumerate(lengths) for _ in rows]
-    places = [place for rows in lengths for place in range(len(rows))]
-    return Plan(mx.array([*firsts, *flat, *groups, *places], mx.int32), firsts[-1])
-
-
-def is_available() -> bool:
-    """Whether the device runs the kernel."""
-    is_cuda = mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu)
-    return is_cuda and _generation() >= _AMPERE
+    most = _most_tokens([length for rows in lengths for length in rows], num_key_heads)
+    chunks: list[tuple[int, int, int, int]] = []
+    firsts = [0]
+    for group, rows in enumerate(lengths):
+        for place, length in enumerate(rows):
+            row = len(firsts) - 1
+            num_chunks = -(-length // most)
+            size = -(-length // (num_chunks * _TILE)) * _TILE
+            chunks += [
+                (row, start, min(size, length - start), place * MAX_GROUPS + group)
+                for start in range(0, length, size)
+            ]
+            firsts.append(len(chunks))
+    return Plan(mx.array(chunks, mx.int32), mx.array(firsts, mx.int32))
 
 
 def can_attend(queries: Array, keys: Array, values: Array) -> bool:
@@ -291,23 +273,19 @@ def attend(
     num_key_heads = groups[0][0].shape[1]
     padded = [*groups, *[groups[0]] * (MAX_GROUPS - len(groups))]
     chunks, join = _kernels()
-    shape = (plan.num_chunks, num_heads)
+    num_chunks = plan.chunks.shape[0]
+    shape = (num_chunks, num_heads)
     mixes, tops, totals = chunks(
-        inputs=[queries, *itertools.chain(*padded), plan.numbers, _constant(scale)],
-        template=[
-            ("T", queries.dtype),
-            ("DIM", dim),
-            ("SHARED", num_heads // num_key_heads),
-            ("CHUNK", _CHUNK),
-        ],
-        grid=(plan.num_chunks * _THREADS, num_key_heads, 1),
+        inputs=[queries, *itertools.chain(*padded), plan.chunks, _constant(scale)],
+        template=[("T", queries.dtype), ("DIM", dim), ("SHARED", num_heads // num_key_heads)],
+        grid=(num_chunks * _THREADS, num_key_heads, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(*shape, dim), shape, shape],
         output_dtypes=[mx.float32, mx.float32, mx.float32],
     )
     num_teams = 1024 // dim
     (out,) = join(
-        inputs=[mixes, tops, totals, plan.numbers],
+        inputs=[mixes, tops, totals, plan.firsts],
         template=[("T", queries.dtype), ("DIM", dim)],
         grid=(dim, num_teams * num_heads, num_rows),
         threadgroup=(dim, num_teams, 1),
@@ -317,28 +295,32 @@ def attend(
     return out
 
 
-@functools.cache
-def _generation() -> int:
-    return int(mx.device_info().get("compute_capability_major", 0))
+def _most_tokens(lengths: Sequence[int], num_key_heads: int) -> int:
+    """How many tokens to give a block of threads so that the last to start end with the others."""
+
+    def cost(size: int) -> int:
+        num_blocks = num_key_heads * sum(-(-length // size) for length in lengths)
+        return -(-num_blocks // _AT_ONCE) * (size + _SETUP)
+
+    return min(_SIZES, key=cost)
 
 
 @functools.cache
 def _kernels() -> tuple[Any, Any]:
     arrays = [f"{name}{n}" for n in range(MAX_GROUPS) for name in ("keys", "values")]
     outputs = ["mixes", "tops", "totals"]
-    source = _CHUNKS.replace(
-        "ARRAYS", "".join(_ARRAY.replace("N", str(n)) for n in range(MAX_GROUPS))
-    )
+    choice = "".join(_ARRAY.replace("N", str(n)) for n in range(MAX_GROUPS))
+    source = f"constexpr int MAX_GROUPS = {MAX_GROUPS};" + _CHUNKS.replace("ARRAYS", choice)
     return (
         mx.fast.cuda_kernel(
             "attend_chunks",
-            ["queries", *arrays, "plan", "scale"],
+            ["queries", *arrays, "chunks", "scale"],
             outputs,
             source,
-            header=_HEADER,
+            header=HEADER + _HELPERS,
             ensure_row_contiguous=False,  # slices of keys and values must not be copied
         ),
-        mx.fast.cuda_kernel("attend_join", [*outputs, "plan"], ["out"], _JOIN),
+        mx.fast.cuda_kernel("attend_join", [*outputs, "firsts"], ["out"], _JOIN),
     )
 
 

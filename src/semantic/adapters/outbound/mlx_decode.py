@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from semantic.adapters.outbound import mlx_cuda_attention
+from semantic.adapters.outbound import mlx_cuda, mlx_cuda_attention
 from semantic.adapters.outbound.mlx_cuda_attention import MAX_GROUPS, Plan
 from semantic.adapters.outbound.mlx_groups import Group
 from semantic.adapters.outbound.mlx_layout import Array, Layout, Part, library
@@ -99,12 +99,12 @@ class Shared:
 
     Attributes:
         offset: The new token's position, by row where they differ.
-        plans: By window and first group.
+        plans: By window, number of key heads and first group.
     """
 
     steps: Sequence[GroupStep]
     offset: Any
-    plans: dict[tuple[int, int], Plan] = field(default_factory=dict)
+    plans: dict[tuple[int, int, int], Plan] = field(default_factory=dict)
 
 
 class AttentionView:
@@ -125,12 +125,13 @@ class AttentionView:
         """Whether the model passed on the mask it was given, and there is one."""
         return mask is not None and mask is self.make_mask()
 
-    def plan(self, steps: slice) -> Plan:
+    def plan(self, steps: slice, num_key_heads: int) -> Plan:
         """How our own kernel goes about some of the groups."""
-        plans, key = self._shared.plans, (self.part.window, steps.start)
+        plans = self._shared.plans
+        key = (self.part.window, num_key_heads, steps.start)
         if key not in plans:
             lengths = [step.lengths(self.part) for step in self.steps[steps]]
-            plans[key] = mlx_cuda_attention.make_plan(lengths)
+            plans[key] = mlx_cuda_attention.make_plan(lengths, num_key_heads)
         return plans[key]
 
     def update_and_fetch(self, keys: Array, values: Array) -> tuple[Any, Any]:
@@ -236,7 +237,7 @@ def _attend(
     groups = list(zip(keys, values, strict=True))
     if (
         sinks is None
-        and mlx_cuda_attention.is_available()
+        and mlx_cuda.is_available()
         and mlx_cuda_attention.can_attend(queries, *groups[0])
     ):
         return _attend_together(view, queries, groups, scale)
@@ -257,7 +258,8 @@ def _attend_together(
         steps = view.steps[some]
         rows = slice(steps[0].place.start, steps[-1].place.stop)
         asked = queries if len(steps) == len(groups) else queries[rows]
-        outputs.append(mlx_cuda_attention.attend(asked, groups[some], view.plan(some), scale))
+        plan = view.plan(some, groups[0][0].shape[1])
+        outputs.append(mlx_cuda_attention.attend(asked, groups[some], plan, scale))
     return _joined(outputs)
 
 

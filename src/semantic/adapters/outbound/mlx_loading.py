@@ -78,7 +78,7 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> LoadedMl
         )
         _convert(model, options.dtype)
         if mlx_linears.is_worthwhile():
-            mlx_linears.join_linears(model)
+            mlx_linears.tune(model)
         mx.eval(model.parameters())
         model.eval()
         spec, make_caches = _agree(model, spec)

@@ -1,0 +1,41 @@
+"""What our kernels for MLX's CUDA build have in common."""
+
+import functools
+
+import mlx.core as mx
+
+_AMPERE = 8  # the first generation with these tiles
+
+# A tile of 16 times 16 numbers, by one of 16 times 8, added to one of 16 times 8.
+HEADER = """
+#include <cuda/std/type_traits>
+
+template <typename T>
+__device__ inline void multiply(
+    float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    if constexpr (cuda::std::is_same_v<T, __nv_bfloat16>) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    } else {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    }
+}
+"""
+
+
+def is_available() -> bool:
+    """Whether the device runs the kernels."""
+    is_cuda = mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu)
+    return is_cuda and _generation() >= _AMPERE
+
+
+@functools.cache
+def _generation() -> int:
+    return int(mx.device_info().get("compute_capability_major", 0))
