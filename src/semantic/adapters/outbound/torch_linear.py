@@ -88,13 +88,13 @@ class _MergedLinears:
 
     def __init__(self, linears: Sequence[nn.Linear], weights: Weights) -> None:
         self.sizes = [linear.out_features for linear in linears]
-        self._joined = _joined(linears, weights)
+        self.joined = _joined(linears, weights)
         self._input: torch.Tensor | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if self._input is not x:
-            self._input, self._outputs = x, self._joined(x).split(self.sizes, dim=-1)
+            self._input, self._outputs = x, self.joined(x).split(self.sizes, dim=-1)
         output = self._outputs[index]
         if index == len(self.sizes) - 1:
             self._input, self._outputs = None, ()  # nothing outlives the layer
@@ -107,6 +107,7 @@ class _MergedPart(nn.Module):
     def __init__(self, merged: _MergedLinears, index: int) -> None:
         super().__init__()
         self._merged, self._index = merged, index
+        self.joined = merged.joined  # where whoever walks through the model finds it
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply, or take what was multiplied with the first part."""
@@ -124,7 +125,7 @@ class _RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
         size = x.shape[-1]
-        both = functional.layer_norm(
+        both = torch.layer_norm(
             torch.cat([x, -x], dim=-1), (2 * size,), self.weight, None, self.eps
         )
         return both[..., :size]
