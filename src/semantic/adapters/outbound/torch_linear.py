@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from semantic.adapters.outbound.huge_pages import collapse
+
 Weights = Literal["full", "int8", "int4"]
 
 _ROWS_HINT = 256  # rows the packed layout is chosen for; it serves any number
@@ -39,6 +41,9 @@ def speed_up(model: nn.Module, weights: Weights = "full") -> None:
     for parent, name, child in list(_children(model)):
         if (norm := _faster_norm(child)) is not None:
             setattr(parent, name, norm)
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            module.use_huge_pages()
 
 
 class PackedLinear(nn.Module):
@@ -60,6 +65,11 @@ class PackedLinear(nn.Module):
         rows = self.few.multiply(x.reshape(-1, x.shape[-1]).contiguous())
         result = rows.view(*x.shape[:-1], -1)
         return result if self.bias is None else result + self.bias
+
+    def use_huge_pages(self) -> None:
+        """Lay the packed weights into huge pages; when all are made, as some share a page."""
+        of_packed = torch.ops.mkldnn
+        collapse(of_packed.data_ptr(self.packed), of_packed._nbytes(self.packed))
 
 
 class GatedMLP(nn.Module):
