@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from semantic.adapters.outbound.huge_pages import collapse
+
 Weights = Literal["full", "int8", "int4"]
 
 _ROWS_HINT = 256  # rows the packed layout is chosen for; it serves any number
@@ -39,6 +41,9 @@ def speed_up(model: nn.Module, weights: Weights = "full") -> None:
     for parent, name, child in list(_children(model)):
         if (norm := _faster_norm(child)) is not None:
             setattr(parent, name, norm)
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            module.use_huge_pages()
 
 
 class PackedLinear(nn.Module):
@@ -60,6 +65,11 @@ class PackedLinear(nn.Module):
         rows = self.few.multiply(x.reshape(-1, x.shape[-1]).contiguous())
         result = rows.view(*x.shape[:-1], -1)
         return result if self.bias is None else result + self.bias
+
+    def use_huge_pages(self) -> None:
+        """Lay the packed weights into huge pages; when all are made, as some share a page."""
+        of_packed = torch.ops.mkldnn
+        collapse(of_packed.data_ptr(self.packed), of_packed._nbytes(self.packed))
 
 
 class GatedMLP(nn.Module):
@@ -88,13 +98,13 @@ class _MergedLinears:
 
     def __init__(self, linears: Sequence[nn.Linear], weights: Weights) -> None:
         self.sizes = [linear.out_features for linear in linears]
-        self._joined = _joined(linears, weights)
+        self.joined = _joined(linears, weights)
         self._input: torch.Tensor | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if self._input is not x:
-            self._input, self._outputs = x, self._joined(x).split(self.sizes, dim=-1)
+            self._input, self._outputs = x, self.joined(x).split(self.sizes, dim=-1)
         output = self._outputs[index]
         if index == len(self.sizes) - 1:
             self._input, self._outputs = None, ()  # nothing outlives the layer
@@ -107,6 +117,7 @@ class _MergedPart(nn.Module):
     def __init__(self, merged: _MergedLinears, index: int) -> None:
         super().__init__()
         self._merged, self._index = merged, index
+        self.joined = merged.joined  # where whoever walks through the model finds it
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply, or take what was multiplied with the first part."""
@@ -124,7 +135,7 @@ class _RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
         size = x.shape[-1]
-        both = functional.layer_norm(
+        both = torch.layer_norm(
             torch.cat([x, -x], dim=-1), (2 * size,), self.weight, None, self.eps
         )
         return both[..., :size]

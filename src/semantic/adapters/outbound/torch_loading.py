@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from semantic.adapters.outbound import torch_linear
 from semantic.adapters.outbound.torch_attention import ATTENTION_NAME, packed_attention
+from semantic.adapters.outbound.torch_calls import shorten_calls
 from semantic.adapters.outbound.torch_linear import Weights
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
@@ -117,6 +118,7 @@ def load_model(
     model.to(device).eval()
     if is_packable:
         torch_linear.speed_up(model, weights)
+    shorten_calls(model)
     return model
 
 
