@@ -230,7 +230,15 @@ class Agent:
 
     def fork(self, new_id: str, *, at: float) -> "Agent":
         """Return another agent with the same past; pins are not inherited."""
-        return replace(self, id=new_id, is_pinned=False, created_at=at, last_used=at)
+        return replace(self.named(new_id), is_pinned=False, created_at=at, last_used=at)
+
+    def named(self, new_id: str) -> "Agent":
+        """Return the agent under a name that somebody chose.
+
+        If nobody had named it before, its time was not chosen either: it no longer expires.
+        """
+        ttl_s = None if self.is_anonymous else self.ttl_s
+        return replace(self, id=new_id, is_anonymous=False, ttl_s=ttl_s)
 
     def is_expired(self, now: float) -> bool:
         """Whether it outlived its time unused; pinned agents do not."""
