@@ -183,6 +183,28 @@ def test_agents_are_listed_in_pages_in_any_order(http: httpx.Client) -> None:
     assert error_of(http.get("/v1/agents", params={"label": "kind"}))[0] == 400
 
 
+def test_who_nobody_named_is_listed_from_the_second_turn_on(http: httpx.Client) -> None:
+    said = [{"role": "user", "content": "one question, asked once"}]
+
+    def ask() -> str:
+        body = {"model": "fake", "messages": said, "max_tokens": 8, "temperature": 0}
+        answer = http.post("/v1/chat/completions", json=body)
+        return str(answer.json()["choices"][0]["message"]["content"])
+
+    def listed(**params: Any) -> list[str]:
+        return [agent["id"] for agent in get(http, "/v1/agents", **params)["data"]]
+
+    said += [{"role": "assistant", "content": ask()}, {"role": "user", "content": "and another"}]
+    assert listed() == []
+    ask()
+    (name,) = listed()
+
+    http.post(f"/v1/agents/{name}/rewind", json={"turn_id": None})
+    assert listed() == []
+    http.patch(f"/v1/agents/{name}", json={"pin": True})
+    assert listed(pin=True) == [name]
+
+
 # -- generate ---------------------------------------------------------------------------------
 
 

@@ -188,7 +188,8 @@ class AgentService:
 
 def _matches(agent: Agent, query: AgentQuery) -> bool:
     return (
-        agent.id.startswith(query.id_prefix)
+        agent.is_listed
+        and agent.id.startswith(query.id_prefix)
         and set(query.labels) <= set(agent.labels)
         and query.is_pinned in (None, agent.is_pinned)
     )

@@ -193,7 +193,7 @@ class Agent:
         head: The latest turn's id; None before the first.
         num_turns: Turns from the first to the head.
         ttl_s: It is forgotten when it was not used for so long; None keeps it.
-        is_anonymous: Nobody named it; it is listed from its second turn on.
+        is_anonymous: Nobody named it.
 
     Example:
         >>> agent = Agent("coder", created_at=0.0).advance("t1", at=1.0)
@@ -219,6 +219,14 @@ class Agent:
     def __post_init__(self) -> None:
         check_agent_id(self.id, "agent_id")
         _check_weight(self.weight)
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether lists show it.
+
+        Clients ask many things once, such as for a title: what nobody named must come back first.
+        """
+        return not self.is_anonymous or self.is_pinned or self.num_turns > 1
 
     def advance(self, turn_id: str, *, at: float) -> "Agent":
         """Return the agent with one more turn."""

@@ -260,7 +260,7 @@ class AgentManagementPort(Protocol):
         ...
 
     def page(self, principal: Principal, query: AgentQuery) -> AgentPage:
-        """List agents.
+        """List agents; those that nobody named from their second turn on.
 
         Raises:
             InvalidRequestError: the cursor is none of ours.
