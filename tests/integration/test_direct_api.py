@@ -381,9 +381,28 @@ def test_an_agent_with_a_quota_of_turns_has_them_and_no_more(http: httpx.Client)
     again = http.post("/v1/agents/a/generate", json={"message": "more"})
 
     assert error_of(again) == (429, "quota_exceeded")
-    http.patch("/v1/agents/a", json={"quota": {"max_turns": 2, "max_bytes": 1}})
-    full = http.post("/v1/agents/a/generate", json={"message": "more"})
-    assert error_of(full) == (429, "quota_exceeded")
+
+
+def test_a_conversation_that_outgrows_its_quota_of_bytes_is_refused(
+    http: httpx.Client, running: RunningServer
+) -> None:
+    model = running.server.device.ready_model()
+    make(http, id="a")
+    say(http, "a", "hello")
+    num_tokens = get(http, "/v1/agents/a")["tokens"]
+    max_bytes = model.backend.spec.bytes_per_context(num_tokens + 30)
+    http.patch("/v1/agents/a", json={"quota": {"max_bytes": max_bytes}})
+
+    say(http, "a", "more", max_tokens=100)  # what goes beyond is not kept
+    again = http.post("/v1/agents/a/generate", json={"message": "more"})
+    chat = {"model": "fake", "messages": [{"role": "user", "content": "x" * 200}]}
+    other = http.post("/v1/chat/completions", headers={"X-Agent-ID": "a"}, json=chat)
+
+    assert error_of(again) == error_of(other) == (429, "quota_exceeded")
+    state = get(http, "/v1/agents/a")["state"]
+    assert 0 < state["memory_bytes"] <= max_bytes
+    http.patch("/v1/agents/a", json={"quota": {}})
+    say(http, "a", "more")
     http.patch("/v1/agents/a", json={"quota": {}})
     assert say(http, "a", "more")["turn_id"]
 

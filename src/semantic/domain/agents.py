@@ -74,7 +74,11 @@ class Pointer:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one agent may keep; None is unlimited."""
+    """What one agent may keep; None is unlimited.
+
+    Attributes:
+        max_bytes: Of the conversation's attention state, in the precision it is computed in.
+    """
 
     max_bytes: int | None = None
     max_turns: int | None = None
