@@ -255,11 +255,18 @@ def test_responses_outlive_the_server(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, durability="sync")
     with run_server(settings) as running, client_of(running) as client:
         first = client.responses.create(
-            model="fake", input="remember", instructions="Be.", max_output_tokens=6
+            model="fake",
+            input="remember",
+            instructions="Be.",
+            max_output_tokens=6,
+            extra_body={"ignore_eos": True},
         )
+        assert first.status == "incomplete"
     with run_server(settings) as running, client_of(running) as client:
         again = client.responses.retrieve(first.id)
-        assert again.output_text == first.output_text
+        assert again.output == first.output
+        assert (again.status, again.completed_at) == ("incomplete", None)
+        assert again.incomplete_details == first.incomplete_details
         assert again.created_at - first.created_at in (0, 1)
         second = client.responses.create(
             model="fake",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from semantic.domain.blocks import BlockName, pack_tokens
 from semantic.domain.chat import Message, ServiceClass, ToolSpec, Usage
 from semantic.domain.errors import InvalidRequestError
+from semantic.domain.sampling import FinishReason
 
 LOCAL_TENANT = "local"
 _ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -155,6 +156,8 @@ class Turn:
         is_durable: Whether the turn and its attention state are on disk.
         num_dropped: Messages that were left out in this turn to make room.
         divergence: Where its prompt left the agent's latest conversation; None if it went on.
+        model: Which model replied; empty if that was not logged, as by older servers.
+        reason: Why its reply ended; None if that was not logged.
     """
 
     id: str
@@ -172,6 +175,8 @@ class Turn:
     is_durable: bool = False
     num_dropped: int = 0
     divergence: Divergence | None = None
+    model: str = ""
+    reason: FinishReason | None = None
 
     @property
     def holds_all_messages(self) -> bool:

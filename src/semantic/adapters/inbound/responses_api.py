@@ -68,8 +68,8 @@ class _Responses:
         past = await self.past(response_id)
         if past is None:
             return None
-        model = self._models.models()[0].id
-        return response_of(response_id.removeprefix(PREFIX), model, past)
+        served = self._models.models()[0].id
+        return response_of(response_id.removeprefix(PREFIX), past, served)
 
     async def forget(self, response_id: str) -> bool:
         """Remove a response; False if there is none."""
