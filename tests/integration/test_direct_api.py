@@ -1,6 +1,7 @@
 """The agent API over a socket, on the fake backend."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -372,6 +373,46 @@ def test_a_client_that_leaves_a_stream_logs_nothing(http: httpx.Client) -> None:
 
     say(http, "a", "hello")  # waits for the cancelled one
     assert texts(get(http, "/v1/agents/a/turns")["data"])[0] == "hello"
+
+
+@pytest.mark.parametrize(
+    "wanted, form",
+    [
+        ({"type": "regex", "pattern": r"[A-Z]{2}-\d{3}"}, r"[A-Z]{2}-\d{3}"),
+        ({"type": "choice", "choices": ["yes", "no"]}, "yes|no"),
+        ({"type": "json", "json_schema": {"type": "boolean"}}, "true|false"),
+    ],
+)
+def test_a_reply_has_the_form_that_is_asked_for(
+    http: httpx.Client, wanted: dict[str, Any], form: str
+) -> None:
+    make(http, id="a")
+    body = {"message": "hello", "response_format": wanted}
+    reply = http.post("/v1/agents/a/generate", json=body).json()
+    assert re.fullmatch(form, reply["text"]), reply
+
+
+@pytest.mark.parametrize(
+    "wanted, words",
+    [
+        ({"type": "regex"}, "pattern"),
+        ({"type": "choice"}, "choices"),
+        ({"type": "choice", "choices": []}, "at least 1"),
+        ({"type": "regex", "pattern": "("}, "unclosed"),
+        ({"type": "json", "pattern": "a"}, "pattern"),
+        ({"json_schema": {}}, "json_schema"),
+    ],
+)
+def test_a_form_that_cannot_be_is_refused_by_name(
+    http: httpx.Client, wanted: dict[str, Any], words: str
+) -> None:
+    make(http, id="a")
+    body = {"message": "hello", "response_format": wanted}
+    answer = http.post("/v1/agents/a/generate", json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"].startswith("response_format")
+    assert words in error["message"]
 
 
 def test_an_agent_with_a_quota_of_turns_has_them_and_no_more(http: httpx.Client) -> None:

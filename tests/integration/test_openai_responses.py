@@ -355,6 +355,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "text.format",
         "schema",
     ),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed"),
+    (
+        {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}},
+        "structured_outputs",
+        "text.format",
+    ),
     ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
     ({"prompt": {"id": "x"}}, "prompt", "input"),
     ({"background": True, "store": False}, "background", "store"),

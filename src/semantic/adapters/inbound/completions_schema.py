@@ -90,6 +90,7 @@ class CompletionRequest(RequestFields):
             raise InvalidRequestError(
                 f"at most {MAX_REPLIES} replies a request are allowed.", param="n"
             )
+        output_format = self.form(None, "response_format")
         max_tokens = _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return [
             ChatRequest(
@@ -98,6 +99,7 @@ class CompletionRequest(RequestFields):
                 raw_prompt=RawPrompt(prompt),
                 sampling=self.sampling(self.logprobs),
                 stop=self.stop_rules(max_tokens),
+                output_format=output_format,
                 agent=self.hint(said),
             )
             for prompt in self.prompts
@@ -105,4 +107,6 @@ class CompletionRequest(RequestFields):
 
     def spelled(self, param: str | None) -> str | None:
         """Return our name of a field as this client spelled it."""
+        if param == "response_format":
+            return self.form_param(param)
         return "prompt" if param == "messages" else param

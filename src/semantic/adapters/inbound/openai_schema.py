@@ -150,7 +150,7 @@ class ChatCompletionRequest(RequestFields):
             tool_choice=self._tool_choice(),
             sampling=self.sampling((self.top_logprobs or 0) if self.logprobs else None),
             stop=self.stop_rules(self.max_tokens if wanted is None else wanted),
-            output_format=self.response_format.to_domain() if self.response_format else None,
+            output_format=self.form(self._own_form(), "response_format"),
             thinking=self._thinking(),
             agent=self.hint(said),
         )
@@ -160,7 +160,12 @@ class ChatCompletionRequest(RequestFields):
         is_newer = param == "max_tokens" and self.max_completion_tokens is not None
         if is_newer:
             return "max_completion_tokens"
+        if param == "response_format":
+            return self.form_param(param)
         return param and _TOOL_PARAMETERS.sub(r"\1.function.\2", param)
+
+    def _own_form(self) -> OutputFormat | None:
+        return self.response_format.to_domain() if self.response_format else None
 
     def _tool_choice(self) -> ToolChoice:
         is_parallel = self.parallel_tool_calls is not False
