@@ -307,6 +307,76 @@ def test_a_response_in_the_background_ends(client: openai.OpenAI) -> None:
         client.responses.cancel("resp_nothing")
 
 
+def test_a_stream_in_the_background_goes_on_without_its_client(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": "fake",
+        "input": "a long story",
+        "max_output_tokens": 300,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+    with client.responses.create(**asked, background=True, stream=True) as stream:
+        first: Any = next(iter(stream))
+    name = first.response.id
+    assert first.response.background
+
+    def resumed(after: int) -> list[Any]:
+        events = client.responses.retrieve(name, stream=True, starting_after=after)
+        return list(events)
+
+    rest = resumed(first.sequence_number)
+    last = rest[-1]
+    assert [event.sequence_number for event in rest] == list(range(1, len(rest) + 1))
+    assert last.type == "response.incomplete"
+    text = "".join(event.delta for event in rest if event.type == "response.output_text.delta")
+    found = client.responses.retrieve(name)
+    assert found.output_text == last.response.output_text == text
+    assert len(text) == 300
+    assert resumed(len(rest) - 2) == rest[-2:]
+    assert resumed(len(rest)) == []
+    assert client.responses.retrieve(name, stream=True).__next__() == first
+    client.responses.delete(name)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(name, stream=True)
+
+
+def test_a_stream_in_the_background_is_cancelled(
+    client: openai.OpenAI, running: RunningServer
+) -> None:
+    stream = client.responses.create(
+        model="fake",
+        input="x",
+        background=True,
+        stream=True,
+        max_output_tokens=100_000,
+        extra_body={"ignore_eos": True},
+    )
+    first: Any = next(stream)
+    assert client.responses.retrieve(first.response.id).status == "in_progress"
+    assert client.responses.cancel(first.response.id).status == "cancelled"
+    assert list(stream)[-1].type == "response.incomplete"
+    assert running.server.device.num_live == 0
+
+
+def test_only_a_late_stream_in_the_background_can_be_resumed(client: openai.OpenAI) -> None:
+    def streamed() -> str:
+        stream = client.responses.create(
+            model="fake", input="x", background=True, stream=True, max_output_tokens=2
+        )
+        last: Any = list(stream)[-1]
+        return str(last.response.id)
+
+    whole = client.responses.create(model="fake", input="x", max_output_tokens=5).id
+    first, *others = (streamed() for _ in range(17))
+    for name in others:
+        assert list(client.responses.retrieve(name, stream=True))
+    for name in (whole, first):
+        assert client.responses.retrieve(name).id == name
+        with pytest.raises(openai.BadRequestError, match="background") as caught:
+            client.responses.retrieve(name, stream=True)
+        assert caught.value.param == "stream"
+
+
 async def test_the_async_client(running: RunningServer) -> None:
     async with (
         openai.AsyncOpenAI(
