@@ -69,6 +69,16 @@ def test_a_wrong_value_is_one_sentence(
     assert message.count("\n") == 1
 
 
+def test_a_misspelled_variable_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SEMANTIC_CACHEDIR", "/elsewhere")
+    assert main(["cache", "stats", "--home", str(tmp_path)]) == 2  # there is none
+    first, _ = capsys.readouterr().err.splitlines()
+    assert first.startswith("semantic: SEMANTIC_CACHEDIR is no setting")
+    assert first.endswith("did you mean SEMANTIC_CACHE_DIR?")
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "semantic", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
