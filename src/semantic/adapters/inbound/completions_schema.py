@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import Field, StrictInt, StrictStr, field_validator
+from pydantic import ConfigDict, Field, StrictInt, StrictStr, field_validator
 
 from semantic.adapters.inbound.openai_fields import (
     MAX_REPLIES,
@@ -22,6 +22,17 @@ _Prompt: TypeAlias = StrictStr | _Ids | list[StrictStr] | list[_Ids]
 
 class CompletionRequest(RequestFields):
     """The body of `POST /v1/completions`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "smollm2-135m-instruct",
+                    "prompt": "The capital of France is",
+                }
+            ]
+        }
+    )
 
     prompt: Annotated[_Prompt, Field(union_mode="left_to_right")]
     stream_options: StreamOptions | None = None

@@ -3,7 +3,7 @@
 import re
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from semantic.adapters.inbound.openai_fields import (
     MAX_REPLIES,
@@ -90,6 +90,17 @@ class _TemplateOptions(Schema):
 
 class ChatCompletionRequest(RequestFields):
     """The body of `POST /v1/chat/completions`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "smollm2-135m-instruct",
+                    "messages": [{"role": "user", "content": "Say hi."}],
+                }
+            ]
+        }
+    )
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=_MAX_MESSAGES)
     stream_options: StreamOptions | None = None

@@ -3,7 +3,7 @@
 import re
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 
 from semantic.adapters.inbound.openai_fields import (
     RequestFields,
@@ -84,6 +84,17 @@ class _Reasoning(Schema):
 
 class ResponsesRequest(RequestFields):
     """The body of `POST /v1/responses`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "smollm2-135m-instruct",
+                    "input": "Say hi.",
+                }
+            ]
+        }
+    )
 
     input: str | list[InputItem] | None = Field(None, max_length=None)
     instructions: str | None = None
