@@ -422,6 +422,8 @@ def test_an_agent_with_a_quota_of_turns_has_them_and_no_more(http: httpx.Client)
     again = http.post("/v1/agents/a/generate", json={"message": "more"})
 
     assert error_of(again) == (429, "quota_exceeded")
+    http.patch("/v1/agents/a", json={"quota": {}})
+    assert say(http, "a", "more")["turn_id"]
 
 
 def test_a_conversation_that_outgrows_its_quota_of_bytes_is_refused(
@@ -440,10 +442,9 @@ def test_a_conversation_that_outgrows_its_quota_of_bytes_is_refused(
     other = http.post("/v1/chat/completions", headers={"X-Agent-ID": "a"}, json=chat)
 
     assert error_of(again) == error_of(other) == (429, "quota_exceeded")
+    assert other.headers["x-should-retry"] == "false"
     state = get(http, "/v1/agents/a")["state"]
     assert 0 < state["memory_bytes"] <= max_bytes
-    http.patch("/v1/agents/a", json={"quota": {}})
-    say(http, "a", "more")
     http.patch("/v1/agents/a", json={"quota": {}})
     assert say(http, "a", "more")["turn_id"]
 
