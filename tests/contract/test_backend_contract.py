@@ -60,6 +60,15 @@ def test_every_buffer_of_a_payload_counts(backend: ModelBackendPort, alone: Alon
         assert run.finish(12) != alone(prompt(20), num_reply=12), buffers[j].name
 
 
+def test_full_attention_state_takes_the_bytes_that_spec_and_traits_say(
+    backend: ModelBackendPort,
+) -> None:
+    (parts,) = begin(backend, 0, prompt(20)).seal(16)
+    sizes = [part.nbytes for part in parts if part.kind is LayerKind.FULL]
+    bits = backend.traits.state_bits
+    assert all(size == backend.spec.full_bytes(16, bits) for size in sizes)
+
+
 # -- batches and chunks -------------------------------------------------------------------------
 
 

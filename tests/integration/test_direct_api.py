@@ -1,6 +1,7 @@
 """The agent API over a socket, on the fake backend."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -183,6 +184,28 @@ def test_agents_are_listed_in_pages_in_any_order(http: httpx.Client) -> None:
     assert error_of(http.get("/v1/agents", params={"label": "kind"}))[0] == 400
 
 
+def test_who_nobody_named_is_listed_from_the_second_turn_on(http: httpx.Client) -> None:
+    said = [{"role": "user", "content": "one question, asked once"}]
+
+    def ask() -> str:
+        body = {"model": "fake", "messages": said, "max_tokens": 8, "temperature": 0}
+        answer = http.post("/v1/chat/completions", json=body)
+        return str(answer.json()["choices"][0]["message"]["content"])
+
+    def listed(**params: Any) -> list[str]:
+        return [agent["id"] for agent in get(http, "/v1/agents", **params)["data"]]
+
+    said += [{"role": "assistant", "content": ask()}, {"role": "user", "content": "and another"}]
+    assert listed() == []
+    ask()
+    (name,) = listed()
+
+    http.post(f"/v1/agents/{name}/rewind", json={"turn_id": None})
+    assert listed() == []
+    http.patch(f"/v1/agents/{name}", json={"pin": True})
+    assert listed(pin=True) == [name]
+
+
 # -- generate ---------------------------------------------------------------------------------
 
 
@@ -352,6 +375,46 @@ def test_a_client_that_leaves_a_stream_logs_nothing(http: httpx.Client) -> None:
     assert texts(get(http, "/v1/agents/a/turns")["data"])[0] == "hello"
 
 
+@pytest.mark.parametrize(
+    "wanted, form",
+    [
+        ({"type": "regex", "pattern": r"[A-Z]{2}-\d{3}"}, r"[A-Z]{2}-\d{3}"),
+        ({"type": "choice", "choices": ["yes", "no"]}, "yes|no"),
+        ({"type": "json", "json_schema": {"type": "boolean"}}, "true|false"),
+    ],
+)
+def test_a_reply_has_the_form_that_is_asked_for(
+    http: httpx.Client, wanted: dict[str, Any], form: str
+) -> None:
+    make(http, id="a")
+    body = {"message": "hello", "response_format": wanted}
+    reply = http.post("/v1/agents/a/generate", json=body).json()
+    assert re.fullmatch(form, reply["text"]), reply
+
+
+@pytest.mark.parametrize(
+    "wanted, words",
+    [
+        ({"type": "regex"}, "pattern"),
+        ({"type": "choice"}, "choices"),
+        ({"type": "choice", "choices": []}, "at least 1"),
+        ({"type": "regex", "pattern": "("}, "unclosed"),
+        ({"type": "json", "pattern": "a"}, "pattern"),
+        ({"json_schema": {}}, "json_schema"),
+    ],
+)
+def test_a_form_that_cannot_be_is_refused_by_name(
+    http: httpx.Client, wanted: dict[str, Any], words: str
+) -> None:
+    make(http, id="a")
+    body = {"message": "hello", "response_format": wanted}
+    answer = http.post("/v1/agents/a/generate", json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"].startswith("response_format")
+    assert words in error["message"]
+
+
 def test_an_agent_with_a_quota_of_turns_has_them_and_no_more(http: httpx.Client) -> None:
     make(http, id="a", quota={"max_turns": 1})
     say(http, "a", "hello")
@@ -359,9 +422,29 @@ def test_an_agent_with_a_quota_of_turns_has_them_and_no_more(http: httpx.Client)
     again = http.post("/v1/agents/a/generate", json={"message": "more"})
 
     assert error_of(again) == (429, "quota_exceeded")
-    http.patch("/v1/agents/a", json={"quota": {"max_turns": 2, "max_bytes": 1}})
-    full = http.post("/v1/agents/a/generate", json={"message": "more"})
-    assert error_of(full) == (429, "quota_exceeded")
+    http.patch("/v1/agents/a", json={"quota": {}})
+    assert say(http, "a", "more")["turn_id"]
+
+
+def test_a_conversation_that_outgrows_its_quota_of_bytes_is_refused(
+    http: httpx.Client, running: RunningServer
+) -> None:
+    model = running.server.device.ready_model()
+    make(http, id="a")
+    say(http, "a", "hello")
+    num_tokens = get(http, "/v1/agents/a")["tokens"]
+    max_bytes = model.backend.spec.bytes_per_context(num_tokens + 30)
+    http.patch("/v1/agents/a", json={"quota": {"max_bytes": max_bytes}})
+
+    say(http, "a", "more", max_tokens=100)  # what goes beyond is not kept
+    again = http.post("/v1/agents/a/generate", json={"message": "more"})
+    chat = {"model": "fake", "messages": [{"role": "user", "content": "x" * 200}]}
+    other = http.post("/v1/chat/completions", headers={"X-Agent-ID": "a"}, json=chat)
+
+    assert error_of(again) == error_of(other) == (429, "quota_exceeded")
+    assert other.headers["x-should-retry"] == "false"
+    state = get(http, "/v1/agents/a")["state"]
+    assert 0 < state["memory_bytes"] <= max_bytes
     http.patch("/v1/agents/a", json={"quota": {}})
     assert say(http, "a", "more")["turn_id"]
 

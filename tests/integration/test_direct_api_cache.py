@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from semantic.domain.agents import Agent
+from semantic.domain.agents import LOCAL_TENANT, Agent
 from tests.http_server import RunningServer, make_settings, run_server
 from tests.integration.test_direct_api import error_of, events_of, get, make, say, texts
 
@@ -301,6 +301,22 @@ def test_a_name_that_is_taken_is_not_overwritten(http: httpx.Client) -> None:
     renamed = http.post("/v1/agents/import", params={"id": "b"}, content=content)
     assert (renamed.status_code, renamed.json()["id"]) == (201, "b")
     assert error_of(http.post("/v1/agents/import?id=a%20b", content=content))[0] == 400
+
+
+def test_who_comes_back_under_a_name_lives_like_a_named_agent(
+    http: httpx.Client, running: RunningServer
+) -> None:
+    agents, tenant = running.server.memory.agents, LOCAL_TENANT
+    unnamed = agents.ensure(tenant, "anon-1", is_anonymous=True)
+    content = http.get("/v1/agents/anon-1/export").content
+    http.delete("/v1/agents/anon-1")
+
+    for query in ("", "?id=kept"):
+        assert http.post(f"/v1/agents/import{query}", content=content).status_code == 201
+
+    again, named = agents.get(tenant, "anon-1"), agents.get(tenant, "kept")
+    assert (again.is_anonymous, again.ttl_s) == (True, unnamed.ttl_s)
+    assert (named.is_anonymous, named.ttl_s) == (False, None)
 
 
 def test_an_empty_agent_can_be_moved_too(http: httpx.Client) -> None:

@@ -1,6 +1,7 @@
 """Chat Completions and Completions by the official client, every answer checked by it."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -188,6 +189,35 @@ def test_any_object_and_its_logprobs(client: openai.OpenAI) -> None:
     assert isinstance(json.loads(reply.choices[0].message.content or ""), dict)
 
 
+CODE = r"[A-Z]{2}-\d{3}"
+
+
+@pytest.mark.parametrize(
+    "wanted, form",
+    [
+        ({"regex": CODE}, CODE),
+        ({"regex": f"^{CODE}$", "choice": None}, CODE),
+        ({"choice": ["yes", "no", "at 100 %"]}, "yes|no|at 100 %"),
+        ({"json": {"type": "boolean"}}, "true|false"),
+        ({"json": '{"type": "boolean"}', "disable_any_whitespace": True}, "true|false"),
+        ({"json_object": True}, r"\{.*\}"),
+    ],
+)
+def test_the_form_that_vllms_clients_ask_for_is_kept(
+    client: openai.OpenAI, wanted: dict[str, Any], form: str
+) -> None:
+    extra: Any = {"structured_outputs": wanted}
+    chat = client.chat.completions.create(
+        model="fake", messages=HELLO, max_tokens=60, extra_body=extra
+    )
+    raw = client.completions.create(model="fake", prompt="x", max_tokens=60, extra_body=extra)
+    response = client.responses.create(
+        model="fake", input="x", max_output_tokens=60, extra_body=extra
+    )
+    for text in (chat.choices[0].message.content, raw.choices[0].text, response.output_text):
+        assert re.fullmatch(form, text or "", re.DOTALL), text
+
+
 def test_a_client_key_is_one_agent(client: openai.OpenAI, running: RunningServer) -> None:
     before = agents_of(running)
     messages: Any = [{"role": "user", "content": "who am I?"}]
@@ -324,6 +354,63 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
         "response_format.json_schema",
         "needs it",
     ),
+    (
+        "chat/completions",
+        {"structured_outputs": {"regex": "("}},
+        "structured_outputs.regex",
+        "unclosed",
+    ),
+    (
+        "completions",
+        {"prompt": "x", "structured_outputs": {"choice": []}},
+        "structured_outputs.choice",
+        "at least one",
+    ),
+    (
+        "chat/completions",
+        {"structured_outputs": {"choice": ["\ud800"]}},
+        "structured_outputs.choice[0]",
+        "unicode",
+    ),
+    (
+        "chat/completions",
+        {"structured_outputs": {"regex": "\ud800"}},
+        "structured_outputs.regex",
+        "unicode",
+    ),
+    (
+        "chat/completions",
+        {"structured_outputs": {"json": {"type": "what"}}},
+        "structured_outputs.json",
+        "schema",
+    ),
+    (
+        "chat/completions",
+        {"structured_outputs": {"json": "[]"}},
+        "structured_outputs.json",
+        "JSON schema",
+    ),
+    (
+        "chat/completions",
+        {"structured_outputs": {"grammar": "root ::= x"}},
+        "structured_outputs.grammar",
+        "not supported",
+    ),
+    ("chat/completions", {"structured_outputs": {}}, "structured_outputs", "exactly one"),
+    (
+        "chat/completions",
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+        "structured_outputs",
+        "exactly one",
+    ),
+    (
+        "chat/completions",
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs",
+        "response_format",
+    ),
+    ("chat/completions", {"guided_regex": "a"}, "guided_regex", "structured_outputs.regex"),
+    ("completions", {"prompt": "x", "guided_json": {}}, "guided_json", "structured_outputs.json"),
     (
         "chat/completions",
         {

@@ -255,11 +255,18 @@ def test_responses_outlive_the_server(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, durability="sync")
     with run_server(settings) as running, client_of(running) as client:
         first = client.responses.create(
-            model="fake", input="remember", instructions="Be.", max_output_tokens=6
+            model="fake",
+            input="remember",
+            instructions="Be.",
+            max_output_tokens=6,
+            extra_body={"ignore_eos": True},
         )
+        assert first.status == "incomplete"
     with run_server(settings) as running, client_of(running) as client:
         again = client.responses.retrieve(first.id)
-        assert again.output_text == first.output_text
+        assert again.output == first.output
+        assert (again.status, again.completed_at) == ("incomplete", None)
+        assert again.incomplete_details == first.incomplete_details
         assert again.created_at - first.created_at in (0, 1)
         second = client.responses.create(
             model="fake",
@@ -298,6 +305,76 @@ def test_a_response_in_the_background_ends(client: openai.OpenAI) -> None:
     assert client.responses.cancel(started.id).status == found.status
     with pytest.raises(openai.NotFoundError):
         client.responses.cancel("resp_nothing")
+
+
+def test_a_stream_in_the_background_goes_on_without_its_client(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": "fake",
+        "input": "a long story",
+        "max_output_tokens": 300,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+    with client.responses.create(**asked, background=True, stream=True) as stream:
+        first: Any = next(iter(stream))
+    name = first.response.id
+    assert first.response.background
+
+    def resumed(after: int) -> list[Any]:
+        events = client.responses.retrieve(name, stream=True, starting_after=after)
+        return list(events)
+
+    rest = resumed(first.sequence_number)
+    last = rest[-1]
+    assert [event.sequence_number for event in rest] == list(range(1, len(rest) + 1))
+    assert last.type == "response.incomplete"
+    text = "".join(event.delta for event in rest if event.type == "response.output_text.delta")
+    found = client.responses.retrieve(name)
+    assert found.output_text == last.response.output_text == text
+    assert len(text) == 300
+    assert resumed(len(rest) - 2) == rest[-2:]
+    assert resumed(len(rest)) == []
+    assert client.responses.retrieve(name, stream=True).__next__() == first
+    client.responses.delete(name)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(name, stream=True)
+
+
+def test_a_stream_in_the_background_is_cancelled(
+    client: openai.OpenAI, running: RunningServer
+) -> None:
+    stream = client.responses.create(
+        model="fake",
+        input="x",
+        background=True,
+        stream=True,
+        max_output_tokens=100_000,
+        extra_body={"ignore_eos": True},
+    )
+    first: Any = next(stream)
+    assert client.responses.retrieve(first.response.id).status == "in_progress"
+    assert client.responses.cancel(first.response.id).status == "cancelled"
+    assert list(stream)[-1].type == "response.incomplete"
+    assert running.server.device.num_live == 0
+
+
+def test_only_a_late_stream_in_the_background_can_be_resumed(client: openai.OpenAI) -> None:
+    def streamed() -> str:
+        stream = client.responses.create(
+            model="fake", input="x", background=True, stream=True, max_output_tokens=2
+        )
+        last: Any = list(stream)[-1]
+        return str(last.response.id)
+
+    whole = client.responses.create(model="fake", input="x", max_output_tokens=5).id
+    first, *others = (streamed() for _ in range(17))
+    for name in others:
+        assert list(client.responses.retrieve(name, stream=True))
+    for name in (whole, first):
+        assert client.responses.retrieve(name).id == name
+        with pytest.raises(openai.BadRequestError, match="background") as caught:
+            client.responses.retrieve(name, stream=True)
+        assert caught.value.param == "stream"
 
 
 async def test_the_async_client(running: RunningServer) -> None:
@@ -347,6 +424,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         {"text": {"format": {"type": "json_schema", "schema": {"type": "what"}}}},
         "text.format",
         "schema",
+    ),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed"),
+    (
+        {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}},
+        "structured_outputs",
+        "text.format",
     ),
     ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
     ({"prompt": {"id": "x"}}, "prompt", "input"),

@@ -39,6 +39,7 @@ HARMLESS = {
     *("stream", "stream_options", "tools", "response_format", "text", "reasoning", "metadata"),
     *("stop", "seed", "echo", "logprobs", "n", "store", "include", "instructions", "user"),
     *("reasoning_effort", "parallel_tool_calls", "ignore_eos", "stop_token_ids", "session_id"),
+    *("background", "structured_outputs"),
 }
 LIMITS = {"max_tokens": MAX_REPLY, "max_completion_tokens": MAX_REPLY, "max_output_tokens": 4}
 

@@ -27,6 +27,7 @@ from semantic.domain.agents import (
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import Continuation, Message, Usage
 from semantic.domain.errors import AgentNotFoundError, ConflictError, QuotaExceededError
+from semantic.domain.sampling import FinishReason
 from semantic.ports.persistence import (
     DropAgent,
     LedgerChange,
@@ -54,6 +55,8 @@ class Exchange:
         turn_id: What the turn is to be called; empty lets the ledger name it.
         is_stored: Whether what was said is logged; if not, the turn holds no text and no ids.
         continuation: Which turn it goes on from, where the server kept the conversation.
+        model: Which model replied.
+        reason: Why the reply ended.
     """
 
     prompt: Sequence[int]
@@ -65,6 +68,8 @@ class Exchange:
     turn_id: str = ""
     is_stored: bool = True
     continuation: Continuation | None = None
+    model: str = ""
+    reason: FinishReason | None = None
 
 
 class AgentLedger:
@@ -360,6 +365,8 @@ class AgentLedger:
             digest=conversation_digest(tokens),
             num_dropped=going_on.num_dropped,
             divergence=self._divergence(agent, exchange.prompt),
+            model=exchange.model,
+            reason=exchange.reason,
         )
 
     def _divergence(self, agent: Agent, prompt: Sequence[int]) -> Divergence | None:

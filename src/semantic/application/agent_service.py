@@ -1,6 +1,5 @@
 """Agents as things one can hold: made, listed, changed, forked, taken back, explained."""
 
-import asyncio
 import base64
 import json
 from collections.abc import Callable, Sequence
@@ -11,11 +10,7 @@ from semantic.application.cache_service import CacheService
 from semantic.application.event_feed import EventFeed
 from semantic.application.stateful_chat import StatefulChat
 from semantic.domain.agents import Agent, Principal, Turn
-from semantic.domain.errors import (
-    ConflictError,
-    InvalidRequestError,
-    QuotaExceededError,
-)
+from semantic.domain.errors import ConflictError, InvalidRequestError
 from semantic.domain.feed import AgentChanged, AgentDeed
 from semantic.ports.inbound import (
     AgentPage,
@@ -99,16 +94,6 @@ class AgentService:
 
     async def generate(self, principal: Principal, agent_id: str, ask: NewTurn) -> Reply:
         """Answer new messages in an agent's conversation."""
-        agent = self._agents.get(principal.tenant, agent_id)
-        limit = agent.quota.max_bytes
-        if limit is not None:
-            state = await asyncio.to_thread(self._cache.state, agent)
-            num_bytes = max(state.memory_bytes, state.disk_bytes)
-            if num_bytes > limit:
-                raise QuotaExceededError(
-                    f"agent {agent.id} may keep {limit} bytes of attention state and keeps "
-                    f"{num_bytes}; rewind or evict it, or raise its quota."
-                )
         return await self._chat.generate(principal, agent_id, ask)
 
     # -- its past -------------------------------------------------------------------------------
@@ -188,7 +173,8 @@ class AgentService:
 
 def _matches(agent: Agent, query: AgentQuery) -> bool:
     return (
-        agent.id.startswith(query.id_prefix)
+        agent.is_listed
+        and agent.id.startswith(query.id_prefix)
         and set(query.labels) <= set(agent.labels)
         and query.is_pinned in (None, agent.is_pinned)
     )

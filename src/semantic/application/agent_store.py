@@ -156,7 +156,6 @@ class AgentCacheStore:
         parent: BlockName,
         tokens: Sequence[int],
         payloads: Sequence[KVPayload],
-        max_bytes: int | None = None,
     ) -> BlockName | None:
         """Keep the block that follows `parent`; the parts that are known are not kept twice.
 
@@ -167,7 +166,6 @@ class AgentCacheStore:
             parent: The block before it, or the root.
             tokens: Its ids.
             payloads: Its parts.
-            max_bytes: The most that its chain may take, what others share included.
 
         Returns:
             Its name, or None if there is no room: caching never fails a request.
@@ -178,8 +176,6 @@ class AgentCacheStore:
             chain = self.index.chain(parent)
             if not self._is_unbroken(root, parent, chain):
                 return None  # without its beginning the block is of no use
-            if max_bytes is not None and _nbytes(chain, payloads) > max_bytes:
-                return None
             start = chain[-1].end if chain else 0
             node = self.index.add(root, parent, start, packed)
             node.last_used = self._now()  # its files say so
@@ -495,12 +491,6 @@ def _pool_name(name: BlockName, kind: LayerKind) -> BlockName:
     if kind is LayerKind.FULL:
         return name
     return BlockName(hashlib.sha256(name + kind.value.encode()).digest())
-
-
-def _nbytes(chain: Sequence[BlockNode], payloads: Sequence[KVPayload]) -> int:
-    """Bytes of a chain's full attention state, and of the block that is to follow it."""
-    known = sum(node.nbytes(LayerKind.FULL) for node in chain)
-    return known + sum(payload.nbytes for payload in payloads)
 
 
 def _done(payload: KVPayload) -> Future[KVPayload]:

@@ -114,8 +114,9 @@ class AgentTransfer:
     ) -> Agent:
         """Take in an exported agent; the whole file is checked before anything is changed."""
         arrival = _checked(self._files.read(open_file()))
-        agent_id = new_id or arrival.head.agent.id
-        self._require_free(principal, agent_id)
+        known = arrival.head.agent
+        known = known.named(new_id) if new_id else known
+        self._require_free(principal, known.id)
         names: dict[BlockName, BlockName] = {}
         root = BlockName()
         if not is_messages_only and arrival.num_parts:
@@ -125,11 +126,10 @@ class AgentTransfer:
             names = self._seal(root, self._files.read(open_file()))
         elif not is_messages_only:
             _require_same_model(arrival.head, self._device.ready_model())
-        turns = _renamed(arrival.turns, agent_id, root, names, is_messages_only=is_messages_only)
+        turns = _renamed(arrival.turns, known.id, root, names, is_messages_only=is_messages_only)
         now = time.time()
         agent = replace(
-            arrival.head.agent,
-            id=agent_id,
+            known,
             tenant=principal.tenant,
             head=turns[-1].id if turns else None,
             num_turns=len(turns),

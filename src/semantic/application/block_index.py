@@ -62,12 +62,6 @@ class BlockNode:
         """Whether a part can be had, from memory or disk."""
         return kind in self.payloads or kind in self.files
 
-    def nbytes(self, kind: LayerKind) -> int:
-        """Bytes of a part, where it is in memory there; 0 if it is not to be had."""
-        if kind in self.payloads:
-            return self.payloads[kind].nbytes
-        return self.files[kind].nbytes if kind in self.files else 0
-
     def part(self, kind: LayerKind) -> BlockPart:
         """Describe a part that is to be written."""
         return BlockPart(

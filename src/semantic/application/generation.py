@@ -35,7 +35,7 @@ class Job:
         deadline: On the engine's clock; None waits for ever.
         constraint: Restricts the tokens of the reply; the engine advances it.
         visible: Special tokens that count as text; see `ReplyFormat.visible_ids`.
-        max_bytes: The most its conversation may keep; what follows is not sealed. None: no limit.
+        max_kept: The most tokens of its conversation that are sealed; None has no limit.
     """
 
     id: str
@@ -52,7 +52,7 @@ class Job:
     deadline: float | None = None
     constraint: TokenConstraint | None = None
     visible: Mapping[int, bytes] = field(default_factory=dict)
-    max_bytes: int | None = None
+    max_kept: int | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -165,6 +165,8 @@ class InferenceService:
             turn_id=turn_id(job.id),
             is_stored=request.is_stored,
             continuation=request.agent.continuation,
+            model=prepared.model.id,
+            reason=finished.event.reason,
         )
         identity = prepared.identity
         turn, done = self._agents.commit(

@@ -26,7 +26,10 @@ class PastTurns:
         if len(messages) != turn.num_messages:
             return None  # the text of a turn before it was removed
         said = tuple(message for message in messages if not message.is_instruction)
-        return PastTurn(turn.id, said, messages[-1], turn.usage, turn.created_at)
+        return PastTurn(
+            *(turn.id, said, messages[-1], turn.usage),
+            *(turn.created_at, turn.model, turn.reason),
+        )
 
     def forget(self, request_id: str, principal: Principal) -> bool:
         """Remove what was said in a turn; False if there is nothing to remove."""

@@ -234,7 +234,10 @@ class PrefixSharing:
 
         State is large and kept at boundaries alone; the other kinds with every block.
         """
-        is_boundary = is_end or end in (*generation.job.boundaries, generation.num_prompt)
+        job = generation.job
+        if job.max_kept is not None and end > job.max_kept:
+            return None
+        is_boundary = is_end or end in (*job.boundaries, generation.num_prompt)
         kinds = self._backend.spec.kinds
         wanted = [kind for kind in kinds if kind is not LayerKind.STATE or is_boundary]
         payloads = self._snapshots(generation, start, end, wanted)
@@ -265,7 +268,7 @@ class PrefixSharing:
         self, generation: Generation, start: int, end: int, payloads: list[KVPayload]
     ) -> BlockName | None:
         job, tokens = generation.job, generation.tokens[start:end]
-        name = self._store.seal(job.root, generation.chain, tokens, payloads, job.max_bytes)
+        name = self._store.seal(job.root, generation.chain, tokens, payloads)
         if name is not None:
             generation.sealed.append(name)
         return name

@@ -12,9 +12,9 @@ from semantic.application.identity import Identities, Identity
 from semantic.application.rendering import Prompt, Renderer, require_whole_characters
 from semantic.application.replay import Replay, ReplayStore
 from semantic.application.thinking_budget import ThinkingBudget, ThinkingSpan
-from semantic.domain.agents import Principal
+from semantic.domain.agents import Agent, Principal
 from semantic.domain.chat import ChatRequest, RawPrompt
-from semantic.domain.errors import ContextLengthError, InvalidRequestError
+from semantic.domain.errors import ContextLengthError, InvalidRequestError, QuotaExceededError
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.outbound import TokenConstraint
@@ -73,13 +73,14 @@ class Preparation:
         Raises:
             InvalidRequestError: a part cannot be shown to the model, or cannot be enforced.
             ContextLengthError: it does not fit.
-            QuotaExceededError: its agent has had all its turns.
+            QuotaExceededError: its agent has had all its turns, or may not keep that much.
         """
         prompt = self._render(request, principal, model)
         identity = self._identities.identify(
             principal.tenant, request.agent, prompt.tokens, prompt.num_head, is_busy
         )
-        max_bytes = self._max_bytes(principal, identity)
+        agent = self._agents.find(principal.tenant, identity.agent_id)
+        max_kept = self._max_kept(agent, len(prompt.tokens), model) if agent else None
         is_plain = prompt.has_tool_markup or request.raw_prompt is not None
         reply_format = ReplyFormat() if is_plain else model.reply_format
         visible = reply_format.visible_ids(
@@ -115,7 +116,7 @@ class Preparation:
             deadline=monotonic() + self._request_timeout_s,
             constraint=constraint,
             visible=visible,
-            max_bytes=max_bytes,
+            max_kept=max_kept,
         )
         span = _span(shape, model, visible)
         return Prepared(request, principal, model, job, shape, identity, span)
@@ -134,13 +135,20 @@ class Preparation:
         today = self._dates.of(root, request) if renderer.traits.shows_date else None
         return renderer.render(request, today=today, replay=Replay(root, self._replays))
 
-    def _max_bytes(self, principal: Principal, identity: Identity) -> int | None:
-        """What an agent may keep; refuses one that has had all its turns."""
-        agent = self._agents.find(principal.tenant, identity.agent_id)
-        if agent is None:
-            return None
+    def _max_kept(self, agent: Agent, num_prompt: int, model: LoadedModel) -> int | None:
+        """How many tokens an agent may keep; refuses a turn that its quota does not allow."""
         self._agents.check_quota(agent)
-        return agent.quota.max_bytes
+        max_bytes = agent.quota.max_bytes
+        if max_bytes is None:
+            return None
+        spec, bits = model.backend.spec, model.backend.traits.state_bits
+        # By its tokens, wherever their state is and however it rests: evicting changes nothing.
+        if (nbytes := spec.bytes_per_context(num_prompt, bits)) > max_bytes:
+            raise QuotaExceededError(
+                f"agent {agent.id} may keep {max_bytes} bytes of attention state, and its "
+                f"conversation takes {nbytes}; rewind it, or raise its quota."
+            )
+        return spec.tokens_within(max_bytes, bits)
 
     def _max_tokens(self, request: ChatRequest, num_prompt: int, max_context: int) -> int:
         limit, limited_by = max_context, "the model's context"

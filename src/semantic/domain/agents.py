@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from semantic.domain.blocks import BlockName, pack_tokens
 from semantic.domain.chat import Message, ServiceClass, ToolSpec, Usage
 from semantic.domain.errors import InvalidRequestError
+from semantic.domain.sampling import FinishReason
 
 LOCAL_TENANT = "local"
 _ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -74,7 +75,11 @@ class Pointer:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one agent may keep; None is unlimited."""
+    """What one agent may keep; None is unlimited.
+
+    Attributes:
+        max_bytes: Of the conversation's attention state, in the precision it is computed in.
+    """
 
     max_bytes: int | None = None
     max_turns: int | None = None
@@ -151,6 +156,8 @@ class Turn:
         is_durable: Whether the turn and its attention state are on disk.
         num_dropped: Messages that were left out in this turn to make room.
         divergence: Where its prompt left the agent's latest conversation; None if it went on.
+        model: Which model replied; empty if that was not logged, as by older servers.
+        reason: Why its reply ended; None if that was not logged.
     """
 
     id: str
@@ -168,6 +175,8 @@ class Turn:
     is_durable: bool = False
     num_dropped: int = 0
     divergence: Divergence | None = None
+    model: str = ""
+    reason: FinishReason | None = None
 
     @property
     def holds_all_messages(self) -> bool:
@@ -193,7 +202,7 @@ class Agent:
         head: The latest turn's id; None before the first.
         num_turns: Turns from the first to the head.
         ttl_s: It is forgotten when it was not used for so long; None keeps it.
-        is_anonymous: Nobody named it; it is listed from its second turn on.
+        is_anonymous: Nobody named it.
 
     Example:
         >>> agent = Agent("coder", created_at=0.0).advance("t1", at=1.0)
@@ -220,6 +229,14 @@ class Agent:
         check_agent_id(self.id, "agent_id")
         _check_weight(self.weight)
 
+    @property
+    def is_listed(self) -> bool:
+        """Whether lists show it.
+
+        Clients ask many things once, such as for a title: what nobody named must come back first.
+        """
+        return not self.is_anonymous or self.is_pinned or self.num_turns > 1
+
     def advance(self, turn_id: str, *, at: float) -> "Agent":
         """Return the agent with one more turn."""
         return replace(self, head=turn_id, num_turns=self.num_turns + 1, last_used=at)
@@ -230,7 +247,15 @@ class Agent:
 
     def fork(self, new_id: str, *, at: float) -> "Agent":
         """Return another agent with the same past; pins are not inherited."""
-        return replace(self, id=new_id, is_pinned=False, created_at=at, last_used=at)
+        return replace(self.named(new_id), is_pinned=False, created_at=at, last_used=at)
+
+    def named(self, new_id: str) -> "Agent":
+        """Return the agent under a name that somebody chose.
+
+        If nobody had named it before, its time was not chosen either: it no longer expires.
+        """
+        ttl_s = None if self.is_anonymous else self.ttl_s
+        return replace(self, id=new_id, is_anonymous=False, ttl_s=ttl_s)
 
     def is_expired(self, now: float) -> bool:
         """Whether it outlived its time unused; pinned agents do not."""

@@ -4,12 +4,12 @@
       InvalidRequestError          400  a field is missing, wrong or unsupported
         ContextLengthError         400  prompt (and reply) do not fit the model's context
         ConflictError              409  what is there now contradicts it
-      AuthenticationError          401
+      AuthenticationError          401  for keys, which cannot be configured yet
       AgentNotFoundError           404
       ModelNotFoundError           404
-      RateLimitedError             429  } try again after `retry_after_s`
-      QuotaExceededError           429  }
-      PoolExhaustedError           429  }
+      RateLimitedError             429  for rate limits, which cannot be configured yet
+      QuotaExceededError           429  trying again does not help
+      PoolExhaustedError           429  } try again after `retry_after_s`
       OverloadedError              529  } (503 to OpenAI clients)
       ModelSwapError               503  the model is loading, or could not be loaded
       DrainingError                503  the server is shutting down

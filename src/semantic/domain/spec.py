@@ -3,6 +3,7 @@
 Bytes are those of the payload alone; the scales of a quantised format are its codec's business.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -122,6 +123,12 @@ class ModelCacheSpec:
             + self.window_bytes(num_tokens, bits)
             + self.state_bytes(bits)
         )
+
+    def tokens_within(self, nbytes: int, bits: int = 16) -> int:
+        """The longest context that takes no more than so many bytes; 0 if none does."""
+        lengths = range(self.max_context + 1)
+        fitting = bisect_right(lengths, nbytes, key=lambda n: self.bytes_per_context(n, bits))
+        return max(0, fitting - 1)
 
     def full_bytes(self, num_tokens: int, bits: int = 16) -> int:
         """The FULL layers' part: every token."""

@@ -5,6 +5,7 @@ Heavy imports (torch, mlx, transformers) happen on the device's thread, after th
 
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -242,8 +243,8 @@ def _import_mlx(settings: Settings) -> MakeBackend:
 
 def _missing(error: ModuleNotFoundError, backend_name: BackendName) -> InvalidRequestError:
     return InvalidRequestError(
-        f"the {backend_name} backend needs {error.name}: "
-        f"pip install 'semantic-server[{backend_name}]'",
+        f"the {backend_name} backend needs {error.name}; in the directory of the checkout run: "
+        f"{sys.executable} -m pip install -c constraints.txt -e '.[{backend_name}]'",
         param="backend",
     )
 

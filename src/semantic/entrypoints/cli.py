@@ -1,13 +1,14 @@
 """The `semantic` command."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from semantic import __version__
-from semantic.adapters.config.settings import Settings, load_settings
+from semantic.adapters.config.settings import Settings, load_settings, misspelled
 from semantic.domain.errors import SemanticError
 
 _FLAGS = (
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _settings(options: dict[str, Any], config: Path | None) -> Settings:
+    for warning in misspelled(os.environ):
+        sys.stderr.write(f"semantic: {warning}\n")
     given = {name: value for name, value in options.items() if value is not None}
     return load_settings(given, config=config)
 

@@ -19,6 +19,7 @@ from semantic.adapters.inbound.cache_api import CacheApi
 from semantic.adapters.inbound.completions_api import completions_router
 from semantic.adapters.inbound.direct_api import DirectApi
 from semantic.adapters.inbound.direct_generate import GenerateApi
+from semantic.adapters.inbound.docs_page import docs_router
 from semantic.adapters.inbound.health import health_router
 from semantic.adapters.inbound.http_errors import install_error_handlers
 from semantic.adapters.inbound.openai_api import openai_router
@@ -55,8 +56,11 @@ def create_app(server: Server) -> FastAPI:
         version=__version__,
         description="An inference server that keeps every agent's attention state.",
         lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
     )
     install_error_handlers(app)
+    app.include_router(docs_router(app.openapi))
     principal = server.memory.agents.principal
     app.include_router(openai_router(server.inference, server.models, principal))
     app.include_router(completions_router(server.inference, principal))

@@ -15,7 +15,7 @@ from semantic.domain.chat import (
     ToolChoice,
     Usage,
 )
-from semantic.domain.sampling import SamplingParams, StopRules
+from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,8 @@ class PastTurn:
         turn_id: For `AgentHint.previous_turn`.
         messages: The whole conversation after it, without instructions for one request.
         reply: What the model said in it.
+        model: Which model that was; empty if it is not known.
+        reason: Why the reply ended; None if it is not known.
     """
 
     turn_id: str
@@ -33,6 +35,8 @@ class PastTurn:
     reply: Message
     usage: Usage
     created_at: float
+    model: str
+    reason: FinishReason | None
 
 
 class Reply(Protocol):
@@ -260,7 +264,7 @@ class AgentManagementPort(Protocol):
         ...
 
     def page(self, principal: Principal, query: AgentQuery) -> AgentPage:
-        """List agents.
+        """List agents; those that nobody named from their second turn on.
 
         Raises:
             InvalidRequestError: the cursor is none of ours.

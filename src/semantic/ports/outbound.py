@@ -149,11 +149,13 @@ class Traits:
         pipeline_depth: 1 if a step may be launched before the one before it is collected.
         is_unified_memory: Whether working state and payloads share one memory.
         kv_abi: Changes whenever payloads of this backend become unreadable to it.
+        state_bits: Of a number of attention state, as it is computed.
     """
 
     pipeline_depth: Literal[0, 1]
     is_unified_memory: bool
     kv_abi: str
+    state_bits: int = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import assert_never
 from semantic.domain.agents import Agent, Pointer, Turn
 from semantic.domain.blocks import BlockName, BlockPart, PartKey, block_name, pack_tokens
 from semantic.domain.chat import Message, Role, Usage
+from semantic.domain.sampling import FinishReason
 from semantic.domain.spec import LayerKind
 from semantic.ports.persistence import (
     DropAgent,
@@ -44,7 +45,11 @@ def turn_of(
     """A turn in which little was said."""
     pointer = Pointer(ROOT, block, 3) if block else None
     said = (Message.of(Role.USER, text),)
-    return Turn(turn_id, parent, "coder", said, (1, 2, 3), 3, pointer, Usage(3), at)
+    return Turn(
+        *(turn_id, parent, "coder", said, (1, 2, 3), 3, pointer, Usage(3), at),
+        model="m",
+        reason=FinishReason.END_TURN,
+    )
 
 
 def part_of(*tokens: int, kind: LayerKind = LayerKind.FULL, last_used: float = 0.0) -> BlockPart:

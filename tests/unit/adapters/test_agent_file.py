@@ -10,6 +10,7 @@ from semantic.domain.agents import Agent, AgentProfile, Pointer, Reuse, Turn
 from semantic.domain.blocks import BlockName, BlockPart, block_name, pack_tokens
 from semantic.domain.chat import Message, Role, Usage
 from semantic.domain.errors import InvalidRequestError
+from semantic.domain.sampling import FinishReason
 from semantic.domain.spec import LayerKind
 from semantic.ports.outbound import HostBuffer, KVPayload
 from semantic.ports.persistence import ExportHead, ExportItem, ExportPart
@@ -35,6 +36,8 @@ TURN = Turn(
     num_messages=1,
     digest="d",
     num_dropped=2,
+    model="m",
+    reason=FinishReason.MAX_TOKENS,
 )
 
 

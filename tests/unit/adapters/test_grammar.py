@@ -154,6 +154,8 @@ def test_only_strict_tools_must_be_enforceable_in_full(grammar: LLGuidanceGramma
     [
         (ReplyShape(PLAIN, RegexFormat("([")), "unclosed", "response_format"),
         (ReplyShape(PLAIN, ChoiceFormat(())), "at least one", "response_format"),
+        (ReplyShape(PLAIN, ChoiceFormat(("\ud800",))), "surrogate", "response_format"),
+        (ReplyShape(PLAIN, RegexFormat("a\ud800")), "surrogate", "response_format"),
         (
             ReplyShape(PLAIN, tools=TOOLS, tool_choice=ToolChoice(ToolMode.NAMED, "nobody")),
             "'nobody', but the tools are",

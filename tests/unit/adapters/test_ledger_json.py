@@ -31,6 +31,7 @@ from semantic.domain.chat import (
     ToolUsePart,
     Usage,
 )
+from semantic.domain.sampling import FinishReason
 
 pytestmark = pytest.mark.unit
 
@@ -69,6 +70,8 @@ any_body = st.builds(
     any_text,
     counts,
     st.none() | st.builds(Divergence, any_text, counts),
+    any_text,
+    st.none() | st.sampled_from(FinishReason),
 )
 times = st.floats(0, 1e10)
 any_tool = st.builds(ToolSpec, any_text, any_text, any_object, st.booleans(), st.booleans())
@@ -139,6 +142,8 @@ def test_the_stored_form_of_a_turn_stays_what_it_is() -> None:
         digest="d1",
         num_dropped=1,
         divergence=Divergence("t0", 3),
+        model="m",
+        reason=FinishReason.TOOL_USE,
     )
 
     stored = encode_turn(body)
@@ -179,6 +184,8 @@ def test_the_stored_form_of_a_turn_stays_what_it_is() -> None:
         "digest": "d1",
         "num_dropped": 1,
         "divergence": {"turn_id": "t0", "index": 3},
+        "model": "m",
+        "reason": "tool_use",
     }
     assert "ä" in stored
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from semantic.adapters.config.settings import Settings, load_settings
+from semantic.adapters.config.settings import Settings, load_settings, misspelled
 from semantic.domain.errors import InvalidRequestError
 
 pytestmark = pytest.mark.unit
@@ -55,8 +55,41 @@ def test_variables_of_other_programs_in_dotenv_are_passed_over(tmp_path: Path) -
     (tmp_path / ".env").write_text("OPENAI_API_KEY=none\nPORT=1\nSEMANTIC_PORT=4")
     assert load_settings().port == 4
     (tmp_path / ".env").write_text("SEMANTIC_PROT=4")
-    with pytest.raises(InvalidRequestError, match="prot"):
+    with pytest.raises(InvalidRequestError, match="SEMANTIC_PROT"):
         load_settings()
+
+
+def test_the_environment_is_chosen_in_dotenv_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config").mkdir()
+    for index, name in enumerate(("one", "two"), start=1):
+        (tmp_path / f"config/{name}.toml").write_text(f"port = {index}")
+    (tmp_path / ".env").write_text("SEMANTIC_ENVIRONMENT=one")
+    assert load_settings().port == 1
+    monkeypatch.setenv("SEMANTIC_ENVIRONMENT", "two")
+    assert load_settings().port == 2
+    monkeypatch.setenv("SEMANTIC_ENVIRONMENT", "")
+    assert load_settings().port == 8000
+
+
+def test_names_that_are_no_settings_are_told_with_the_nearest_that_is() -> None:
+    known = {"SEMANTIC_PORT": "1", "SEMANTIC_ENVIRONMENT": "x", "semantic_host": "h", "PROT": "1"}
+    assert misspelled(known) == []
+    assert misspelled({"SEMANTIC_PROT": "1", **known}) == [
+        "SEMANTIC_PROT is no setting, and is passed over; did you mean SEMANTIC_PORT?"
+    ]
+    assert misspelled({"Semantic_Xyz": "1"}) == ["Semantic_Xyz is no setting, and is passed over"]
+
+
+def test_a_name_that_is_no_setting_is_an_error_in_files(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("SEMANTIC_KV_BIT=8")
+    with pytest.raises(InvalidRequestError, match=r"SEMANTIC_KV_BIT: .* SEMANTIC_KV_BITS\?"):
+        load_settings()
+    (tmp_path / ".env").unlink()
+    (tmp_path / "mine.toml").write_text("kv_bit = 8")
+    with pytest.raises(InvalidRequestError, match=r"setting kv_bit: .* did you mean kv_bits\?"):
+        load_settings(config=tmp_path / "mine.toml")
 
 
 def test_default_toml_lists_every_setting_with_its_default() -> None:

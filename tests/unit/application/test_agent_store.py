@@ -74,17 +74,6 @@ def test_eviction_leaves_no_empty_entries() -> None:
     assert after - before < 20_000
 
 
-def test_beyond_its_quota_a_conversation_is_not_kept() -> None:
-    store = store_of(8)
-    parent = store.seal(ROOT, ROOT, [1] * 8, payload(0, 8), max_bytes=2 * BLOCK_BYTES)
-    assert parent is not None
-    second = store.seal(ROOT, parent, [2] * 8, payload(8, 16), max_bytes=2 * BLOCK_BYTES)
-    assert second is not None
-    assert store.seal(ROOT, second, [3] * 8, payload(16, 24), max_bytes=2 * BLOCK_BYTES) is None
-    assert store.plan(ROOT, [*[1] * 8, *[2] * 8, *[3] * 8]).end == 16
-    store.check_integrity()
-
-
 def test_a_tail_goes_into_the_block_that_it_begins() -> None:
     moved: list[tuple[BlockName, BlockName]] = []
     pool = BlockPool(fake_spec(block_tokens=8), 8 * BLOCK_BYTES)

@@ -145,7 +145,7 @@ def test_a_shared_head_is_waited_for_to_its_end_where_layers_cannot_be_cut() -> 
 
 def test_a_quota_ends_sealing_and_not_the_reply() -> None:
     rig = make_rig()
-    job = replace(make_job("a", "x" * 40), max_bytes=2 * 8 * 4)
+    job = replace(make_job("a", "x" * 40), max_kept=20)
     rig.submit(job)
     rig.run()
     assert rig.text("a") == alone(job)

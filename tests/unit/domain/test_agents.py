@@ -104,6 +104,15 @@ def test_a_fork_inherits_everything_but_id_pin_and_times() -> None:
     assert original.is_pinned
 
 
+def test_a_fork_of_one_that_nobody_named_lives_like_a_named_one() -> None:
+    unnamed = replace(agent("anon-1"), is_anonymous=True, ttl_s=60.0)
+
+    fork = unnamed.fork("coder", at=5.0)
+
+    assert not fork.is_anonymous
+    assert not fork.is_expired(1e12)
+
+
 def test_a_fork_needs_a_proper_id() -> None:
     with pytest.raises(InvalidRequestError):
         agent().fork("a b", at=0.0)

@@ -568,6 +568,16 @@ def test_a_longer_context_is_never_smaller(
     assert spec.bytes_per_context(shorter, bits) <= spec.bytes_per_context(longer, bits)
 
 
+@given(any_specs, st.integers(0, 2**40), widths)
+def test_no_longer_context_fits_the_same_bytes(
+    spec: ModelCacheSpec, nbytes: int, bits: int
+) -> None:
+    longest = spec.tokens_within(nbytes, bits)
+
+    assert longest == 0 or spec.bytes_per_context(longest, bits) <= nbytes
+    assert longest == spec.max_context or spec.bytes_per_context(longest + 1, bits) > nbytes
+
+
 @given(any_specs, lengths, widths)
 def test_a_context_is_the_sum_of_its_parts(spec: ModelCacheSpec, length: int, bits: int) -> None:
     parts = spec.full_bytes(length, bits), spec.window_bytes(length, bits), spec.state_bytes(bits)

@@ -69,6 +69,16 @@ def test_a_wrong_value_is_one_sentence(
     assert message.count("\n") == 1
 
 
+def test_a_misspelled_variable_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SEMANTIC_CACHEDIR", "/elsewhere")
+    assert main(["cache", "stats", "--home", str(tmp_path)]) == 2  # there is none
+    first, _ = capsys.readouterr().err.splitlines()
+    assert first.startswith("semantic: SEMANTIC_CACHEDIR is no setting")
+    assert first.endswith("did you mean SEMANTIC_CACHE_DIR?")
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "semantic", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
@@ -83,6 +93,20 @@ def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_missing_backend_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    arguments = ["serve", "--home", str(tmp_path), "--model", str(tmp_path), "--port", "0"]
+    code = (
+        "import sys; sys.modules['torch'] = None; from semantic.entrypoints.cli import main; "
+        f"sys.exit(main({[*arguments, '--backend', 'torch']}))"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+    assert result.returncode == 2
+    assert "the torch backend needs torch" in result.stderr
+    assert f"{sys.executable} -m pip install -c constraints.txt -e '.[torch]'" in result.stderr
 
 
 def test_a_home_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

@@ -5,10 +5,13 @@ given by `--config`, `config/<environment>.toml`, `config/default.toml`, the def
 """
 
 import os
+from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     DotEnvSettingsSource,
@@ -20,6 +23,9 @@ from pydantic_settings import (
 from semantic.domain.errors import InvalidRequestError
 
 ENV_PREFIX = "SEMANTIC_"
+_ENVIRONMENT = "SEMANTIC_ENVIRONMENT"
+# The first chooses a file of settings; the other tells the examples where the server is.
+_NO_SETTINGS = (_ENVIRONMENT, "SEMANTIC_URL")
 STARTER_MODEL = "smollm2-135m-instruct"
 _LOCAL_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 
@@ -159,10 +165,11 @@ def load_settings(
     Raises:
         InvalidRequestError: a value is wrong, or a file is missing or unreadable; names it.
     """
-    environment = os.environ.get("SEMANTIC_ENVIRONMENT")
+    in_dotenv = DotEnvSettingsSource(Settings).env_vars.get(_ENVIRONMENT.lower())
+    environment = os.environ.get(_ENVIRONMENT, in_dotenv)
     files = [config_dir / "default.toml"]
     if environment:
-        files.append(_existing(config_dir / f"{environment}.toml", "SEMANTIC_ENVIRONMENT"))
+        files.append(_existing(config_dir / f"{environment}.toml", _ENVIRONMENT))
     if config:
         files.append(_existing(config, "config"))
 
@@ -182,7 +189,7 @@ def load_settings(
                 dotenv_settings.env_vars = {
                     name: value
                     for name, value in dotenv_settings.env_vars.items()
-                    if name.startswith(ENV_PREFIX.lower())
+                    if name.startswith(ENV_PREFIX.lower()) and name != _ENVIRONMENT.lower()
                 }
             toml = TomlConfigSettingsSource(settings_cls, toml_file=files)
             return init_settings, env_settings, dotenv_settings, toml
@@ -190,14 +197,38 @@ def load_settings(
     try:
         return _Layered(**overrides or {})
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise InvalidRequestError(
-            f"setting {name}: {message}" if name else message, param=name or None
-        ) from error
+        raise _refusal(error.errors()[0]) from error
     except ValueError as error:  # a file that is not TOML
         raise InvalidRequestError(f"a configuration file cannot be read: {error}") from error
+
+
+def misspelled(environment: Mapping[str, str]) -> list[str]:
+    """Say which variables look like settings and are none; other programs' may, so that is all."""
+    known = {*(f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields), *_NO_SETTINGS}
+    return [
+        f"{name} is no setting, and is passed over{_nearest(name)}"
+        for name in environment
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known
+    ]
+
+
+def _refusal(problem: ErrorDetails) -> InvalidRequestError:
+    name = ".".join(str(part) for part in problem["loc"])
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        name = name.upper() if name.startswith(ENV_PREFIX.lower()) else name
+        message = f"there is no such setting{_nearest(name)}"
+    text = f"setting {name}: {message}" if name else message
+    return InvalidRequestError(text, param=name or None)
+
+
+def _nearest(name: str) -> str:
+    """Name the setting that is spelled most alike, if one is."""
+    is_variable = name.upper().startswith(ENV_PREFIX)
+    bare = name[len(ENV_PREFIX) :].lower() if is_variable else name
+    for found in get_close_matches(bare, Settings.model_fields, n=1):
+        return f"; did you mean {ENV_PREFIX + found.upper() if is_variable else found}?"
+    return ""
 
 
 def _existing(path: Path, source: str) -> Path:

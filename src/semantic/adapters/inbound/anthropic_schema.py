@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from semantic.adapters.inbound.anthropic_blocks import Block, InputMessage, Schema, system_parts
 from semantic.domain.agents import check_agent_id
@@ -101,8 +101,16 @@ class _OutputConfig(Schema):
     format: _OutputFormat | None = None
 
 
+_EXAMPLE: dict[str, Any] = {
+    "model": "smollm2-135m-instruct",
+    "messages": [{"role": "user", "content": "Say hi."}],
+}
+
+
 class CountRequest(Schema):
     """The body of `POST /v1/messages/count_tokens`."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE]})
 
     model: str
     messages: list[InputMessage] = Field(min_length=1, max_length=_MAX_MESSAGES)
@@ -202,6 +210,8 @@ class CountRequest(Schema):
 
 class MessagesRequest(CountRequest):
     """The body of `POST /v1/messages`."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{**_EXAMPLE, "max_tokens": 100}]})
 
     max_tokens: int = Field(ge=1)
     stream: bool | None = None

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import Field, StrictInt, StrictStr, field_validator
+from pydantic import ConfigDict, Field, StrictInt, StrictStr, field_validator
 
 from semantic.adapters.inbound.openai_fields import (
     MAX_REPLIES,
@@ -22,6 +22,17 @@ _Prompt: TypeAlias = StrictStr | _Ids | list[StrictStr] | list[_Ids]
 
 class CompletionRequest(RequestFields):
     """The body of `POST /v1/completions`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "smollm2-135m-instruct",
+                    "prompt": "The capital of France is",
+                }
+            ]
+        }
+    )
 
     prompt: Annotated[_Prompt, Field(union_mode="left_to_right")]
     stream_options: StreamOptions | None = None
@@ -90,6 +101,7 @@ class CompletionRequest(RequestFields):
             raise InvalidRequestError(
                 f"at most {MAX_REPLIES} replies a request are allowed.", param="n"
             )
+        output_format = self.form(None, "response_format")
         max_tokens = _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return [
             ChatRequest(
@@ -98,6 +110,7 @@ class CompletionRequest(RequestFields):
                 raw_prompt=RawPrompt(prompt),
                 sampling=self.sampling(self.logprobs),
                 stop=self.stop_rules(max_tokens),
+                output_format=output_format,
                 agent=self.hint(said),
             )
             for prompt in self.prompts
@@ -105,4 +118,6 @@ class CompletionRequest(RequestFields):
 
     def spelled(self, param: str | None) -> str | None:
         """Return our name of a field as this client spelled it."""
+        if param == "response_format":
+            return self.form_param(param)
         return "prompt" if param == "messages" else param

@@ -63,10 +63,12 @@ TURN: Json = {
     "parent": "turn_0a31c8f2b4d94e6f83a1c7d2",
     "agent_id": "coder",
     "created_at": 1767225661.5,
+    "model": "smollm2-135m-instruct",
     "messages": [
         {"role": "user", "content": [{"type": "text", "text": "How do I drop duplicates?"}]},
         ANSWER,
     ],
+    "finish_reason": "end_turn",
     "tokens": 732,
     "new_tokens": 30,
     "usage": USAGE,

@@ -11,10 +11,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from semantic.domain.agents import Agent, AgentProfile, Overflow, Quota
 from semantic.domain.chat import (
+    ChoiceFormat,
     JsonFormat,
-    JsonObject,
     Message,
+    OutputFormat,
     Part,
+    RegexFormat,
     Role,
     ServiceClass,
     TextPart,
@@ -78,7 +80,7 @@ class Tool(_Schema):
 class AgentQuota(_Schema):
     """What an agent may keep; null is unlimited."""
 
-    max_bytes: _Count | None = Field(default=None, description="bytes of attention state")
+    max_bytes: _Count | None = Field(default=None, description="of its attention state")
     max_turns: _Count | None = None
 
 
@@ -177,9 +179,38 @@ class _NamedTool(_Schema):
     name: Text
 
 
-class _OutputFormat(_Schema):
-    type: Literal["text", "json"] = "text"
-    json_schema: _PlainJson | None = None
+class _ReplyForm(_Schema):
+    type: Literal["text", "json", "regex", "choice"] = "text"
+    json_schema: _PlainJson | None = Field(None, description="of type json; any object if absent")
+    pattern: Annotated[Text, Field(max_length=10_000)] | None = Field(
+        None, description="of type regex; the whole reply matches it"
+    )
+    choices: list[Annotated[Text, Field(max_length=1000)]] | None = Field(
+        None, min_length=1, max_length=_MAX_ENTRIES, description="of type choice; one is the reply"
+    )
+
+    @model_validator(mode="after")
+    def _require_what_belongs(self) -> Self:
+        owners = {"json_schema": "json", "pattern": "regex", "choices": "choice"}
+        for name, owner in owners.items():
+            is_given = getattr(self, name) is not None
+            if is_given and self.type != owner:
+                raise ValueError(f"{name} belongs to type {owner}")
+            if self.type == owner and not is_given and owner != "json":
+                raise ValueError(f"type {owner} needs {name}")
+        return self
+
+    def to_domain(self) -> OutputFormat | None:
+        """Translate."""
+        match self.type:
+            case "json":
+                return JsonFormat(self.json_schema)
+            case "regex":
+                return RegexFormat(self.pattern or "")
+            case "choice":
+                return ChoiceFormat(tuple(self.choices or ()))
+            case _:
+                return None
 
 
 class Generate(_Schema):
@@ -211,7 +242,7 @@ class Generate(_Schema):
     stop: list[Text] = Field([], max_length=MAX_STOP_STRINGS)
     ignore_eos: bool = False
     tool_choice: Literal["auto", "none", "required"] | _NamedTool = "auto"
-    response_format: _OutputFormat | None = None
+    response_format: _ReplyForm | None = None
 
     @model_validator(mode="after")
     def _require_one(self) -> Self:
@@ -236,19 +267,13 @@ class Generate(_Schema):
             sampling=SamplingParams(**sampling),
             stop=StopRules(self.max_tokens, strings, ignore_eos=self.ignore_eos),
             tool_choice=self._tool_choice(),
-            output_format=self._output_format(),
+            output_format=self.response_format.to_domain() if self.response_format else None,
         )
 
     def _tool_choice(self) -> ToolChoice:
         if isinstance(self.tool_choice, _NamedTool):
             return ToolChoice(ToolMode.NAMED, self.tool_choice.name)
         return ToolChoice(ToolMode(self.tool_choice))
-
-    def _output_format(self) -> JsonFormat | None:
-        if self.response_format is None or self.response_format.type == "text":
-            return None
-        schema: JsonObject | None = self.response_format.json_schema
-        return JsonFormat(schema)
 
 
 class Fork(_Schema):

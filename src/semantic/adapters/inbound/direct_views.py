@@ -168,7 +168,9 @@ class TurnOut(View):
     parent: str | None
     agent_id: str
     created_at: float
+    model: str | None
     messages: list[MessageOut]
+    finish_reason: str | None
     tokens: int
     new_tokens: int
     usage: UsageOut
@@ -184,7 +186,9 @@ class TurnOut(View):
             parent=turn.parent,
             agent_id=turn.agent_id,
             created_at=turn.created_at,
+            model=turn.model or None,
             messages=[MessageOut.of(message) for message in turn.messages],
+            finish_reason=turn.reason.value if turn.reason else None,
             tokens=turn.num_tokens,
             new_tokens=len(turn.tokens),
             usage=UsageOut.of(turn.usage),

@@ -74,6 +74,8 @@ def install_error_handlers(app: FastAPI) -> None:
         headers = {}
         if error.retry_after_s is not None:
             headers["retry-after"] = str(math.ceil(error.retry_after_s))
+        if isinstance(error, errors.QuotaExceededError):
+            headers["x-should-retry"] = "false"  # clients would try for minutes
         openai = JSONResponse(openai_body(error), status_of(error), headers)
         return in_callers_shape(openai, error.message, error)
 

@@ -12,7 +12,15 @@ from fastapi import Depends, Header
 from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator
 
 from semantic.domain.agents import check_agent_id
-from semantic.domain.chat import AgentHint, JsonObject, Thinking
+from semantic.domain.chat import (
+    AgentHint,
+    ChoiceFormat,
+    JsonFormat,
+    JsonObject,
+    OutputFormat,
+    RegexFormat,
+    Thinking,
+)
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import SamplingParams, StopRules
 
@@ -37,6 +45,65 @@ class StreamOptions(Schema):
     include_usage: bool | None = None
 
 
+class StructuredOutputs(Schema):
+    """The form of the reply as clients of vLLM ask for it: exactly one of its fields."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = Field(None, max_length=10_000)
+    choice: list[Annotated[str, Field(max_length=1000)]] | None = None
+    grammar: Any = None
+    structural_tag: Any = None
+
+    @field_validator("choice", mode="before")
+    @classmethod
+    def _cap_choices(cls, value: object) -> object:
+        return capped(value)
+
+    @property
+    def kind(self) -> str:
+        """The field that is given.
+
+        Raises:
+            InvalidRequestError: none is, or several, or one that cannot be honoured.
+        """
+        for name in ("grammar", "structural_tag"):
+            refuse(getattr(self, name), f"structured_outputs.{name}", "it is not supported.")
+        fields = {
+            "json": self.json_ is not None,
+            "json_object": bool(self.json_object),
+            "regex": self.regex is not None,
+            "choice": self.choice is not None,
+        }
+        given = [name for name, is_given in fields.items() if is_given]
+        names = ", ".join(fields)
+        refuse(len(given) != 1, "structured_outputs", f"it takes exactly one of {names}.")
+        return given[0]
+
+    def to_domain(self) -> OutputFormat:
+        """Translate to our terms."""
+        match self.kind:
+            case "regex":
+                return RegexFormat(self.regex or "")
+            case "choice":
+                return ChoiceFormat(tuple(self.choice or ()))
+            case "json":
+                return JsonFormat(self._schema())
+            case _:
+                return JsonFormat()
+
+    def _schema(self) -> JsonObject:
+        schema = self.json_
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError):
+                schema = None
+        if not isinstance(schema, dict):
+            raise InvalidRequestError("it is no JSON schema.", param="structured_outputs.json")
+        return schema
+
+
 class RequestFields(Schema):
     """Who asks which model, how it samples, and when it stops."""
 
@@ -56,12 +123,40 @@ class RequestFields(Schema):
     ignore_eos: bool | None = None
     session_id: str | None = Field(None, max_length=512)
     prompt_cache_key: str | None = Field(None, max_length=512)
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
     # Before their entries are looked at: a million complaints would keep everyone waiting.
     @field_validator("logit_bias", "stop", "stop_token_ids", mode="before")
     @classmethod
     def _cap_entries(cls, value: object) -> object:
         return capped(value)
+
+    def form(self, own: OutputFormat | None, param: str) -> OutputFormat | None:
+        """The form of the reply, asked for in a protocol's own way or in vLLM's.
+
+        Args:
+            own: What the protocol's own field says.
+            param: The name of that field.
+
+        Raises:
+            InvalidRequestError: both are given, or it cannot be honoured.
+        """
+        for name in ("json", "regex", "choice", "grammar"):
+            instead = f"send structured_outputs.{name} instead."
+            refuse(getattr(self, f"guided_{name}") is not None, f"guided_{name}", instead)
+        if self.structured_outputs is None:
+            return own
+        refuse(own, "structured_outputs", f"send it or {param}, not both.")
+        return self.structured_outputs.to_domain()
+
+    def form_param(self, param: str) -> str:
+        """What the client called the field that gives the reply's form."""
+        wanted = self.structured_outputs
+        return f"structured_outputs.{wanted.kind}" if wanted else param
 
     def hint(self, said: AgentHint) -> AgentHint:
         """Who is asking, by headers and body."""

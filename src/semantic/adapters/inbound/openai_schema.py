@@ -3,7 +3,7 @@
 import re
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from semantic.adapters.inbound.openai_fields import (
     MAX_REPLIES,
@@ -91,6 +91,17 @@ class _TemplateOptions(Schema):
 class ChatCompletionRequest(RequestFields):
     """The body of `POST /v1/chat/completions`."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "smollm2-135m-instruct",
+                    "messages": [{"role": "user", "content": "Say hi."}],
+                }
+            ]
+        }
+    )
+
     messages: list[ChatMessage] = Field(min_length=1, max_length=_MAX_MESSAGES)
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -150,7 +161,7 @@ class ChatCompletionRequest(RequestFields):
             tool_choice=self._tool_choice(),
             sampling=self.sampling((self.top_logprobs or 0) if self.logprobs else None),
             stop=self.stop_rules(self.max_tokens if wanted is None else wanted),
-            output_format=self.response_format.to_domain() if self.response_format else None,
+            output_format=self.form(self._own_form(), "response_format"),
             thinking=self._thinking(),
             agent=self.hint(said),
         )
@@ -160,7 +171,12 @@ class ChatCompletionRequest(RequestFields):
         is_newer = param == "max_tokens" and self.max_completion_tokens is not None
         if is_newer:
             return "max_completion_tokens"
+        if param == "response_format":
+            return self.form_param(param)
         return param and _TOOL_PARAMETERS.sub(r"\1.function.\2", param)
+
+    def _own_form(self) -> OutputFormat | None:
+        return self.response_format.to_domain() if self.response_format else None
 
     def _tool_choice(self) -> ToolChoice:
         is_parallel = self.parallel_tool_calls is not False

@@ -3,15 +3,16 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from semantic.adapters.inbound import sse
+from semantic.adapters.inbound.frame_log import FrameLog
 from semantic.adapters.inbound.http_errors import error_response
 from semantic.adapters.inbound.openai_docs import ERRORS, reply_or_stream
-from semantic.adapters.inbound.openai_fields import Hint
+from semantic.adapters.inbound.openai_fields import Hint, refuse
 from semantic.adapters.inbound.reply_set import Json, ReplySet, answer
 from semantic.adapters.inbound.responses_docs import DeletedResponse, ResponseBody
 from semantic.adapters.inbound.responses_echo import response_of, settings_of
@@ -22,6 +23,7 @@ from semantic.domain.agents import Principal
 from semantic.domain.errors import InvalidRequestError
 from semantic.ports.inbound import InferencePort, ModelManagementPort, PastTurn, PastTurnsPort
 
+_Place = Annotated[int | None, Query(ge=0, description="`sequence_number` of the last event seen")]
 _FOUND: dict[int | str, dict[str, Any]] = {200: {"model": ResponseBody}}
 
 
@@ -68,8 +70,37 @@ class _Responses:
         past = await self.past(response_id)
         if past is None:
             return None
-        model = self._models.models()[0].id
-        return response_of(response_id.removeprefix(PREFIX), model, past)
+        served = self._models.models()[0].id
+        return response_of(response_id.removeprefix(PREFIX), past, served)
+
+    async def shown(self, response_id: str) -> Response:
+        """Answer with a response."""
+        found = await self.find(response_id)
+        return JSONResponse(found) if found else _missing(response_id)
+
+    async def events(self, response_id: str, after: int | None) -> Response:
+        """Answer with the events of a response, those that follow number `after`.
+
+        Raises:
+            InvalidRequestError: they are not kept.
+        """
+        log = self.book.log(response_id)
+        if log is not None:
+            return sse.event_stream(log.read(0 if after is None else after + 1))
+        refuse(
+            await self.find(response_id),
+            "stream",
+            "events are kept of what is made with background and stream, and for a while only.",
+        )
+        return _missing(response_id)
+
+    async def cancelled(self, response_id: str) -> Response:
+        """Stop a response and answer with it."""
+        run = self.book.running(response_id)
+        if run is None:
+            return await self.shown(response_id)
+        await run.cancel()
+        return JSONResponse(run.response)
 
     async def forget(self, response_id: str) -> bool:
         """Remove a response; False if there is none."""
@@ -103,19 +134,20 @@ def responses_router(
             raise
         writer = ResponseWriter(settings_of(body), wants_handles=body.wants_handles)
         run = ResponseRun(replies, writer, responses.book, is_stored=body.is_stored)
+        if body.background:
+            return await _in_background(run, responses.book, is_streamed=bool(body.stream))
         if body.stream:
             return sse.event_stream(run.frames(), replies)
-        if body.background:
-            responses.book.keep_running(run)
-            await run.is_begun.wait()
-            return JSONResponse(run.response)
         return await answer(http, run.collect(), replies)
 
-    @router.get("/{response_id}", response_model=None, responses=_FOUND)
-    async def retrieve(response_id: str) -> Response:
-        """A stored response, or one on its way."""
-        found = await responses.find(response_id)
-        return JSONResponse(found) if found else _missing(response_id)
+    @router.get("/{response_id}", response_model=None, responses=reply_or_stream(ResponseBody))
+    async def retrieve(
+        response_id: str, stream: bool = False, starting_after: _Place = None
+    ) -> Response:
+        """A stored response, or one on its way; or its events, if it streams in the background."""
+        if stream:
+            return await responses.events(response_id, after=starting_after)
+        return await responses.shown(response_id)
 
     @router.delete(
         "/{response_id}", response_model=None, responses={200: {"model": DeletedResponse}}
@@ -129,13 +161,19 @@ def responses_router(
     @router.post("/{response_id}/cancel", response_model=None, responses=_FOUND)
     async def cancel(response_id: str) -> Response:
         """Stop a response; one that has ended is returned as it is."""
-        run = responses.book.running(response_id)
-        if run is not None:
-            await run.cancel()
-            return JSONResponse(run.response)
-        return await retrieve(response_id)
+        return await responses.cancelled(response_id)
 
     return router
+
+
+async def _in_background(run: ResponseRun, book: ResponseBook, *, is_streamed: bool) -> Response:
+    """Go on with a response, whether its client stays or not."""
+    log = run.log = FrameLog() if is_streamed else None
+    book.keep_running(run)
+    if log is not None:
+        return sse.event_stream(log.read())
+    await run.is_begun.wait()
+    return JSONResponse(run.response)
 
 
 def _missing(response_id: str) -> Response:

@@ -88,19 +88,22 @@ def _tool(tool: Json) -> Json:
     return {**tool, "parameters": tool["parameters"] or {}, "strict": bool(tool["strict"])}
 
 
-def response_of(request_id: str, model: str, past: PastTurn) -> Json:
-    """Make a response again from the turn that was logged; its settings are not kept there."""
+def response_of(request_id: str, past: PastTurn, served: str) -> Json:
+    """Make a response again from the turn that was logged; its settings are not kept there.
+
+    Args:
+        request_id: What the response is called.
+        past: The turn.
+        served: The model that is served now, where the turn does not say which one replied.
+    """
     writer = ResponseWriter(dict(_DEFAULTS))
-    writer.feed(Started(request_id, model, past.usage))
+    writer.feed(Started(request_id, past.model or served, past.usage))
     for event in _events_of(past.reply):
         writer.feed(event)
-    calls = any(isinstance(part, ToolUsePart) for part in past.reply.parts)
-    reason = FinishReason.TOOL_USE if calls else FinishReason.END_TURN
-    writer.feed(Finished(reason, past.usage))
-    return writer.response | {
-        "created_at": int(past.created_at),
-        "completed_at": int(past.created_at),
-    }
+    writer.feed(Finished(past.reason or FinishReason.END_TURN, past.usage))
+    at = int(past.created_at)
+    ended = {"completed_at": at} if writer.response["status"] == "completed" else {}
+    return writer.response | {"created_at": at} | ended
 
 
 def _events_of(message: Message) -> list[Event]:

@@ -5,17 +5,23 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 
 from semantic.adapters.inbound import sse
+from semantic.adapters.inbound.frame_log import FrameLog
 from semantic.adapters.inbound.reply_set import Json, ReplySet
 from semantic.adapters.inbound.responses_writer import ResponseWriter
 from semantic.domain.chat import Failed, PrefillProgress
 from semantic.domain.errors import SemanticError
 
 _MAX_KEPT = 1024
+_MAX_LOGS = 16  # a log is some hundred bytes a token
 _CANCEL_TIMEOUT_S = 30.0
 
 
 class ResponseRun:
-    """One response on its way. Used on the event loop's thread."""
+    """One response on its way. Used on the event loop's thread.
+
+    Attributes:
+        log: Its events, where they are kept.
+    """
 
     def __init__(
         self, replies: ReplySet, writer: ResponseWriter, book: "ResponseBook", *, is_stored: bool
@@ -25,6 +31,7 @@ class ResponseRun:
         self._book = book
         self._is_stored = is_stored
         self._failure: SemanticError | None = None
+        self.log: FrameLog | None = None
         self.is_begun = asyncio.Event()
         self.is_ended = asyncio.Event()
 
@@ -42,9 +49,9 @@ class ResponseRun:
             if isinstance(item, sse.Heartbeat):
                 yield sse.comment(progress or "waiting")
             elif isinstance(item, PrefillProgress):
-                progress = f"prefill {item.done}/{item.total}"
+                progress = _written(item)
             else:
-                yield f"event: {item['type']}\n{sse.data(item)}"
+                yield _frame(item)
 
     async def collect(self) -> Json:
         """Wait for its end.
@@ -59,9 +66,18 @@ class ResponseRun:
         return self.response
 
     async def in_background(self) -> None:
-        """Wait for its end; a failure is told by the response itself."""
-        async for _ in self._told():
-            pass
+        """Wait for its end, and fill its log; a failure is told by the response itself."""
+        try:
+            async for item in self._told():
+                if self.log is None or isinstance(item, sse.Heartbeat):
+                    continue
+                if isinstance(item, PrefillProgress):
+                    self.log.progress = _written(item)
+                else:
+                    self.log.append(_frame(item))
+        finally:
+            if self.log is not None:
+                self.log.end()
 
     async def cancel(self) -> None:
         """Stop it, and wait until it has ended."""
@@ -92,12 +108,21 @@ class ResponseRun:
             self.is_begun.set()
 
 
+def _written(progress: PrefillProgress) -> str:
+    return f"prefill {progress.done}/{progress.total}"
+
+
+def _frame(event: Json) -> str:
+    return sse.named(str(event["type"]), event)
+
+
 class ResponseBook:
     """The responses of one tenant that are on their way or have ended lately."""
 
     def __init__(self) -> None:
         self._running: dict[str, ResponseRun] = {}
         self._kept: OrderedDict[str, Json] = OrderedDict()
+        self._logs: OrderedDict[str, FrameLog] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def enter(self, run: ResponseRun) -> None:
@@ -113,6 +138,10 @@ class ResponseBook:
             self._kept[name] = response
             if len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)
+            if run.log is not None:
+                self._logs[name] = run.log
+                if len(self._logs) > _MAX_LOGS:
+                    self._logs.popitem(last=False)
 
     def keep_running(self, run: ResponseRun) -> None:
         """Go on with a response though nobody waits for it."""
@@ -129,6 +158,12 @@ class ResponseBook:
         run = self._running.get(response_id)
         return run.response if run else self._kept.get(response_id)
 
+    def log(self, response_id: str) -> FrameLog | None:
+        """Find the events of a response; None if they are not kept."""
+        run = self._running.get(response_id)
+        return run.log if run else self._logs.get(response_id)
+
     def forget(self, response_id: str) -> bool:
         """Drop a response that has ended; False if there is none."""
+        self._logs.pop(response_id, None)
         return self._kept.pop(response_id, None) is not None

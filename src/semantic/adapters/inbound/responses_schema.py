@@ -3,7 +3,7 @@
 import re
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 
 from semantic.adapters.inbound.openai_fields import (
     RequestFields,
@@ -85,6 +85,17 @@ class _Reasoning(Schema):
 class ResponsesRequest(RequestFields):
     """The body of `POST /v1/responses`."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "smollm2-135m-instruct",
+                    "input": "Say hi.",
+                }
+            ]
+        }
+    )
+
     input: str | list[InputItem] | None = Field(None, max_length=None)
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=512)
@@ -154,7 +165,7 @@ class ResponsesRequest(RequestFields):
             tool_choice=self._tool_choice(),
             sampling=self.sampling((self.top_logprobs or 0) if has_logprobs else None),
             stop=self.stop_rules(self.max_output_tokens),
-            output_format=self._output_format(),
+            output_format=self.form(self._own_form(), "text.format"),
             thinking=thinking_of(self.reasoning.effort if self.reasoning else None),
             agent=agent,
             is_stored=self.is_stored,
@@ -162,11 +173,9 @@ class ResponsesRequest(RequestFields):
 
     def spelled(self, param: str | None, past: PastTurn | None) -> str | None:
         """Return our name of a field as this client spelled it."""
-        names = {
-            "messages": "input",
-            "max_tokens": "max_output_tokens",
-            "response_format": "text.format",
-        }
+        if param == "response_format":
+            return self.form_param("text.format")
+        names = {"messages": "input", "max_tokens": "max_output_tokens"}
         found = _MESSAGE.fullmatch(param or "")
         if found is None:
             return names.get(param or "", param)
@@ -196,7 +205,7 @@ class ResponsesRequest(RequestFields):
             return ToolChoice(ToolMode(given), is_parallel=is_parallel)
         return ToolChoice(ToolMode.NAMED, given.name, is_parallel)
 
-    def _output_format(self) -> OutputFormat | None:
+    def _own_form(self) -> OutputFormat | None:
         wanted = self.text.format if self.text else None
         if wanted is None or wanted.type == "text":
             return None

@@ -7,6 +7,7 @@ nothing in it is executed.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 from semantic.adapters.outbound import block_file, ledger_json
@@ -170,12 +171,8 @@ def _read_head(stored: Any) -> ExportHead:
 
 
 def _turn_bytes(turn: Turn) -> bytes:
-    body = ledger_json.encode_turn(
-        ledger_json.TurnBody(
-            *(turn.messages, turn.usage, turn.reuse, turn.num_messages, turn.digest),
-            num_dropped=turn.num_dropped,
-        )
-    )
+    # Where it left another conversation is not told: that one stays behind.
+    body = ledger_json.encode_turn(ledger_json.TurnBody.of(replace(turn, divergence=None)))
     pointer = turn.pointer
     place = [pointer.root.hex(), pointer.block.hex(), pointer.num_tokens] if pointer else None
     return json.dumps(
@@ -212,6 +209,8 @@ def _read_turn(stored: Any) -> Turn:
         num_messages=said.num_messages,
         digest=said.digest,
         num_dropped=said.num_dropped,
+        model=said.model,
+        reason=said.reason,
     )
 
 

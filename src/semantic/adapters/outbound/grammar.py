@@ -111,8 +111,13 @@ class LLGuidanceGrammar:
 
 
 def _check_shape(shape: ReplyShape) -> None:
-    if isinstance(shape.output, ChoiceFormat) and not shape.output.choices:
-        raise InvalidRequestError("there must be at least one choice.", param="response_format")
+    match shape.output:
+        case RegexFormat(pattern):
+            _require_whole_characters(pattern)
+        case ChoiceFormat(choices):
+            if not choices:
+                raise InvalidRequestError("it needs at least one choice.", param="response_format")
+            _require_whole_characters("\n".join(choices))
     if not shape.must_call or shape.offered:
         return
     if shape.tool_choice.mode is ToolMode.NAMED:
@@ -122,6 +127,16 @@ def _check_shape(shape: ReplyShape) -> None:
             param="tool_choice",
         )
     raise InvalidRequestError("tool_choice requires a tool, but none is offered.", param="tools")
+
+
+def _require_whole_characters(text: str) -> None:
+    """JSON can spell half a surrogate pair; no token can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            "the text holds half a surrogate pair.", param="response_format"
+        ) from error
 
 
 def _schemas(shape: ReplyShape) -> list[JsonObject]:

@@ -7,9 +7,9 @@ over, so rows of older servers stay readable. It knows no SQL.
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from semantic.domain.agents import Agent, AgentProfile, Divergence, Overflow, Quota, Reuse
+from semantic.domain.agents import Agent, AgentProfile, Divergence, Overflow, Quota, Reuse, Turn
 from semantic.domain.chat import (
     ImagePart,
     JsonObject,
@@ -26,6 +26,7 @@ from semantic.domain.chat import (
     Usage,
 )
 from semantic.domain.errors import InvalidRequestError
+from semantic.domain.sampling import FinishReason
 
 _AnyPart = Part | ToolReferencePart
 _TAGS: dict[type[_AnyPart], str] = {
@@ -54,6 +55,13 @@ class TurnBody:
     digest: str = ""
     num_dropped: int = 0
     divergence: Divergence | None = None
+    model: str = ""
+    reason: FinishReason | None = None
+
+    @classmethod
+    def of(cls, turn: Turn) -> Self:
+        """Take it from a turn."""
+        return cls(**{field.name: getattr(turn, field.name) for field in dataclasses.fields(cls)})
 
 
 def encode_agent(agent: Agent) -> str | bytes:
@@ -97,6 +105,8 @@ def encode_turn(body: TurnBody) -> str | bytes:
             "digest": body.digest,
             "num_dropped": body.num_dropped,
             "divergence": _fields_of(body.divergence) if body.divergence else None,
+            "model": body.model,
+            "reason": body.reason.value if body.reason else None,
         }
     )
 
@@ -110,7 +120,7 @@ def decode_turn(text: str | bytes) -> TurnBody:
 
     def make(stored: dict[str, Any]) -> TurnBody:
         messages = tuple(_message(message) for message in stored["messages"])
-        diverged = stored.get("divergence")
+        diverged, reason = stored.get("divergence"), stored.get("reason")
         return _made(
             TurnBody,
             stored,
@@ -118,6 +128,7 @@ def decode_turn(text: str | bytes) -> TurnBody:
             usage=_made(Usage, stored["usage"]),
             reuse=_made(Reuse, stored.get("reuse", {})),
             divergence=_made(Divergence, diverged) if diverged else None,
+            reason=FinishReason(reason) if reason else None,
         )
 
     return _decoded("a turn", text, make)

@@ -58,12 +58,7 @@ def read_agent(row: Row) -> Agent:
 
 def turn_row(tenant: str, turn: Turn) -> Row:
     """Stand for a turn of a tenant."""
-    body = ledger_json.encode_turn(
-        ledger_json.TurnBody(
-            *(turn.messages, turn.usage, turn.reuse, turn.num_messages, turn.digest),
-            *(turn.num_dropped, turn.divergence),
-        )
-    )
+    body = ledger_json.encode_turn(ledger_json.TurnBody.of(turn))
     pointer = turn.pointer
     place = (pointer.root, pointer.block, pointer.num_tokens) if pointer else (None, None, None)
     return sealed(
@@ -101,6 +96,8 @@ def read_turn(row: Row) -> Turn:
         is_durable=bool(is_durable),
         num_dropped=said.num_dropped,
         divergence=said.divergence,
+        model=said.model,
+        reason=said.reason,
     )
 
 

@@ -70,7 +70,7 @@ class MlxBackend:
         kept = next((p for p in layout.parts if p.kind is not LayerKind.STATE), layout.parts[0])
         dtype = str(kept.dtypes[0]).removeprefix("mlx.core.")
         is_unified = not mx.cuda.is_available() or mx.default_device() == mx.Device(mx.cpu)
-        self._traits = Traits(1, is_unified, f"mlx.v1.{dtype}")
+        self._traits = Traits(1, is_unified, f"mlx.v1.{dtype}", kept.dtypes[0].size * 8)
         self._sequences: dict[SequenceId, MlxSequence] = {}
         self._num_steps = 0
 

@@ -74,7 +74,8 @@ class TorchBackend(EagerBackend):
         name = str(self._dtype).removeprefix("torch.")
         if options.weights != "full":
             name = f"{name}.{options.weights}"
-        self._traits = Traits(0, self._device.type == "cpu", f"torch.v1.{name}")
+        is_unified, num_bits = self._device.type == "cpu", self._dtype.itemsize * 8
+        self._traits = Traits(0, is_unified, f"torch.v1.{name}", num_bits)
         self._sequences: dict[SequenceId, TorchSequence] = {}
         self._check_model()
 

@@ -1,0 +1,57 @@
+"""The page at /docs: all that is served, and nothing that is fetched from elsewhere."""
+
+import html
+import re
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.http_server import RunningServer, make_settings, run_server
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with run_server(make_settings(tmp_path_factory.mktemp("home"))) as server:
+        yield server
+
+
+@pytest.fixture
+def http(running: RunningServer) -> Iterator[httpx.Client]:
+    with running.client() as client:
+        yield client
+
+
+def test_it_shows_every_endpoint_and_loads_nothing(
+    http: httpx.Client, document: dict[str, Any]
+) -> None:
+    answer = http.get("/docs")
+
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert re.findall(r"(?:src|href|action)=(\S+?)>", answer.text) == ["openapi.json"]
+    assert not re.search(r"<(script|link|img|iframe)|url\(|@import", answer.text)
+    for path, methods in document["paths"].items():
+        for method in methods:
+            assert f"<h3>{method.upper()} {path}</h3>" in answer.text
+    assert http.get("/redoc").status_code == 404
+
+
+def test_its_commands_work(http: httpx.Client, running: RunningServer) -> None:
+    found = re.findall(r"<pre>(.*?)</pre>", http.get("/docs").text, re.DOTALL)
+    commands = [shlex.split(html.unescape(command)) for command in found]
+    plain = [command for command in commands if "{" not in "".join(command[:4])]
+
+    for command in plain:
+        method = command[command.index("-X") + 1] if "-X" in command else "GET"
+        (url,) = [word for word in command if word.startswith(running.url)]
+        body = command[-1].replace("smollm2-135m-instruct", "fake") if "-d" in command else None
+        if "/v1/events" in url or url.endswith("/import"):
+            continue
+        headers = {"content-type": "application/json"}
+        answer = http.request(method, url, content=body, headers=headers if body else {})
+        assert answer.status_code < 300, (command, answer.text)
