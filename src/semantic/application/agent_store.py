@@ -7,24 +7,19 @@ moves payloads between the engine, the pool's budget and the disk; it does not k
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future
 
 from semantic.application.block_index import BlockIndex, BlockNode
 from semantic.application.cache_counters import CacheCounters
 from semantic.application.disk_tier import DiskTier
 from semantic.application.filed_parts import FiledParts
-from semantic.application.recall import (
-    RestorePlan,
-    WantedPart,
-    kept_windows,
-    plan_restore,
-)
+from semantic.application.part_reads import PartReads
+from semantic.application.recall import RestorePlan, WantedPart, kept_windows, plan_restore
 from semantic.application.resident_parts import ResidentParts
 from semantic.application.tails import OnMoved, Tails
 from semantic.domain.agents import Pointer
 from semantic.domain.block_pool import BlockPool, PoolUsage
-from semantic.domain.blocks import BlockName, BlockPart, PartKey, pack_tokens
-from semantic.domain.errors import CacheCorruptionError, PoolExhaustedError
+from semantic.domain.blocks import BlockName, BlockPart, pack_tokens
+from semantic.domain.errors import PoolExhaustedError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.outbound import KVPayload
 
@@ -40,6 +35,7 @@ class AgentCacheStore:
         index: All known blocks.
         roots: Those whose blocks were sealed or asked for: the served model's.
         counters: What happened since the start.
+        reads: Brings parts into memory and holds them there.
     """
 
     def __init__(
@@ -68,7 +64,9 @@ class AgentCacheStore:
         self._memory = ResidentParts(pool, self.index, self.counters)
         self._files = FiledParts(disk, self.index, self._memory, self.counters)
         self._tails = Tails(self.index, self._memory, self._files, on_moved)
-        self._reading: dict[PartKey, Future[KVPayload]] = {}
+        self.reads = PartReads(
+            disk, self._memory, self._files, self.counters, self.lock, self._reconsider
+        )
 
     # -- recall ---------------------------------------------------------------------------------
 
@@ -106,26 +104,21 @@ class AgentCacheStore:
                 self._touch(plan.parts)
             return plan
 
-    def fetch(self, wanted: WantedPart) -> Future[KVPayload]:
-        """Get a part: at once if it is in memory, else when it is read.
+    def prefetch(
+        self, parts: Sequence[WantedPart], max_bytes: int | None = None
+    ) -> list[WantedPart]:
+        """Begin to read what is not in memory, no more than can stay there; returns those parts.
 
-        The future fails with `CacheCorruptionError` if the part cannot be had after all.
+        Args:
+            parts: The most useful first.
+            max_bytes: The most that is read; None is as much as fits beside those of them that
+                are in memory.
         """
-        node, kind = wanted.node, wanted.kind
         with self.lock:
-            payload = node.payloads.get(kind)
-            if payload is not None:
-                return _done(payload)
-            if (name := (node.name, kind)) in self._reading:
-                return self._reading[name]
-            part = node.files.get(kind)
-            if part is None or self._disk is None:
-                return _failed(CacheCorruptionError(f"block {node.name.short} is gone"))
-            future = self._disk.read(part)
-            node.num_leases += 1
-            self._reading[name] = future
-        future.add_done_callback(lambda done: self._end_reading(wanted, part, done))
-        return future
+            usage = self._pool.usage()
+            known = {w.key: w.node.payloads[w.kind] for w in parts if w.kind in w.node.payloads}
+            room = usage.available + usage.idle - sum(p.nbytes for p in known.values())
+            return self.reads.prefetch(parts, room if max_bytes is None else min(room, max_bytes))
 
     def discard(self, parts: Iterable[WantedPart]) -> None:
         """Drop parts that could not be loaded, so that they are made anew."""
@@ -222,7 +215,11 @@ class AgentCacheStore:
             PoolExhaustedError: there is not that much.
         """
         with self.lock:
-            self._memory.reserve(nbytes)
+            try:
+                self._memory.reserve(nbytes)
+            except PoolExhaustedError:
+                self.reads.stop_prefetching()  # what nobody waits for gives way
+                raise
 
     def release(self, nbytes: int) -> None:
         """Give room back."""
@@ -236,6 +233,12 @@ class AgentCacheStore:
     def usage(self) -> PoolUsage:
         """Read the pool's counters."""
         return self._pool.usage()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether parts are being read or written: some of what is in use will soon not be."""
+        with self.lock:
+            return self.reads.is_busy or self._files.is_busy
 
     # -- what the disk tells --------------------------------------------------------------------
 
@@ -333,23 +336,10 @@ class AgentCacheStore:
                 self._files.write(WantedPart(node, kind))
         return True
 
-    def _end_reading(self, wanted: WantedPart, part: BlockPart, done: Future[KVPayload]) -> None:
-        error = CancelledError() if done.cancelled() else done.exception()
-        with self.lock:
-            node, kind = wanted.node, wanted.kind
-            del self._reading[(node.name, kind)]
-            node.num_leases -= 1
-            if done.cancelled():
-                return  # the server stops
-            if error is None:
-                self.counters.read += 1
-                self._keep(node, [done.result()])
-            elif isinstance(error, CacheCorruptionError) and node.files.get(kind) is part:
-                # Unless whoever waited for it was faster, and discarded it.
-                self.counters.corrupt += 1
-                self._files.drop(wanted)
-            self.index.prune(node)
-            self._tails.free(node)
+    def _reconsider(self, node: BlockNode) -> None:
+        """Forget or free a node if nobody counts on it any more."""
+        self.index.prune(node)
+        self._tails.free(node)
 
     def _touch(self, parts: Sequence[WantedPart]) -> None:
         """Mark parts as just used, of a chain the end first."""
@@ -374,15 +364,3 @@ def _nbytes(chain: Sequence[BlockNode], payloads: Sequence[KVPayload]) -> int:
     """Bytes of a chain's full attention state, and of the block that is to follow it."""
     known = sum(node.nbytes(LayerKind.FULL) for node in chain)
     return known + sum(payload.nbytes for payload in payloads)
-
-
-def _done(payload: KVPayload) -> Future[KVPayload]:
-    future: Future[KVPayload] = Future()
-    future.set_result(payload)
-    return future
-
-
-def _failed(error: Exception) -> Future[KVPayload]:
-    future: Future[KVPayload] = Future()
-    future.set_exception(error)
-    return future

@@ -195,6 +195,10 @@ class DiskTier:
             gone.set_exception(CacheCorruptionError("the directory was closed"))
             return gone
 
+    def room_for(self, part: BlockPart) -> int:
+        """Memory that reading a part takes, at most."""
+        return self._files.room_for(part)
+
     def seconds_to_read(self, nbytes: int) -> float:
         """How long reading takes, judged by what was read so far; 0 before the first time."""
         with self._lock:

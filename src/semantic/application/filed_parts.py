@@ -63,6 +63,11 @@ class FiledParts:
         for part in waiting.values():
             self.write(part)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being written."""
+        return bool(self._writing)
+
     def end_writing(self, part: BlockPart, *, is_written: bool) -> BlockNode | None:
         """Note that a part is on disk, or could not be written; returns the node of a new file."""
         node = self._index.get(part.name)

@@ -15,7 +15,13 @@ from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.domain.spec import LayerKind
 from semantic.ports.persistence import PutAgent, PutReplay
 from tests.unit.application.engine_rig import ROOT
-from tests.unit.application.memory_rig import HEADER_BYTES, MemoryRig, RigLimits, make_payload
+from tests.unit.application.memory_rig import (
+    HEADER_BYTES,
+    MemoryRig,
+    RigLimits,
+    fetch,
+    make_payload,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -126,7 +132,7 @@ def test_a_closed_disk_reads_nothing(make_rig: MakeRig) -> None:
     (node,) = rig.store.index
     rig.store.drop_payloads([WantedPart(node, LayerKind.FULL)])
     rig.close()
-    read = rig.store.fetch(WantedPart(node, LayerKind.FULL))
+    read = fetch(rig.store, WantedPart(node, LayerKind.FULL))
     assert isinstance(read.exception(1), CacheCorruptionError)
     assert node.num_leases == 0
 
@@ -323,7 +329,7 @@ def test_what_takes_longer_to_read_than_to_compute_is_computed(make_rig: MakeRig
     assert rig.spec == fake_spec(block_tokens=4)
     nodes = sorted(rig.store.index, key=lambda node: node.start)
     rig.store.drop_payloads([WantedPart(nodes[1], LayerKind.FULL)])
-    rig.store.fetch(WantedPart(nodes[1], LayerKind.FULL)).result(10)
+    fetch(rig.store, WantedPart(nodes[1], LayerKind.FULL)).result(10)
     rig.store.drop_payloads([WantedPart(nodes[1], LayerKind.FULL)])
     assert rig.store.plan(ROOT, tokens, seconds_per_token=10**9).end == 8
     assert rig.store.plan(ROOT, tokens, seconds_per_token=1e-30).end == 4

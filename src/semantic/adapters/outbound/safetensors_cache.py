@@ -28,7 +28,7 @@ from semantic.adapters.outbound.disk import (
     tree_size,
     write_pieces,
 )
-from semantic.adapters.outbound.kv_codec import KVCodec
+from semantic.adapters.outbound.kv_codec import KVCodec, most_expanded
 from semantic.domain.blocks import BlockName, BlockPart
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.ports.outbound import KVPayload
@@ -108,6 +108,11 @@ class SafetensorsCache:
         buffers = tuple(self._codec.decode(buffer) for buffer in resting)
         positions = int(head.field("start")), int(head.field("end"))
         return KVPayload(head.field("abi"), part.kind, *positions, buffers)
+
+    def room_for(self, part: BlockPart) -> int:
+        """Say how many bytes of memory reading a part takes at most."""
+        payload = part.nbytes - len(part.tokens) - block_file.MIN_HEAD
+        return most_expanded(self._codec.kv_format, max(payload, 0))
 
     def delete(self, part: BlockPart) -> None:
         """Remove a file; one that is not there is passed over."""
