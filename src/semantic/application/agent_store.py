@@ -252,6 +252,7 @@ class AgentCacheStore:
         with self.lock:
             node = self._files.end_writing(part, is_written=is_written)
             if node is not None:
+                self._tails.free_into(node)
                 self._tails.free(node)
                 self._files.offer_again()
 

@@ -31,10 +31,14 @@ class Tails:
         self._on_moved = on_moved
 
     def free_into(self, node: BlockNode) -> None:
-        """Free the tails that `node` begins with, unless somebody counts on them now."""
+        """Free the tails that `node` begins with, unless somebody counts on them now.
+
+        A file stays until there is one to take its place, for that may never be written.
+        """
         for tail in self._index.begun_by(node):
             full = WantedPart(tail, LayerKind.FULL)
-            if not tail.has(LayerKind.FULL) or tail.num_leases:
+            is_last_file = LayerKind.FULL in tail.files and LayerKind.FULL not in node.files
+            if not tail.has(LayerKind.FULL) or tail.num_leases or is_last_file:
                 continue
             self._memory.drop([full])
             if LayerKind.FULL not in tail.payloads:

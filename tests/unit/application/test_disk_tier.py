@@ -226,6 +226,26 @@ def test_a_turn_that_was_repointed_becomes_durable(make_rig: MakeRig) -> None:
     assert rig.store.index.get(found.pointer.block) is not None
 
 
+def test_a_tails_file_stays_until_what_it_went_into_is_on_disk(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    turn = rig.talk("ann", [1, 2])
+    (tail,) = stored(rig)
+    rig.files.is_full = True
+    rig.talk("ann", [1, 2, 3, 4, 5])
+    assert stored(rig) == {tail}
+    rig.files.is_full = False
+    rig.store.offer_again()
+    assert is_durable(rig, turn)
+    assert tail not in stored(rig)
+    assert len(stored(rig)) == 2
+    rig.files.is_full = True
+    longer = rig.talk("ann", [1, 2, 3, 4, 5, 6])
+    rig.flush()
+    rig.restart()
+    assert not is_durable(rig, longer)
+    assert rig.recall([1, 2, 3, 4, 5, 6, 7])[0] == 5
+
+
 def test_a_turn_that_was_not_kept_is_not_durable(make_rig: MakeRig) -> None:
     rig = make_rig(memory=0)
     assert not is_durable(rig, rig.talk("ann", [1, 2, 3]))
