@@ -272,11 +272,11 @@ class AgentCacheStore:
             return self.index.disk_bytes(root)
 
     def victims(
-        self, nbytes: int, incoming: BlockPart, root: BlockName | None = None
+        self, nbytes: int, incoming: BlockPart, *, root: BlockName | None = None, slack: int = 0
     ) -> list[BlockPart]:
-        """Choose files to delete that make room for another, and forget them."""
+        """Choose files to delete that make room for another, and forget them; none in vain."""
         with self.lock:
-            return self._files.victims(nbytes, incoming, root)
+            return self._files.victims(nbytes, incoming, root=root, slack=slack)
 
     def drop_files(self, parts: Iterable[WantedPart]) -> int:
         """Delete parts from disk that nobody counts on; returns the bytes freed."""

@@ -106,15 +106,22 @@ class FiledParts:
         return filed.nbytes if filed is not None else 0
 
     def victims(
-        self, nbytes: int, incoming: BlockPart, root: BlockName | None = None
+        self, nbytes: int, incoming: BlockPart, *, root: BlockName | None, slack: int
     ) -> list[BlockPart]:
-        """Choose files to delete, as `choose_victims` does, and forget them.
+        """Choose files to delete, as `choose_victims` does, and forget them; none in vain.
 
-        Those that `incoming` follows are spared.
+        Args:
+            nbytes: How much must go; if less may, nothing does.
+            incoming: What the room is for; what it follows is spared.
+            root: Only this root's files go; None takes those of all.
+            slack: How much more may go.
         """
         spared = {node.name for node in self._index.chain(incoming.parent)}
+        nodes = choose_victims(self._index, nbytes + slack, spared=spared, root=root)
+        if sum(part.nbytes for node in nodes for part in node.files.values()) < nbytes:
+            return []
         chosen: list[BlockPart] = []
-        for node in choose_victims(self._index, nbytes, spared=spared, root=root):
+        for node in nodes:
             parts = [self._index.pop_file(node, kind) for kind in tuple(node.files)]
             chosen += [part for part in parts if part is not None]
             self._index.prune(node)

@@ -54,6 +54,10 @@ class BlockFilesPort(Protocol):
         """Bytes of everything in the directory, other models' files and the ledger too."""
         ...
 
+    def other_bytes(self) -> int:
+        """Of these, bytes of what is no block: the ledger and its backup."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Tenant:

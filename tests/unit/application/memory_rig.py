@@ -62,7 +62,7 @@ class MemoryFiles:
         self.files: dict[PartKey, tuple[BlockPart, KVPayload]] = {}
         self.bad: set[PartKey] = set()
         self.is_full = False
-        self.other_bytes = 0
+        self.other = 0
         self.gate = threading.Event()
         self.gate.set()
         self.write_gate = threading.Event()
@@ -97,9 +97,12 @@ class MemoryFiles:
             if key not in self.bad:
                 yield part
 
+    def other_bytes(self) -> int:
+        return self.other
+
     def used_bytes(self) -> int:
         files = list(self.files.values())
-        return self.other_bytes + sum(part.nbytes for part, _ in files)
+        return self.other + sum(part.nbytes for part, _ in files)
 
 
 def fetch(store: AgentCacheStore, wanted: WantedPart) -> Future[KVPayload]:

@@ -169,7 +169,11 @@ class SafetensorsCache:
             if self._used is None:
                 self._used = tree_size(self._blocks, skip=self._token)
             blocks = self._used
-        return blocks + tree_size(self._directory, skip=self._blocks.name)
+        return blocks + self.other_bytes()
+
+    def other_bytes(self) -> int:
+        """Bytes of what is in the directory and no block; counted anew each time."""
+        return tree_size(self._directory, skip=self._blocks.name)
 
     # -- places ---------------------------------------------------------------------------------
 
