@@ -335,12 +335,20 @@ class BlockPoolBatchEngine:
         """Load more of what running requests are waiting for."""
         for generation in self._scheduler.running:
             self._advance(generation)
+        self._relieve()
+
+    def _relieve(self) -> None:
+        """See to sequences that find no room for their next part, and for which none will come."""
         while starved := [g for g in self._scheduler.running if g.is_starved]:
-            if len(starved) < len(self._scheduler.running) or self._store.is_busy:
-                return  # room will come
-            if len(starved) == 1:
-                self._attempt(starved[0], self._sharing.settle_for_loaded)
+            if self._store.is_busy:
                 return
+            # While one is tried alone after a failure, nobody else goes on and makes room.
+            retried = next((g for g in starved if g.retry_until is not None), None)
+            if retried is None and len(starved) < len(self._scheduler.running):
+                return
+            if retried is not None or len(starved) == 1:
+                self._attempt(retried or starved[0], self._sharing.settle_for_loaded)
+                continue
             self._preempt(self._scheduler.victim() or starved[0])
             for generation in starved:
                 self._advance(generation)

@@ -30,7 +30,7 @@ from semantic.domain.chat import Failed, Finished, TextDelta
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.outbound import KVPayload
-from tests.unit.application.engine_rig import ROOT, alone, make_job
+from tests.unit.application.engine_rig import ROOT, FaultyBackend, alone, make_job
 
 pytestmark = pytest.mark.unit
 
@@ -90,7 +90,7 @@ class Bench:
     def __init__(
         self, directory: Path, spec: ModelCacheSpec, budget: int, max_idle: int = 0
     ) -> None:
-        self.backend = FakeBackend(spec)
+        self.backend = FaultyBackend(spec)
         self.files = WatchedFiles(directory)
         self.disk = SteppedDisk(self.files)
         self.store = AgentCacheStore(BlockPool(spec, budget), self.disk)
@@ -361,6 +361,34 @@ def test_the_only_one_does_not_end_because_others_are_being_read(start: Start) -
     assert "p" not in bench.final  # it waits too
     bench.run()
     check_replies(bench, [grown, queued])
+
+
+def test_one_that_is_retried_alone_does_not_wait_for_those_who_wait_for_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [talk("p", 4, num_reply=8), talk("q", 4, num_reply=8)]
+    compute(start(), [jobs[0]])
+    bench = start()
+    bench.submit(*jobs)
+    while len(bench.text) < len(jobs):
+        if not bench.step() and bench.disk.pending:
+            bench.disk.finish()
+    # A step of both fails: each is restored and tried alone. For one there is no room any more.
+    fails = iter([True])
+    bench.backend.fail_launch = lambda _: next(fails, False)
+    assert bench.disk.flush(10)
+    bench.step()
+    bench.store.drop_payloads([WantedPart(n, LayerKind.FULL) for n in bench.store.index])
+    room_for = bench.files.room_for
+    monkeypatch.setattr(
+        bench.files,
+        "room_for",
+        lambda part: 2**60 if part.start >= 2 * BLOCK_TOKENS else room_for(part),
+    )
+    jobs.append(talk("r", 1))
+    bench.submit(jobs[-1])
+    bench.run()
+    check_replies(bench, jobs)
 
 
 # -- ahead of time ------------------------------------------------------------------------------
