@@ -346,10 +346,10 @@ class BlockPoolBatchEngine:
             retried = next((g for g in starved if g.retry_until is not None), None)
             if retried is None and len(starved) < len(self._scheduler.running):
                 return
-            if retried is not None or len(starved) == 1:
+            if retried is None and len(starved) > 1:
+                self._preempt(self._scheduler.victim() or starved[0])
+            elif not self._memory.tighten(retried or starved[0]):
                 self._attempt(retried or starved[0], self._sharing.settle_for_loaded)
-                continue
-            self._preempt(self._scheduler.victim() or starved[0])
             for generation in starved:
                 self._advance(generation)
 

@@ -268,12 +268,23 @@ def test_running_sequences_come_before_what_is_read_ahead(start: Start) -> None:
 def test_alone_without_room_for_one_part_it_is_computed(start: Start) -> None:
     job = talk("p", 4)
     compute(start(), [job])
-    bench = start(live_bytes(job) + BLOCK_BYTES // 2)
+    bench = start(FakeBackend(SPEC).bytes_for([len(job.tokens) + 3]) + BLOCK_BYTES // 2)
     bench.submit(job)
     bench.run()
     check_replies(bench, [job])
     assert bench.reuse["p"].reused == 0
     assert bench.files.num_read <= 2  # before it was admitted, while there was room
+
+
+@pytest.mark.parametrize("room", [PART_BYTES, live_bytes(talk("p", 1))])
+def test_alone_the_room_it_will_decode_in_is_enough(start: Start, room: int) -> None:
+    job = talk("p", 4)
+    compute(start(), [job])
+    bench = start(FakeBackend(SPEC).bytes_for([len(job.tokens)]) + room)
+    bench.submit(job)
+    bench.run()
+    check_replies(bench, [job])
+    assert bench.reuse["p"].disk == 4 * BLOCK_TOKENS
 
 
 def test_when_room_is_gone_it_goes_on_from_what_is_loaded(
@@ -518,7 +529,7 @@ scenarios = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(scenario=scenarios)
 def test_whatever_the_room_and_the_order_it_is_right_and_within_the_budget(
     scenario: Scenario,
