@@ -349,12 +349,13 @@ def test_two_that_starve_each_other_go_one_after_the_other(start: Start) -> None
     jobs = [talk(name, 6) for name in "pq"]
     compute(start(spec=spec), jobs)
     working = FakeBackend(spec).bytes_for([len(job.tokens) + BLOCK_TOKENS for job in jobs])
-    # The window's parts are loaded together: there is room for those of one, but not of two.
-    bench = start(working + 5 * PART_BYTES, spec=spec)
+    # The window's three parts are loaded together: there is room for those of one, not of two.
+    bench = start(working + 4 * PART_BYTES, spec=spec)
     bench.submit(*jobs)
     bench.run(max)
     check_replies(bench, jobs, spec)
-    assert all(bench.reuse[job.id].disk for job in jobs)
+    assert bench.engine.num_preemptions == 1
+    assert all(bench.reuse[job.id].disk == 6 * BLOCK_TOKENS for job in jobs)
 
 
 def test_the_only_one_does_not_end_because_others_are_being_read(start: Start) -> None:
