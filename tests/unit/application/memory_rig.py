@@ -2,6 +2,7 @@
 
 import hashlib
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -219,6 +220,14 @@ class MemoryRig:
 
     def flush(self) -> None:
         assert self.disk.flush(10)
+
+    def settle(self) -> None:
+        """Wait until nothing is read any more, and all that came of it is written."""
+        for _ in range(10_000):
+            if not self.store.reads.is_busy:
+                return self.flush()
+            time.sleep(0.001)
+        raise AssertionError("reading does not end")
 
     def close(self) -> None:
         self.files.gate.set()

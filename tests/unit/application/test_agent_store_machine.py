@@ -213,7 +213,7 @@ class AgentLives(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         rig = self.rig
-        rig.flush()
+        rig.settle()
         rig.store.check_integrity()
         assert rig.disk.queued_bytes == 0
         # A start with a smaller budget finds more; nothing is added then.
