@@ -1,6 +1,7 @@
 """An engine with a memory: real files and a real ledger in a directory, and what it answered."""
 
 import itertools
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,12 +37,20 @@ HEAD = 21  # where the system prompt of all conversations ends: inside a block
 
 
 class GatedFiles(SafetensorsCache):
-    """Files that can be made to wait before they are read."""
+    """Files that can be made to wait before they are read.
+
+    Attributes:
+        large_from: From this position on they seem to be larger than any memory.
+    """
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.gate = threading.Event()
         self.gate.set()
+        self.large_from: float = math.inf
+
+    def room_for(self, part: BlockPart) -> int:
+        return 2**60 if part.start >= self.large_from else super().room_for(part)
 
     def read(self, part: BlockPart) -> KVPayload:
         assert self.gate.wait(30)
@@ -50,9 +59,15 @@ class GatedFiles(SafetensorsCache):
 
 @dataclass(frozen=True, slots=True)
 class BenchLimits:
-    """How large a bench is, in tokens."""
+    """How large a bench is.
+
+    Attributes:
+        budget_tokens: Sequences of so many tokens fit its memory.
+        extra_bytes: Memory beyond that.
+    """
 
     budget_tokens: tuple[int, ...] = (6000,)
+    extra_bytes: int = 0
     max_idle: int = 0
     prefill_step_size: int = 16
 
@@ -70,7 +85,7 @@ class MemoryBench:
         self.ledger = SqliteLedger(directory)
         state = self.ledger.load()
         self.disk = DiskTier(self.files, self.ledger, DiskLimits(2**30, 2**26))
-        budget = backend.bytes_for(limits.budget_tokens)
+        budget = backend.bytes_for(limits.budget_tokens) + limits.extra_bytes
         self.store = AgentCacheStore(BlockPool(backend.spec, budget), self.disk)
         self.store.restore_index(state.parts)
         self.disk.start(self.store)
@@ -162,6 +177,16 @@ class MemoryBench:
         assert self.disk.flush(30)
         parts = [WantedPart(node, kind) for node in nodes or self.nodes() for kind in LayerKind]
         self.store.drop_payloads(parts)
+
+    def largest_file(self) -> int:
+        """Bytes of the largest part, once all are written."""
+        assert self.disk.flush(30)
+        return max(path.stat().st_size for path in self._directory.rglob("*.safetensors"))
+
+    @property
+    def can_cut_anywhere(self) -> bool:
+        """Whether sequences can be resumed at any token."""
+        return self._backend.spec.kinds == (LayerKind.FULL,)
 
     def close(self) -> None:
         """End as a server does."""

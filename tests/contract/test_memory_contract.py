@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from semantic.application import batch_engine
+from semantic.application import batch_engine, restore
 from semantic.application.recall import WantedPart
 from semantic.domain.agents import Reuse
 from semantic.domain.chat import Finished
@@ -232,25 +232,59 @@ def test_preempted_during_a_restore(benches: Benches, alone: Alone) -> None:
     long = [*SYSTEM, *prompt(214, 1)]
     first = benches()
     said = [*long, *first.say("long", long)]
-    bench = benches(BenchLimits(budget_tokens=(256, 256), prefill_step_size=128), after=first)
+    limits = BenchLimits((256, 256), extra_bytes=2 * first.largest_file(), prefill_step_size=128)
+    bench = benches(limits, after=first)
     older = prompt(200, 9)
-    bench.submit("older", older, 70)
+    bench.submit("older", older, 200)
     bench.step(4)
     bench.files.gate.clear()
     assert bench.disk.flush(30)  # what is being written is in the way
     bench.submit("young", said)
     bench.step()
     assert bench.engine.num_preemptions == 0
-    for _ in range(150):
+    for _ in range(250):
         if bench.engine.num_preemptions:
             break
         bench.step()
     assert bench.engine.num_preemptions == 1
     bench.files.gate.set()
     bench.run()
-    assert bench.reply("older") == alone(older, GREEDY, 70)
+    assert bench.reply("older") == alone(older, GREEDY, 200)
     assert bench.reply("young") == alone(said, GREEDY, NUM_REPLY)
     assert bench.reuse("young").disk >= len(long)
+
+
+# -- with little memory -------------------------------------------------------------------------
+
+
+def test_restored_at_once_with_room_for_a_few_parts(
+    benches: Benches, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restore, "_AHEAD_BYTES", 1)
+    said = {f"a{i}": [*SYSTEM, *prompt(60 + 5 * i, 300 + i)] for i in range(4)}
+    first = benches()
+    for name, tokens in said.items():
+        said[name] = [*tokens, *first.say(name, tokens, agent=name)]
+    limits = BenchLimits((256,) * len(said), extra_bytes=5 * first.largest_file())
+    bench = benches(limits, after=first)
+    for name, tokens in said.items():
+        bench.submit(name, tokens, agent=name)
+    bench.run()
+    for name, tokens in said.items():
+        assert bench.reply(name) == alone(tokens, GREEDY, NUM_REPLY)
+        assert bench.reuse(name).reused >= len(tokens) - NUM_REPLY - 1
+
+
+@pytest.mark.parametrize("large_from", [0, HEAD + BLOCK_TOKENS])
+def test_what_finds_no_room_is_computed(benches: Benches, alone: Alone, large_from: int) -> None:
+    said = talk(bench := benches(), alone, 2)
+    bench.forget()
+    bench.files.large_from = large_from
+    reuse = next_turn(bench, alone, said)
+    if bench.can_cut_anywhere:
+        assert reuse.disk == large_from
+    else:
+        assert reuse.disk == 0
 
 
 # -- where layers cannot be cut -----------------------------------------------------------------

@@ -44,6 +44,7 @@ def test_stats_say_what_is_there(home: Path, capsys: pytest.CaptureFixture[str])
     assert lines[4].startswith(f"  fake (raw): {num_files}, ")
     assert lines[5].startswith("in all ")
     assert " of 20.0 GB (" in lines[5]
+    assert lines[5].endswith(" of it for the ledger and its backup")
 
 
 def test_verify_removes_bad_files_and_says_so(

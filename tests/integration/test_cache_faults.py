@@ -341,6 +341,27 @@ def test_a_disk_budget_smaller_than_an_agent_keeps_its_beginning(
     assert_right(reference, said)
 
 
+def test_a_ledger_larger_than_the_disk_budget_costs_no_file(
+    kept: tuple[Path, Conversation], reference: RunningServer
+) -> None:
+    home, said = kept
+    files = block_files(home)
+    (home / "cache" / "as-large-as-a-ledger").write_bytes(bytes(2**21))
+    with run_server(make_settings(home, disk_budget_mb=1)) as running, running.client() as http:
+        assert talk(running, said, QUESTIONS[2]) > len(SYSTEM)
+        await_that(lambda: "disk_budget_mb" in http.get("/health").json()["problem"])
+        disk = http.get("/v1/cache").json()["disk"]
+        assert disk["other"] > 2**21 > disk["budget"]
+        store_of(running).check_integrity()
+    assert block_files(home) == files
+    (home / "cache" / "as-large-as-a-ledger").unlink()
+    with run_server(make_settings(home)) as running:
+        # What was said is all there; what was not written is computed.
+        assert talk(running, said, "And then?") > len(SYSTEM)
+    assert len(block_files(home)) > len(files)
+    assert_right(reference, said)
+
+
 def test_blocks_that_cannot_be_written_any_more_are_told_once(
     kept: tuple[Path, Conversation],
     reference: RunningServer,

@@ -4,40 +4,24 @@ Finds the longest known beginning of a prompt, and keeps the blocks that sequenc
 moves payloads between the engine, the pool's budget and the disk; it does not know what is in them.
 """
 
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
 
 from semantic.application.block_index import BlockIndex, BlockNode
-from semantic.application.disk_eviction import choose_victims
+from semantic.application.cache_counters import CacheCounters
 from semantic.application.disk_tier import DiskTier
-from semantic.application.recall import (
-    RestorePlan,
-    WantedPart,
-    kept_windows,
-    plan_restore,
-)
+from semantic.application.filed_parts import FiledParts
+from semantic.application.part_reads import PartReads
+from semantic.application.recall import RestorePlan, WantedPart, kept_windows, plan_restore
+from semantic.application.resident_parts import ResidentParts
+from semantic.application.tails import OnMoved, Tails
 from semantic.domain.agents import Pointer
 from semantic.domain.block_pool import BlockPool, PoolUsage
-from semantic.domain.blocks import BlockName, BlockPart, KVBlock, PartKey, pack_tokens
-from semantic.domain.errors import CacheCorruptionError, PoolExhaustedError
+from semantic.domain.blocks import BlockName, BlockPart, pack_tokens
+from semantic.domain.errors import PoolExhaustedError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.outbound import KVPayload
-
-
-@dataclass(slots=True)
-class CacheCounters:
-    """What happened since the start; only ever grows."""
-
-    sealed: int = 0
-    evicted: int = 0
-    read: int = 0
-    written: int = 0
-    corrupt: int = 0
-    unwritten: int = 0
 
 
 class AgentCacheStore:
@@ -51,6 +35,7 @@ class AgentCacheStore:
         index: All known blocks.
         roots: Those whose blocks were sealed or asked for: the served model's.
         counters: What happened since the start.
+        reads: Brings parts into memory and holds them there.
     """
 
     def __init__(
@@ -58,7 +43,7 @@ class AgentCacheStore:
         pool: BlockPool,
         disk: DiskTier | None = None,
         *,
-        on_moved: Callable[[BlockName, BlockName], object] | None = None,
+        on_moved: OnMoved | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         """Start empty.
@@ -71,15 +56,17 @@ class AgentCacheStore:
         """
         self._pool = pool
         self._disk = disk
-        self._on_moved = on_moved
         self._now = now
         self.roots: set[BlockName] = set()
         self.lock = threading.RLock()
         self.index = BlockIndex()
-        self._resident: dict[BlockName, WantedPart] = {}  # by the name the pool knows
-        self._reading: dict[PartKey, Future[KVPayload]] = {}
-        self._dirty: dict[BlockName, WantedPart] = {}  # the writer had no room for these
         self.counters = CacheCounters()
+        self._memory = ResidentParts(pool, self.index, self.counters)
+        self._files = FiledParts(disk, self.index, self._memory, self.counters)
+        self._tails = Tails(self.index, self._memory, self._files, on_moved)
+        self.reads = PartReads(
+            disk, self._memory, self._files, self.counters, self.lock, self._reconsider
+        )
 
     # -- recall ---------------------------------------------------------------------------------
 
@@ -117,36 +104,30 @@ class AgentCacheStore:
                 self._touch(plan.parts)
             return plan
 
-    def fetch(self, wanted: WantedPart) -> Future[KVPayload]:
-        """Get a part: at once if it is in memory, else when it is read.
+    def prefetch(
+        self, parts: Sequence[WantedPart], max_bytes: int | None = None
+    ) -> list[WantedPart]:
+        """Begin to read what is not in memory, no more than can stay there; returns those parts.
 
-        The future fails with `CacheCorruptionError` if the part cannot be had after all.
+        Args:
+            parts: The most useful first.
+            max_bytes: The most that is read; None is as much as fits beside those of them that
+                are in memory.
         """
-        node, kind = wanted.node, wanted.kind
         with self.lock:
-            payload = node.payloads.get(kind)
-            if payload is not None:
-                return _done(payload)
-            if (name := (node.name, kind)) in self._reading:
-                return self._reading[name]
-            part = node.files.get(kind)
-            if part is None or self._disk is None:
-                return _failed(CacheCorruptionError(f"block {node.name.short} is gone"))
-            future = self._disk.read(part)
-            node.num_leases += 1
-            self._reading[name] = future
-        future.add_done_callback(lambda done: self._end_reading(wanted, part, done))
-        return future
+            usage = self._pool.usage()
+            known = {w.key: w.node.payloads[w.kind] for w in parts if w.kind in w.node.payloads}
+            room = usage.available + usage.idle - sum(p.nbytes for p in known.values())
+            return self.reads.prefetch(parts, room if max_bytes is None else min(room, max_bytes))
 
     def discard(self, parts: Iterable[WantedPart]) -> None:
         """Drop parts that could not be loaded, so that they are made anew."""
         with self.lock:
             for wanted in parts:
-                evicted = self._pool.discard([_pool_name(wanted.node.name, wanted.kind)])
-                self._forget(evicted)
-                if evicted or wanted.kind in wanted.node.files:
+                num_dropped = self._memory.drop([wanted])
+                if num_dropped or wanted.kind in wanted.node.files:
                     self.counters.corrupt += 1
-                self._drop_file(wanted.node, wanted.kind)
+                self._files.drop(wanted)
 
     # -- seal -----------------------------------------------------------------------------------
 
@@ -182,10 +163,10 @@ class AgentCacheStore:
             is_kept = self._keep(node, payloads, chain)
             self._touch([WantedPart(link, LayerKind.FULL) for link in (*chain, node)])
             if not is_kept:
-                self._prune(node)
+                self.index.prune(node)
                 return None
             self.counters.sealed += 1
-            self._supersede(node)
+            self._tails.free_into(node)
             return node.name
 
     def add(self, name: BlockName, payloads: Sequence[KVPayload]) -> None:
@@ -217,9 +198,9 @@ class AgentCacheStore:
                 if LayerKind.WINDOW not in node.payloads or LayerKind.WINDOW in node.files:
                     continue
                 if node.name in kept:
-                    self._write(node, LayerKind.WINDOW)
+                    self._files.write(WantedPart(node, LayerKind.WINDOW))
                 elif node in nodes and not node.last_kept:
-                    self._forget(self._pool.discard([_pool_name(node.name, LayerKind.WINDOW)]))
+                    self._memory.drop([WantedPart(node, LayerKind.WINDOW)])
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -230,11 +211,15 @@ class AgentCacheStore:
             PoolExhaustedError: there is not that much.
         """
         with self.lock:
-            self._forget(self._pool.reserve(nbytes))
+            try:
+                self._memory.reserve(nbytes)
+            except PoolExhaustedError:
+                self.reads.stop_prefetching()  # what nobody waits for gives way
+                raise
 
     def release(self, nbytes: int) -> None:
         """Give room back."""
-        self._pool.release(nbytes)
+        self._memory.release(nbytes)
 
     @property
     def spec(self) -> ModelCacheSpec:
@@ -245,50 +230,37 @@ class AgentCacheStore:
         """Read the pool's counters."""
         return self._pool.usage()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether parts are being read or written: some of what is in use will soon not be."""
+        with self.lock:
+            return self.reads.is_busy or self._files.is_busy
+
     # -- what the disk tells --------------------------------------------------------------------
 
     def restore_index(self, parts: Iterable[BlockPart]) -> None:
         """Take over what a directory holds, at the start."""
         with self.lock:
-            for part in parts:
-                node = self.index.add(part.root, part.parent, part.start, part.tokens)
-                self.index.put_file(node, part)
-                node.last_used = max(node.last_used, part.last_used)
-            self.index.sort_by_age()
+            self._files.restore(parts)
 
     def end_writing(self, part: BlockPart, *, is_written: bool) -> None:
         """Note that a part is on disk, or that it could not be written."""
-        name = _pool_name(part.name, part.kind)
         with self.lock:
-            self._pool.free([name])
-            node = self.index.get(part.name)
-            if node is None:
-                return
-            if not is_written:
-                self.counters.unwritten += 1
-                self._dirty[name] = WantedPart(node, part.kind)
-                return
-            self.counters.written += 1
-            self.index.put_file(node, part)
-            self._supersede_by_longer(node)
-            self.offer_again()
+            node = self._files.end_writing(part, is_written=is_written)
+            if node is not None:
+                self._tails.free_into(node)
+                self._tails.free(node)
+                self._files.offer_again()
 
     def offer_again(self) -> None:
         """Hand over what the writer had no room for, as far as it is still in memory."""
         with self.lock:
-            waiting, self._dirty = self._dirty, {}
-            for wanted in waiting.values():
-                self._write(wanted.node, wanted.kind)
+            self._files.offer_again()
 
     def is_on_disk(self, pointer: Pointer) -> bool:
         """Whether all that leads to a place is on disk, and none of it is still to be written."""
         with self.lock:
-            chain = self.index.chain(pointer.block)
-            if not chain or chain[0].parent != pointer.root:
-                return False
-            return all(
-                LayerKind.FULL in node.files and not self._is_unwritten(node) for node in chain
-            )
+            return self._files.is_whole(pointer)
 
     def disk_bytes(self, root: BlockName) -> int:
         """Bytes of the files of one root's blocks."""
@@ -296,39 +268,21 @@ class AgentCacheStore:
             return self.index.disk_bytes(root)
 
     def victims(
-        self, nbytes: int, incoming: BlockPart, root: BlockName | None = None
+        self, nbytes: int, incoming: BlockPart, *, root: BlockName | None = None, slack: int = 0
     ) -> list[BlockPart]:
-        """Choose files to delete, as `choose_victims` does, and forget them.
-
-        Those that `incoming` follows are spared.
-        """
+        """Choose files to delete that make room for another, and forget them; none in vain."""
         with self.lock:
-            spared = {node.name for node in self.index.chain(incoming.parent)}
-            chosen: list[BlockPart] = []
-            for node in choose_victims(self.index, nbytes, spared=spared, root=root):
-                parts = [self.index.pop_file(node, kind) for kind in tuple(node.files)]
-                chosen += [part for part in parts if part is not None]
-                self._prune(node)
-            return chosen
+            return self._files.victims(nbytes, incoming, root=root, slack=slack)
 
     def drop_files(self, parts: Iterable[WantedPart]) -> int:
         """Delete parts from disk that nobody counts on; returns the bytes freed."""
-        freed = 0
         with self.lock:
-            for wanted in parts:
-                part = wanted.node.files.get(wanted.kind)
-                if part is not None and not wanted.node.num_leases:
-                    freed += part.nbytes
-                    self._drop_file(wanted.node, wanted.kind)
-        return freed
+            return sum(self._files.drop(part) for part in parts if not part.node.num_leases)
 
     def drop_payloads(self, parts: Iterable[WantedPart]) -> int:
         """Drop parts from memory that are not in use; returns how many went."""
         with self.lock:
-            before = len(self._resident)
-            names = [_pool_name(wanted.node.name, wanted.kind) for wanted in parts]
-            self._forget(self._pool.discard(names))
-            return before - len(self._resident)
+            return self._memory.drop(parts)
 
     # -- readings -------------------------------------------------------------------------------
 
@@ -338,15 +292,11 @@ class AgentCacheStore:
         Raises:
             AssertionError: they do not.
         """
-        self._pool.check_integrity()
         with self.lock:
-            held = {_pool_name(n.name, kind) for n in self.index for kind in n.payloads}
-            if held != set(self._resident) or not all(self._pool.get(name) for name in held):
-                raise AssertionError("index, payloads and pool do not match")
+            self._memory.check_integrity()
+            self._files.check_integrity()
             if any(not (node.payloads or node.files or node.num_leases) for node in self.index):
                 raise AssertionError("a node without parts is in the index")
-            if not set(self._dirty) <= set(self._resident):
-                raise AssertionError("what is to be written is not in memory")
             self.index.check_integrity()
 
     # -- inside the lock ------------------------------------------------------------------------
@@ -371,94 +321,27 @@ class AgentCacheStore:
     def _keep(
         self, node: BlockNode, payloads: Sequence[KVPayload], chain: Sequence[BlockNode] = ()
     ) -> bool:
-        """Take parts into memory, sparing the block's others and its chain; False without room."""
-        new = [payload for payload in payloads if payload.kind not in node.payloads]
-        blocks = [
-            KVBlock(_pool_name(node.name, payload.kind), node.parent, (), payload.nbytes)
-            for payload in new
-        ]
-        own = [_pool_name(node.name, kind) for kind in node.payloads]
-        names = [*(link.name for link in chain), *own]
-        spared = [found for name in names if (found := self._pool.get(name)) is not None]
+        """Take parts into memory, and hand them to the writer; False without room."""
         try:
-            self._forget(self._pool.allocate([*spared, *blocks]))
+            kinds = self._memory.keep(node, payloads, chain)
         except PoolExhaustedError:
-            return all(node.has(payload.kind) for payload in new)
-        # Nobody holds a sealed block as such. Freed together, tails go before what they follow.
-        self._pool.free([block.name for block in (*spared, *blocks)])
-        for payload, block in zip(new, blocks, strict=True):
-            node.payloads[payload.kind] = payload
-            self._resident[block.name] = WantedPart(node, payload.kind)
-            if payload.kind is LayerKind.STATE:
+            return all(node.has(payload.kind) for payload in payloads)
+        for kind in kinds:
+            if kind is LayerKind.STATE:
                 node.last_kept = self._now()
-            if payload.kind is not LayerKind.WINDOW:
-                self._write(node, payload.kind)
+            if kind is not LayerKind.WINDOW:
+                self._files.write(WantedPart(node, kind))
         return True
 
-    def _write(self, node: BlockNode, kind: LayerKind) -> None:
-        """Hand a part to the writer; it stays in memory until it is on disk."""
-        if self._disk is None or kind in node.files:
-            return
-        name = _pool_name(node.name, kind)
-        if self._pool.num_refs(name):
-            return  # the writer has it
-        if self._disk.offer(node.part(kind), node.payloads[kind]):
-            self._pool.acquire([name])
-        else:
-            self._dirty[name] = WantedPart(node, kind)
-
-    def _is_unwritten(self, node: BlockNode) -> bool:
-        """Whether a part of a node waits to be written."""
-        names = [_pool_name(node.name, k) for k in node.payloads if k not in node.files]
-        return any(name in self._dirty or self._pool.num_refs(name) for name in names)
-
-    def _supersede(self, node: BlockNode) -> None:
-        """Free the tails that `node` begins with; their turns point into it from now on."""
-        for tail in self.index.begun_by(node):
-            if not tail.has(LayerKind.FULL) or tail.num_leases:
-                continue
-            self._forget(self._pool.discard([tail.name]))
-            if LayerKind.FULL not in tail.payloads:
-                self._drop_file(tail, LayerKind.FULL)
-                node.num_pins = max(node.num_pins, tail.num_pins)
-                if self._on_moved is not None:
-                    self._on_moved(tail.name, node.name)
-
-    def _supersede_by_longer(self, node: BlockNode) -> None:
-        """Free a tail that could not be freed when what it begins was sealed."""
-        longer = self.index.continued_by(node) if node.has(LayerKind.FULL) else None
-        if longer is not None:
-            self._supersede(longer)
-
-    def _end_reading(self, wanted: WantedPart, part: BlockPart, done: Future[KVPayload]) -> None:
-        error = CancelledError() if done.cancelled() else done.exception()
-        with self.lock:
-            node, kind = wanted.node, wanted.kind
-            del self._reading[(node.name, kind)]
-            node.num_leases -= 1
-            if done.cancelled():
-                return  # the server stops
-            if error is None:
-                self.counters.read += 1
-                self._keep(node, [done.result()])
-            elif isinstance(error, CacheCorruptionError) and node.files.get(kind) is part:
-                # Unless whoever waited for it was faster, and discarded it.
-                self.counters.corrupt += 1
-                self._drop_file(node, kind)
-            self._prune(node)
-            if self.index.get(node.name) is node:
-                self._supersede_by_longer(node)
-
-    def _drop_file(self, node: BlockNode, kind: LayerKind) -> None:
-        part = self.index.pop_file(node, kind)
-        if part is not None and self._disk is not None:
-            self._disk.delete([part])
-        self._prune(node)
+    def _reconsider(self, node: BlockNode) -> None:
+        """Forget or free a node if nobody counts on it any more."""
+        self.index.prune(node)
+        self._tails.free(node)
 
     def _touch(self, parts: Sequence[WantedPart]) -> None:
         """Mark parts as just used, of a chain the end first."""
         now = self._now()
-        self._pool.touch(_pool_name(wanted.node.name, wanted.kind) for wanted in parts)
+        self._memory.touch(parts)
         self.index.touch([wanted.node for wanted in parts], now)
         for wanted in parts:
             if wanted.kind is not LayerKind.FULL:
@@ -472,34 +355,3 @@ class AgentCacheStore:
             and chain[0].parent == root
             and all(node.has(LayerKind.FULL) for node in chain)
         )
-
-    def _forget(self, evicted: Iterable[KVBlock]) -> None:
-        for block in evicted:
-            wanted = self._resident.pop(block.name)
-            self._dirty.pop(block.name, None)
-            del wanted.node.payloads[wanted.kind]
-            self.counters.evicted += 1
-            self._prune(wanted.node)
-
-    def _prune(self, node: BlockNode) -> None:
-        if not (node.payloads or node.files or node.num_leases):
-            self.index.remove(node)
-
-
-def _pool_name(name: BlockName, kind: LayerKind) -> BlockName:
-    """What the pool calls a part: the block's own name for the part every block has."""
-    if kind is LayerKind.FULL:
-        return name
-    return BlockName(hashlib.sha256(name + kind.value.encode()).digest())
-
-
-def _done(payload: KVPayload) -> Future[KVPayload]:
-    future: Future[KVPayload] = Future()
-    future.set_result(payload)
-    return future
-
-
-def _failed(error: Exception) -> Future[KVPayload]:
-    future: Future[KVPayload] = Future()
-    future.set_exception(error)
-    return future

@@ -202,6 +202,7 @@ class BlockPoolBatchEngine:
         self._sharing.idle.clear()
         for generation in list(self._generations.values()):
             self._backend.close(generation.seq)
+            generation.end_restore()
             generation.num_rows = 0
             if not generation.is_done:
                 self._scheduler.remove(generation)
@@ -251,15 +252,17 @@ class BlockPoolBatchEngine:
         """Let running sequences grow by what a step may add, preempting others if need be.
 
         Returns:
-            False if rows must be collected before anyone can be preempted.
+            False if rows must be collected, or blocks read or written, before anyone gives way.
         """
         for generation in self._scheduler.running:
             while generation in self._scheduler.running and not self._memory.grow(generation):
                 if self._close_oldest_idle():
                     continue
-                if self._flights:
+                victim = self._scheduler.victim()
+                # The only one ends when nothing more will make room for it.
+                if self._flights or (victim is None and self._store.is_busy):
                     return False
-                self._preempt(self._scheduler.victim() or generation)
+                self._preempt(victim or generation)
         return True
 
     def _preempt(self, generation: Generation) -> None:
@@ -291,11 +294,12 @@ class BlockPoolBatchEngine:
             if not self._close_oldest_idle(spared=taken):
                 return False
         self._scheduler.admit(generation)
-        try:
-            self._sharing.open(generation, source, cost)
-            self._sharing.advance(generation, self._restore_bytes())
-        except Exception as error:  # noqa: BLE001 - whatever the backend raises ends one request
-            self._fail(generation, _as_backend_error(error))
+        self._attempt(generation, lambda it: self._sharing.open(it, source, cost))
+        self._advance(generation)
+        if generation.is_starved and len(self._scheduler.running) > 1:
+            self._close(generation)
+            self._scheduler.requeue(generation)
+            return False
         return True
 
     def _close(self, generation: Generation) -> None:
@@ -330,12 +334,40 @@ class BlockPoolBatchEngine:
     def _restore(self) -> None:
         """Load more of what running requests are waiting for."""
         for generation in self._scheduler.running:
-            if generation.restore is None:
-                continue
-            try:
-                self._sharing.advance(generation, self._restore_bytes())
-            except Exception as error:  # noqa: BLE001 - whatever the backend raises ends one request
-                self._fail(generation, _as_backend_error(error))
+            self._advance(generation)
+        self._relieve()
+
+    def _relieve(self) -> None:
+        """See to sequences that find no room for their next part, and for which none will come."""
+        while starved := [g for g in self._scheduler.running if g.is_starved]:
+            if self._store.is_busy:
+                return
+            # While one is tried alone after a failure, nobody else goes on and makes room.
+            retried = next((g for g in starved if g.retry_until is not None), None)
+            if retried is None and len(starved) < len(self._scheduler.running):
+                return
+            if retried is None and len(starved) > 1:
+                self._preempt(self._scheduler.victim() or starved[0])
+            elif not self._memory.tighten(retried or starved[0]):
+                self._attempt(retried or starved[0], self._sharing.settle_for_loaded)
+            for generation in starved:
+                self._advance(generation)
+
+    def _advance(self, generation: Generation) -> None:
+        """Load more of a sequence; working copies give way if its next part finds no room."""
+        self._attempt(generation, self._load_more)
+        while generation.is_starved and self._close_oldest_idle():
+            self._attempt(generation, self._load_more)
+
+    def _load_more(self, generation: Generation) -> None:
+        self._sharing.advance(generation, self._restore_bytes())
+
+    def _attempt(self, generation: Generation, work: Callable[[Generation], None]) -> None:
+        """Do something for a request that ends it if it fails."""
+        try:
+            work(generation)
+        except Exception as error:  # noqa: BLE001 - whatever the backend raises ends one request
+            self._fail(generation, _as_backend_error(error))
 
     def _restore_bytes(self) -> int:
         """How much may be loaded in a step: little while others decode."""

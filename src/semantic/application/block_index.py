@@ -203,6 +203,12 @@ class BlockIndex:
         if not siblings.by_tokens:
             del self._followers[node.parent]
 
+    def prune(self, node: BlockNode) -> None:
+        """Forget a node of which nothing is left and that nobody counts on."""
+        is_known = self._nodes.get(node.name) is node  # and not one that was made since
+        if is_known and not (node.payloads or node.files or node.num_leases):
+            self.remove(node)
+
     def followers(self, name: BlockName) -> Iterable[BlockNode]:
         """The nodes that follow a block."""
         siblings = self._followers.get(name)

@@ -140,6 +140,7 @@ class CacheService:
             num_blocks=usage.num_blocks,
             disk_budget=self._budgets.disk if self._disk else 0,
             disk_used=sum(files),
+            disk_other=self._disk.other_bytes if self._disk else 0,
             num_files=len(files),
             queue_budget=self._budgets.queue if self._disk else 0,
             queue_used=self._disk.queued_bytes if self._disk else 0,

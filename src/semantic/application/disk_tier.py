@@ -38,7 +38,7 @@ _RETRY_S = 0.5
 _TELL_AGAIN_S = 60.0
 _MEMORY = 0.9  # how much of what reading took before counts at the next read
 _DOUBT = 0.9  # of what reading is said to take, each time that was too long
-_SLACK = 0.02  # of the budget, freed beyond what is needed, so that it is not done for each file
+_SLACK = 0.02  # of what blocks may take, freed beyond need, so that it is not done for each file
 _FILE_OVERHEAD = 4096  # what a file holds beside its payload and its ids, at most
 
 
@@ -50,9 +50,12 @@ class PartKeeper(Protocol):
         ...
 
     def victims(
-        self, nbytes: int, incoming: BlockPart, root: BlockName | None = None
+        self, nbytes: int, incoming: BlockPart, *, root: BlockName | None = None, slack: int = 0
     ) -> list[BlockPart]:
-        """Choose files that make room for another, of one root or of all."""
+        """Choose files that make room for another, of one root or of all; none if too few may go.
+
+        Those chosen are forgotten. `slack` is how many bytes beyond `nbytes` would be welcome.
+        """
         ...
 
     def disk_bytes(self, root: BlockName) -> int:
@@ -195,6 +198,15 @@ class DiskTier:
             gone.set_exception(CacheCorruptionError("the directory was closed"))
             return gone
 
+    def room_for(self, part: BlockPart) -> int:
+        """Memory that reading a part takes, at most."""
+        return self._files.room_for(part)
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of what is in the directory and no block: the ledger and its backup."""
+        return self._files.other_bytes()
+
     def seconds_to_read(self, nbytes: int) -> float:
         """How long reading takes, judged by what was read so far; 0 before the first time."""
         with self._lock:
@@ -313,13 +325,20 @@ class DiskTier:
         if limit is not None:
             excess = self._keeper.disk_bytes(part.root) + nbytes - limit
             if excess > 0:
-                self._remove(self._keeper.victims(excess, part, part.root))
+                self._remove(self._keeper.victims(excess, part, root=part.root))
             if self._keeper.disk_bytes(part.root) + nbytes > limit:
                 raise CachePersistenceError("the tenant's share of the disk is full.")
-        budget = self._limits.budget_bytes
+        budget, others = self._limits.budget_bytes, self._files.other_bytes()
+        room = budget - others  # what was said comes first, and is never dropped
+        if nbytes > room:
+            raise CachePersistenceError(
+                f"the ledger and its backup take {_megabytes(others)} of the disk budget of "
+                f"{_megabytes(budget)}, which leaves no room for attention state. Raise "
+                "disk_budget_mb, or delete agents."
+            )
         excess = self._files.used_bytes() + nbytes - budget
         if excess > 0:
-            self._remove(self._keeper.victims(excess + int(budget * _SLACK), part))
+            self._remove(self._keeper.victims(excess, part, slack=int(room * _SLACK)))
             if self._files.used_bytes() + nbytes > budget:
                 raise CachePersistenceError("the disk budget is full and nothing may be evicted.")
 
@@ -343,3 +362,7 @@ class DiskTier:
         if problem and now - self._told_at.get(problem, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
             self._told_at[problem] = now
             _log.warning("what agents leave behind is not written: %s", problem)
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.0f} MB"

@@ -182,11 +182,22 @@ class Generation:
 
     def rewind(self) -> None:
         """Forget the backend's state: it was closed or lost."""
+        self.end_restore()
         self.num_launched = self.num_computed = self.num_rows = self.num_draws = 0
         self.num_sealed = self.last_sealed = 0
         self.chain = self.job.root
-        self.restore = None
         self.is_sealing = True
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether it is being restored and waits for nothing but memory."""
+        return self.restore is not None and self.restore.is_starved
+
+    def end_restore(self) -> None:
+        """Let go of what was about to be loaded."""
+        if self.restore is not None:
+            self.restore.close()
+            self.restore = None
 
     def resume(self, num_tokens: int, chain: BlockName, num_sealed: int) -> None:
         """Start from state that was found instead of computed."""

@@ -4,7 +4,6 @@ Works on what agents reach; it computes nothing and never stands in a request's 
 """
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from semantic.application.block_index import BlockNode
 from semantic.application.disk_tier import DiskTier
 from semantic.application.kept_replies import REPLAY_TTL_S
 from semantic.application.old_boundaries import OldBoundaries
-from semantic.application.recall import RestorePlan, WantedPart
+from semantic.application.recall import WantedPart
 from semantic.domain.agents import Agent, Pointer, Tier
 from semantic.domain.blocks import BlockName, BlockPart, pack_tokens
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
@@ -107,7 +106,7 @@ class Housekeeping:
 
     def prefetch(self, agent: Agent) -> int:
         """Begin to read what an agent's next turn needs; returns how many parts that are."""
-        return sum(1 for _ in self._fetch(self._next_plan(agent)))
+        return len(self._store.prefetch(self._next_parts(agent)))
 
     def evict(self, agent: Agent, *, is_cold: bool = False) -> int:
         """Drop an agent's own state from memory, and from disk too if it is to be cold.
@@ -219,10 +218,9 @@ class Housekeeping:
 
     def warm_up(self) -> None:
         """Read the heads of the agents used last, within a share of the memory."""
-        room = int(self._store.usage().total * _WARM_SHARE)
-        for agent in self._agents.recent(limit=64):
-            for nbytes in self._fetch(self._next_plan(agent), max_bytes=room):
-                room -= nbytes
+        agents = self._agents.recent(limit=64)
+        parts = [part for agent in agents for part in self._next_parts(agent)]
+        self._store.prefetch(parts, int(self._store.usage().total * _WARM_SHARE))
 
     def reconcile(self) -> None:
         """Compare the index with the files: a crash may have come between the two."""
@@ -295,25 +293,13 @@ class Housekeeping:
                 reached.update(node.name for node in self._known(agent, pointer))
         return reached
 
-    def _next_plan(self, agent: Agent) -> RestorePlan | None:
+    def _next_parts(self, agent: Agent) -> tuple[WantedPart, ...]:
         """What an agent's next turn will start from."""
         pointer = self._pointer(agent)
         if pointer is None or pointer.root not in self._store.roots:
-            return None
+            return ()
         tokens = self._agents.tokens(agent)
-        return self._store.plan(pointer.root, tokens, is_used=False)
-
-    def _fetch(self, plan: RestorePlan | None, max_bytes: float = math.inf) -> Iterator[int]:
-        """Begin to read what of a plan is not in memory, in order; yields the bytes of each."""
-        for wanted in plan.parts if plan else ():
-            part = wanted.node.files.get(wanted.kind)
-            if part is None or wanted.kind in wanted.node.payloads:
-                continue
-            max_bytes -= part.nbytes
-            if max_bytes < 0:
-                return
-            self._store.fetch(wanted)
-            yield part.nbytes
+        return self._store.plan(pointer.root, tokens, is_used=False).parts
 
     def _is_known(self, part: BlockPart) -> bool:
         node = self._store.index.get(part.name)

@@ -79,10 +79,8 @@ class PrefixSharing:
 
     def prefetch(self, generation: Generation, seconds_per_token: float) -> None:
         """Begin to read what a queued request will need from disk."""
-        for wanted in self._plan(generation, seconds_per_token).parts:
-            if wanted.kind not in wanted.node.payloads:
-                generation.prefetched.add(wanted.key)
-                self._store.fetch(wanted)
+        parts = self._plan(generation, seconds_per_token).parts
+        generation.prefetched.update(wanted.key for wanted in self._store.prefetch(parts))
 
     def should_wait(self, generation: Generation, running: Sequence[Generation]) -> bool:
         """Whether an older sequence is computing a prefix this one can use (single flight)."""
@@ -148,26 +146,36 @@ class PrefixSharing:
     def advance(self, generation: Generation, max_bytes: int) -> None:
         """Load more of a sequence that is being restored; mutates it."""
         restore = generation.restore
-        if restore is None or not restore.is_ready:
+        if restore is None:
             return
-        plan = restore.plan
         try:
             is_complete = restore.advance(self._backend, max_bytes)
         except CacheCorruptionError as error:
             _log.warning("sealed blocks could not be loaded: %s", error.message)
+            generation.end_restore()
             self._store.discard(restore.suspects)
-            self._backend.close(generation.seq)
             generation.num_failed_restores += 1
             # What is left of it may still be worth loading; not for ever, for not all can go.
             is_hopeless = generation.num_failed_restores > _MAX_FAILED_RESTORES
             root = generation.job.root
             again = RestorePlan.nothing(root) if is_hopeless else self._plan(generation)
+            self._backend.close(generation.seq)
             self._begin_restore(generation, again)
             return
         if is_complete:
-            generation.restore = None
-            generation.resume(plan.end, plan.chain, plan.num_whole)
-            generation.count_reuse(restore.reuse(generation.num_prompt))
+            self._resume_restored(generation, restore, restore.plan)
+
+    def settle_for_loaded(self, generation: Generation) -> None:
+        """Go on with what is loaded of a sequence that is being restored; the rest is computed."""
+        restore = generation.restore
+        if restore is None:
+            return
+        if restore.loaded is not None and self.can_cut_anywhere:
+            self._resume_restored(generation, restore, restore.loaded)
+            return
+        generation.end_restore()
+        self._backend.close(generation.seq)
+        self._begin_restore(generation, RestorePlan.nothing(generation.job.root))
 
     # -- end ------------------------------------------------------------------------------------
 
@@ -212,15 +220,17 @@ class PrefixSharing:
     def _begin_restore(self, generation: Generation, plan: RestorePlan) -> None:
         self._backend.open(generation.seq, generation.tokens)
         if not plan.parts:
-            generation.restore = None
             generation.resume(0, plan.chain, 0)
             generation.count_reuse(Reuse(computed=generation.num_prompt))
             return
-        futures = [self._store.fetch(wanted) for wanted in plan.parts]
-        generation.restore = Restore(generation.seq, plan, futures, generation.prefetched)
-        for future in futures:
-            if not future.done():
-                future.add_done_callback(lambda _: self._on_ready())
+        generation.restore = Restore(
+            generation.seq, plan, self._store.reads, generation.prefetched, self._on_ready
+        )
+
+    def _resume_restored(self, generation: Generation, restore: Restore, plan: RestorePlan) -> None:
+        generation.end_restore()
+        generation.resume(plan.end, plan.chain, plan.num_whole)
+        generation.count_reuse(restore.reuse(generation.num_prompt))
 
     def _resume_hot(self, generation: Generation, num_tokens: int, plan: RestorePlan) -> None:
         generation.resume(num_tokens, plan.chain, plan.num_whole)

@@ -36,6 +36,12 @@ class WorkingMemory:
             return False
         return self.resize(generation.seq, min(length + self._block_tokens, longest))
 
+    def tighten(self, generation: Generation) -> bool:
+        """Give back what a sequence does not need before it decodes; False if that is nothing."""
+        before = self._reserved
+        self.resize(generation.seq, len(generation.tokens))
+        return self._reserved < before
+
     def resize(self, seq: SequenceId, length: int) -> bool:
         """Reserve room for a sequence of `length` tokens; 0 gives all of it back."""
         lengths = {**self._lengths, seq: length}

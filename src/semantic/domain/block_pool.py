@@ -6,9 +6,9 @@ A block in the pool is in one of three states:
     idle    cached: nobody holds it; evicted in LRU order when room is needed
     absent  evicted, or never there
 
-Besides blocks the budget covers *working bytes*: the live state of running sequences, which the
-pool only counts. The pool moves names and counts; whoever owns the payloads drops those of the
-blocks that an operation reports as evicted.
+Besides blocks the budget covers *working bytes*, which the pool only counts: the live state of
+running sequences, and room for what is being read. The pool moves names and counts; whoever owns
+the payloads drops those of the blocks that an operation reports as evicted.
 """
 
 import enum

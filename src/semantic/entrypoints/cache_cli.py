@@ -82,7 +82,11 @@ class _Cache:
         self.say(f"files      {len(parts):,}, {_size(sum(part.nbytes for part in parts))}")
         for (model, kv_format), (number, nbytes) in self._by_model(parts).items():
             self.say(f"  {model} ({kv_format}): {number:,}, {_size(nbytes)}")
-        self.say(f"in all     {_size(used)} of {_size(budget)} ({used / budget:.1%})")
+        others = self.files.other_bytes()
+        self.say(
+            f"in all     {_size(used)} of {_size(budget)} ({used / budget:.1%}), "
+            f"{_size(others)} of it for the ledger and its backup"
+        )
         self._tell_problem()
         return 0
 

@@ -24,7 +24,8 @@ class CacheOverview:
     """The cache as dashboards see it; sizes are in bytes.
 
     Attributes:
-        memory_working: Taken by sequences that are open.
+        memory_working: Taken by sequences that are open, and by what is being read.
+        disk_other: Of the budget, what the ledger and its backup take.
         tiers: How many agents start from which tier.
         logical_bytes: What agents would take if they shared nothing.
         unique_bytes: What they do take.
@@ -40,6 +41,7 @@ class CacheOverview:
     num_blocks: int
     disk_budget: int
     disk_used: int
+    disk_other: int
     num_files: int
     queue_budget: int
     queue_used: int

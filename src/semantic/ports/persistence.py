@@ -34,6 +34,10 @@ class BlockFilesPort(Protocol):
         """
         ...
 
+    def room_for(self, part: BlockPart) -> int:
+        """Say how many bytes of memory reading a part takes at most; does not look at the file."""
+        ...
+
     def delete(self, part: BlockPart) -> None:
         """Remove a file; one that is not there is passed over.
 
@@ -48,6 +52,10 @@ class BlockFilesPort(Protocol):
 
     def used_bytes(self) -> int:
         """Bytes of everything in the directory, other models' files and the ledger too."""
+        ...
+
+    def other_bytes(self) -> int:
+        """Of these, bytes of what is no block: the ledger and its backup."""
         ...
 
 

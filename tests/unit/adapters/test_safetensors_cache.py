@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from semantic.adapters.outbound.kv_codec import KVCodec
+from semantic.adapters.outbound.kv_codec import KVCodec, KVFormat
 from semantic.adapters.outbound.safetensors_cache import SafetensorsCache
 from semantic.domain.blocks import BlockName, BlockNamespace, BlockPart
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
@@ -209,6 +209,33 @@ def test_any_payload_comes_back(
     read = cache.read(cache.write(part, payload, is_synced=False))
     assert read.abi == payload.abi
     assert buffers_of(read) == buffers_of(payload)
+
+
+@pytest.mark.parametrize("kv_format", ["raw", "q8g64", "q4g64"])
+@pytest.mark.parametrize("dtype, code", [("float32", "<f4"), ("float16", "<f2")])
+@pytest.mark.parametrize("num_tokens", [1, 256])
+def test_reading_takes_no_more_room_than_was_said(
+    tmp_path: Path, kv_format: KVFormat, dtype: str, code: str, num_tokens: int
+) -> None:
+    part = make_part(range(num_tokens))
+    numbers = np.random.default_rng(1).random((2, num_tokens, 64)).astype(code)
+    buffer = HostBuffer("keys", numbers.shape, dtype, numbers.tobytes())
+    cache = SafetensorsCache(tmp_path, KVCodec(kv_format))
+    written = put(cache, part, buffer)
+    room, payload = cache.room_for(written), cache.read(written)
+    if kv_format == "raw":
+        assert payload.nbytes <= room <= payload.nbytes + 1024
+    else:
+        # While it is expanded, what it rests as is in memory too.
+        resting = KVCodec(kv_format).encode(make_payload(part, buffer))
+        tensors = [memoryview(t.data).nbytes for rested in resting for t in rested.tensors]
+        assert payload.nbytes + sum(tensors) <= room
+
+
+def test_a_part_without_buffers_takes_no_room_to_speak_of(cache: SafetensorsCache) -> None:
+    part = make_part((1,))
+    empty = KVPayload("", LayerKind.FULL, 0, 1, ())
+    assert 0 <= cache.room_for(cache.write(part, empty, is_synced=False)) < 1024
 
 
 def test_a_payload_of_another_format_is_still_read(tmp_path: Path) -> None:

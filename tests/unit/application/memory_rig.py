@@ -2,23 +2,27 @@
 
 import hashlib
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from semantic.adapters.outbound.fake_backend import fake_spec
+from semantic.adapters.outbound.fake_backend import FakeBackend, fake_spec
 from semantic.adapters.outbound.memory_ledger import MemoryLedger
 from semantic.adapters.outbound.payload_parts import sort_parts
 from semantic.application.agent_ledger import AgentLedger, Exchange
 from semantic.application.agent_store import AgentCacheStore
 from semantic.application.disk_tier import DiskLimits, DiskTier
 from semantic.application.housekeeping import Housekeeping
+from semantic.application.recall import RestorePlan, WantedPart
+from semantic.application.restore import Restore
 from semantic.domain.agents import LOCAL_TENANT, Pointer, Reuse, Turn
 from semantic.domain.block_pool import BlockPool
 from semantic.domain.blocks import BlockName, BlockPart, PartKey, block_end
 from semantic.domain.chat import Usage
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
-from semantic.ports.outbound import HostBuffer, KVPayload
+from semantic.ports.outbound import HostBuffer, KVPayload, SequenceId
 from semantic.ports.persistence import (
     DropPart,
     LedgerChange,
@@ -59,7 +63,7 @@ class MemoryFiles:
         self.files: dict[PartKey, tuple[BlockPart, KVPayload]] = {}
         self.bad: set[PartKey] = set()
         self.is_full = False
-        self.other_bytes = 0
+        self.other = 0
         self.gate = threading.Event()
         self.gate.set()
         self.write_gate = threading.Event()
@@ -82,6 +86,9 @@ class MemoryFiles:
             raise CacheCorruptionError("the file is missing, damaged or another")
         return found[1]
 
+    def room_for(self, part: BlockPart) -> int:
+        return part.nbytes - len(part.tokens) - HEADER_BYTES
+
     def delete(self, part: BlockPart) -> None:
         self.files.pop(part.key, None)
         self.bad.discard(part.key)
@@ -91,9 +98,32 @@ class MemoryFiles:
             if key not in self.bad:
                 yield part
 
+    def other_bytes(self) -> int:
+        return self.other
+
     def used_bytes(self) -> int:
         files = list(self.files.values())
-        return self.other_bytes + sum(part.nbytes for part, _ in files)
+        return self.other + sum(part.nbytes for part, _ in files)
+
+
+def fetch(store: AgentCacheStore, wanted: WantedPart) -> Future[KVPayload]:
+    """Read a part into memory, where there is room for it."""
+    held = store.reads.hold(wanted)
+    assert held is not None
+    held.future.add_done_callback(lambda _: store.reads.let_go(held))
+    return held.future
+
+
+class Loader(FakeBackend):
+    """A backend that shows what was loaded."""
+
+    def __init__(self, spec: ModelCacheSpec) -> None:
+        super().__init__(spec)
+        self.loaded: list[KVPayload] = []
+
+    def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
+        del seq, end
+        self.loaded += parts
 
 
 class IndexedLedger(MemoryLedger):
@@ -191,6 +221,14 @@ class MemoryRig:
     def flush(self) -> None:
         assert self.disk.flush(10)
 
+    def settle(self) -> None:
+        """Wait until nothing is read any more, and all that came of it is written."""
+        for _ in range(10_000):
+            if not self.store.reads.is_busy:
+                return self.flush()
+            time.sleep(0.001)
+        raise AssertionError("reading does not end")
+
     def close(self) -> None:
         self.files.gate.set()
         self.files.write_gate.set()
@@ -212,35 +250,58 @@ class MemoryRig:
         """
         for _ in range(20):
             plan = self.store.plan(ROOT, tokens[:-1])
-            futures = [(wanted, self.store.fetch(wanted)) for wanted in plan.parts]
-            failed = [wanted for wanted, future in futures if future.exception(10) is not None]
-            if not failed:
+            payloads = self._load(plan)
+            if payloads is not None:
                 break
-            self.store.discard(failed[:1])
         else:
             raise AssertionError("a bad part comes back for ever")
+        if len(payloads) < len(plan.parts):
+            return 0, ROOT, 0  # there was no room to read into
         position = 0
-        for wanted, future in futures:
+        for wanted, found in zip(plan.parts, payloads, strict=True):
             node, kind = wanted.node, wanted.kind
             expected = make_payload(self.spec, tokens, node.start, node.end, kind)
             if node.end > plan.end:  # a block that is sliced
                 payload = make_payload(self.spec, tokens, node.start, plan.end, kind)
                 data = bytes(payload.buffers[0].data)
-                assert bytes(future.result().buffers[0].data).startswith(data)
+                assert bytes(found.buffers[0].data).startswith(data)
             else:
-                assert future.result() == expected, f"a wrong payload for {node.start}..{node.end}"
+                assert found == expected, f"a wrong payload for {node.start}..{node.end}"
             if kind is LayerKind.FULL:
                 assert node.start == position, "the chain has a gap"
                 position = node.end
         assert position >= plan.end
-        payloads = [future.result() for _, future in futures]
-        found = sort_parts(payloads, 0, plan.end, self.spec, ABI)  # as a backend would
-        assert bool(found.window) == bool(plan.end and self.spec.num_window)
-        assert (found.state is not None) == bool(plan.end and self.spec.num_state)
+        parts = sort_parts(payloads, 0, plan.end, self.spec, ABI)  # as a backend would
+        assert bool(parts.window) == bool(plan.end and self.spec.num_window)
+        assert (parts.state is not None) == bool(plan.end and self.spec.num_state)
         last = self.store.index.get(plan.chain)
         assert (last.end if last else 0) == plan.num_whole, "sealing would leave a gap"
         assert plan.num_whole <= plan.end < len(tokens) or not plan.end
         return plan.end, plan.chain, plan.num_whole
+
+    def _load(self, plan: RestorePlan) -> list[KVPayload] | None:
+        """Load the parts of a plan as an engine does; None if one was bad and is gone now."""
+        loader, news = Loader(self.spec), threading.Event()
+        restore = Restore(SequenceId(0), plan, self.store.reads, on_ready=news.set)
+        try:
+            while not restore.advance(loader, 1):
+                if restore.is_ready:
+                    continue
+                if not restore.is_starved:
+                    assert news.wait(10)
+                    news.clear()
+                elif self.store.is_busy:
+                    self.flush()
+                else:
+                    usage = self.store.usage()
+                    assert usage.total - usage.working - usage.held < 64, "there is room"
+                    break
+        except CacheCorruptionError:
+            restore.close()
+            self.store.discard(restore.suspects[:1])
+            return None
+        restore.close()
+        return loader.loaded
 
     def seal(
         self,

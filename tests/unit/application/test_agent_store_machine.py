@@ -192,7 +192,7 @@ class AgentLives(RuleBasedStateMachine):
         files = self.rig.files
         plan = self.rig.store.plan(ROOT, tokens[:-1])
         files.gate.clear()
-        reads = [(wanted.key, self.rig.store.fetch(wanted)) for wanted in plan.parts[:2]]
+        reads = [held for wanted in plan.parts[:2] if (held := self.rig.store.reads.hold(wanted))]
         sound = {key for key, (part, _) in files.files.items() if key == part.key} - files.bad
         self.rig.agents.delete(LOCAL_TENANT, name)
         self.rig.now[0] += 1000
@@ -200,8 +200,10 @@ class AgentLives(RuleBasedStateMachine):
         self.rig.seal([7, *asked])
         self.rig.flush()
         files.gate.set()
-        for key, read in reads:
-            assert read.exception(10) is None or key not in sound, "a leased file went"
+        for held in reads:
+            is_sound = held.wanted.key in sound
+            assert held.future.exception(10) is None or not is_sound, "a leased file went"
+            self.rig.store.reads.let_go(held)
         del self.said[name], self.turns[name]
 
     # -- always ---------------------------------------------------------------------------------
@@ -211,7 +213,7 @@ class AgentLives(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         rig = self.rig
-        rig.flush()
+        rig.settle()
         rig.store.check_integrity()
         assert rig.disk.queued_bytes == 0
         # A start with a smaller budget finds more; nothing is added then.

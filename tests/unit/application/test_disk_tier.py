@@ -15,7 +15,13 @@ from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.domain.spec import LayerKind
 from semantic.ports.persistence import PutAgent, PutReplay
 from tests.unit.application.engine_rig import ROOT
-from tests.unit.application.memory_rig import HEADER_BYTES, MemoryRig, RigLimits, make_payload
+from tests.unit.application.memory_rig import (
+    HEADER_BYTES,
+    MemoryRig,
+    RigLimits,
+    fetch,
+    make_payload,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -126,7 +132,7 @@ def test_a_closed_disk_reads_nothing(make_rig: MakeRig) -> None:
     (node,) = rig.store.index
     rig.store.drop_payloads([WantedPart(node, LayerKind.FULL)])
     rig.close()
-    read = rig.store.fetch(WantedPart(node, LayerKind.FULL))
+    read = fetch(rig.store, WantedPart(node, LayerKind.FULL))
     assert isinstance(read.exception(1), CacheCorruptionError)
     assert node.num_leases == 0
 
@@ -198,10 +204,10 @@ def test_a_turn_is_durable_when_its_blocks_and_its_row_are_on_disk(make_rig: Mak
 
 def test_a_turn_whose_blocks_found_no_room_becomes_durable_later(make_rig: MakeRig) -> None:
     rig = make_rig(disk=ROOM + FILE_BYTES)
-    rig.files.other_bytes = ROOM + FILE_BYTES
+    rig.files.other = ROOM + FILE_BYTES
     turn = rig.talk("ann", list(range(4)))
     assert not is_durable(rig, turn)
-    rig.files.other_bytes = 0
+    rig.files.other = 0
     rig.store.offer_again()
     rig.flush()
     assert is_durable(rig, turn)
@@ -218,6 +224,26 @@ def test_a_turn_that_was_repointed_becomes_durable(make_rig: MakeRig) -> None:
     assert found is not None
     assert found.pointer is not None
     assert rig.store.index.get(found.pointer.block) is not None
+
+
+def test_a_tails_file_stays_until_what_it_went_into_is_on_disk(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    turn = rig.talk("ann", [1, 2])
+    (tail,) = stored(rig)
+    rig.files.is_full = True
+    rig.talk("ann", [1, 2, 3, 4, 5])
+    assert stored(rig) == {tail}
+    rig.files.is_full = False
+    rig.store.offer_again()
+    assert is_durable(rig, turn)
+    assert tail not in stored(rig)
+    assert len(stored(rig)) == 2
+    rig.files.is_full = True
+    longer = rig.talk("ann", [1, 2, 3, 4, 5, 6])
+    rig.flush()
+    rig.restart()
+    assert not is_durable(rig, longer)
+    assert rig.recall([1, 2, 3, 4, 5, 6, 7])[0] == 5
 
 
 def test_a_turn_that_was_not_kept_is_not_durable(make_rig: MakeRig) -> None:
@@ -281,11 +307,59 @@ def test_a_chain_does_not_evict_its_own_beginning(make_rig: MakeRig) -> None:
 def test_the_budget_counts_what_others_have_in_the_directory(make_rig: MakeRig) -> None:
     rig = make_rig(disk=4 * FILE_BYTES + ROOM)
     sealed(rig, 1, 2)
-    rig.files.other_bytes = 3 * FILE_BYTES
+    rig.files.other = 3 * FILE_BYTES
     (name,) = sealed(rig, 2, 1)
     assert name in stored(rig)
     assert rig.files.used_bytes() <= 4 * FILE_BYTES + ROOM
     assert len(stored(rig)) < 3
+
+
+def test_a_ledger_larger_than_the_budget_costs_no_file(make_rig: MakeRig) -> None:
+    rig = make_rig(disk=20 * FILE_BYTES)
+    old = sealed(rig, 1, 3)
+    rig.files.other = 30 * FILE_BYTES
+    turn = rig.talk("ann", [2] * 4)
+    rig.flush()
+    assert stored(rig) == set(old)
+    assert "raise disk_budget_mb" in rig.disk.problem.lower()
+    assert rig.agents.tokens(rig.agents.get(LOCAL_TENANT, "ann")) == [2] * 4
+    assert rig.recall([1] * 13)[0] == 12
+    rig.files.other = 0
+    rig.store.offer_again()
+    assert is_durable(rig, turn)
+    assert rig.disk.problem == ""
+    assert len(stored(rig)) == 4
+
+
+def test_beside_a_large_ledger_no_more_goes_than_must(make_rig: MakeRig) -> None:
+    rig = make_rig(disk=10**7)
+    rig.files.other = 10**7 - 5 * FILE_BYTES - ROOM
+    names = [name for first in range(6) for name in sealed(rig, first, 1)]
+    assert stored(rig) == set(names)
+    (newest,) = sealed(rig, 6, 1)
+    assert stored(rig) == {*names[2:], newest}
+
+
+def test_what_could_not_make_room_stays(make_rig: MakeRig) -> None:
+    rig = make_rig(disk=3 * FILE_BYTES + ROOM)
+    others, pinned = sealed(rig, 1, 1), sealed(rig, 2, 3)
+    for node in rig.store.index:
+        node.num_pins = int(node.name in pinned)
+    rig.files.other = FILE_BYTES  # now two would have to go
+    sealed(rig, 3, 1)
+    assert stored(rig) == {*pinned, *others}
+    assert "nothing may be evicted" in rig.disk.problem
+
+
+def test_what_could_not_make_room_in_a_tenants_share_stays(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    others, pinned = sealed(rig, 1, 1), sealed(rig, 2, 3)
+    rig.restart(RigLimits(disk=DiskLimits(10**7, 10**6, tenant_bytes=ROOM)))
+    for node in rig.store.index:
+        node.num_pins = int(node.name in pinned)
+    sealed(rig, 3, 1)
+    assert stored(rig) == {*pinned, *others}
+    assert "the tenant's share" in rig.disk.problem
 
 
 def test_a_tenant_beyond_its_share_evicts_its_own(make_rig: MakeRig) -> None:
@@ -323,7 +397,7 @@ def test_what_takes_longer_to_read_than_to_compute_is_computed(make_rig: MakeRig
     assert rig.spec == fake_spec(block_tokens=4)
     nodes = sorted(rig.store.index, key=lambda node: node.start)
     rig.store.drop_payloads([WantedPart(nodes[1], LayerKind.FULL)])
-    rig.store.fetch(WantedPart(nodes[1], LayerKind.FULL)).result(10)
+    fetch(rig.store, WantedPart(nodes[1], LayerKind.FULL)).result(10)
     rig.store.drop_payloads([WantedPart(nodes[1], LayerKind.FULL)])
     assert rig.store.plan(ROOT, tokens, seconds_per_token=10**9).end == 8
     assert rig.store.plan(ROOT, tokens, seconds_per_token=1e-30).end == 4

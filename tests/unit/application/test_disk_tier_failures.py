@@ -1,6 +1,7 @@
 """What the writer does when the ledger fails, when nobody waits any more, and at the end."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from semantic.adapters.outbound.fake_backend import fake_spec
 from semantic.adapters.outbound.memory_ledger import MemoryLedger
 from semantic.adapters.outbound.safetensors_cache import SafetensorsCache
+from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.application.agent_ledger import AgentLedger, Exchange
 from semantic.application.agent_store import AgentCacheStore
 from semantic.application.disk_tier import DiskLimits, DiskTier
@@ -106,15 +108,56 @@ async def test_a_caller_that_no_longer_waits_does_not_end_the_writer(
     assert [agent.id for agent in ledger.load().agents] == ["coder"]
 
 
+def block(first: int) -> tuple[list[int], list[KVPayload]]:
+    """A block of its own."""
+    data = HostBuffer("full", (8,), "u32", bytes(32))
+    return [first] * 8, [KVPayload("fake.v1", LayerKind.FULL, 0, 8, (data,))]
+
+
+def test_a_ledger_that_outgrows_the_budget_keeps_turns_and_files(tmp_path: Path) -> None:
+    budget = 2**20
+    ledger = SqliteLedger(tmp_path)
+    disk = DiskTier(SafetensorsCache(tmp_path), ledger, DiskLimits(budget, 2**20))
+    agents = AgentLedger(ledger, ledger.load(), disk.change)
+    store = store_over(disk)
+    disk.start(store)
+    assert store.seal(ROOT, ROOT, *block(1))
+    assert disk.flush(10)
+    said = (Message.of(Role.USER, "word " * 20_000),)
+    done = [
+        agents.commit("local", "talker", Exchange([n], [n], said, None, Usage(1), Reuse()))[1]
+        for n in range(12)
+    ]
+    assert [future.result(10) for future in done] == [None] * 12
+    assert disk.other_bytes > budget
+    assert store.seal(ROOT, ROOT, *block(2))
+    assert disk.flush(10)
+    assert "delete agents" in disk.problem
+    assert (store.counters.written, store.counters.unwritten) == (1, 1)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 1
+    # Without its turns the ledger shrinks, and what waited is written.
+    agents.delete("local", "talker")
+    assert disk.flush(10)
+    assert ledger.forget_unreachable(before=math.inf, replays_before=0) == 12
+    assert disk.close(10)
+    disk = DiskTier(SafetensorsCache(tmp_path), ledger, DiskLimits(budget, 2**20))
+    store = store_over(disk)
+    ledger.load()
+    disk.start(store)
+    assert disk.other_bytes < budget
+    assert store.seal(ROOT, ROOT, *block(2))
+    assert disk.close(10)
+    assert disk.problem == ""
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+
+
 def test_blocks_that_found_no_room_in_the_queue_are_written_at_the_end(
     make_disk: Callable[[int], DiskTier], ledger: FailingLedger, tmp_path: Path
 ) -> None:
     disk = make_disk(1)
     store = store_over(disk)
     for first in range(5):
-        data = HostBuffer("full", (8,), "u32", bytes(32))
-        payload = KVPayload("fake.v1", LayerKind.FULL, 0, 8, (data,))
-        assert store.seal(ROOT, ROOT, [first] * 8, [payload])
+        assert store.seal(ROOT, ROOT, *block(first))
     disk.start(store)
     assert disk.close(10)
     assert disk.is_closed

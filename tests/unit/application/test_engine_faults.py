@@ -21,6 +21,7 @@ from semantic.ports.outbound import (
     Ticket,
 )
 from tests.unit.application.engine_rig import FaultyBackend, alone, make_job, make_rig
+from tests.unit.application.memory_rig import fetch
 
 pytestmark = pytest.mark.unit
 
@@ -214,11 +215,11 @@ def test_blocks_that_cannot_be_loaded_are_replaced() -> None:
     job = make_job("a", "x" * 30)
     rig.submit(job)
     rig.run()
-    bad = rig.store.fetch(rig.store.plan(job.root, job.tokens).parts[0]).result()
+    bad = fetch(rig.store, rig.store.plan(job.root, job.tokens).parts[0]).result()
     backend.is_corrupt = True
     rig.submit(make_job("b", "x" * 30 + "y"))
     rig.run(max_steps=200)
-    good = rig.store.fetch(rig.store.plan(job.root, job.tokens).parts[0]).result()
+    good = fetch(rig.store, rig.store.plan(job.root, job.tokens).parts[0]).result()
     assert good is not bad
 
 

@@ -11,7 +11,7 @@ from semantic.application.recall import WantedPart
 from semantic.domain.agents import LOCAL_TENANT, Agent, Tier
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from tests.unit.application.engine_rig import ROOT
-from tests.unit.application.memory_rig import MemoryRig, RigLimits
+from tests.unit.application.memory_rig import MemoryRig, RigLimits, fetch
 
 pytestmark = pytest.mark.unit
 
@@ -162,7 +162,7 @@ def test_what_is_being_read_is_not_garbage(make_rig: MakeRig) -> None:
     (node,) = rig.store.index
     rig.files.gate.clear()
     plan = rig.store.plan(ROOT, [1, 2, 3, 4])
-    read = rig.store.fetch(plan.parts[0])
+    read = fetch(rig.store, plan.parts[0])
     rig.now[0] += 1000
     assert rig.housekeeping.collect() == 0
     rig.files.gate.set()
@@ -207,7 +207,7 @@ def test_what_is_discarded_while_it_is_read_counts_once(make_rig: MakeRig) -> No
     rig.files.bad.add((middle.name, LayerKind.FULL))
     rig.files.gate.clear()
     is_told = threading.Event()
-    rig.store.fetch(wanted).add_done_callback(lambda _: is_told.set())
+    fetch(rig.store, wanted).add_done_callback(lambda _: is_told.set())
     rig.store.discard([wanted])
     rig.files.gate.set()
     assert is_told.wait(10)
@@ -234,7 +234,7 @@ def test_files_without_rows_and_rows_without_files_are_reconciled(make_rig: Make
 
 
 def test_a_warm_start_reads_the_latest_agents_within_its_share(make_rig: MakeRig) -> None:
-    rig = make_rig(memory=4 * 3500)  # a quarter of it: three of the files
+    rig = make_rig(memory=4 * 100)  # a quarter of it: three blocks
     for name, first in (("old", 1), ("young", 2)):
         rig.talk(name, [first] * 4 * 6)
         rig.now[0] += 1

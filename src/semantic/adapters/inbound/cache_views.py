@@ -19,10 +19,11 @@ class MemoryOut(View):
 
 
 class DiskOut(View):
-    """The disk, in bytes."""
+    """The disk, in bytes; `other` is what the ledger and its backup take of the budget."""
 
     budget: int
     used: int
+    other: int
     files: int
     queue_budget: int
     queue_used: int
@@ -59,6 +60,7 @@ class CacheOut(View):
             disk=DiskOut(
                 budget=seen.disk_budget,
                 used=seen.disk_used,
+                other=seen.disk_other,
                 files=seen.num_files,
                 queue_budget=seen.queue_budget,
                 queue_used=seen.queue_used,

@@ -106,6 +106,7 @@ CACHE: Json = {
     "disk": {
         "budget": 21474836480,
         "used": 67380224,
+        "other": 1245184,
         "files": 9,
         "queue_budget": 536870912,
         "queue_used": 0,

@@ -24,6 +24,7 @@ FORMAT: Final = "semantic.block.v1"
 ALIGNMENT: Final = 64
 LENGTH_BYTES: Final = 8
 MAX_HEADER: Final = 2**20
+MIN_HEAD: Final = 448  # what comes before the token ids has more bytes: three names, a checksum, …
 _TOKENS: Final = "tokens"
 _OPENING: Final = '{"__metadata__":{"checksum":"'
 _DIGITS: Final = 32

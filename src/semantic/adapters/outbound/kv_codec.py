@@ -29,6 +29,7 @@ Codes: TypeAlias = npt.NDArray[np.uint8]
 
 FORMATS: dict[int, KVFormat] = {16: "raw", 8: "q8g64", 4: "q4g64"}
 _BITS: dict[str, int] = {kv_format: bits for bits, kv_format in FORMATS.items()}
+_WIDEST = 32  # bits of a number
 _GROUP = 64
 _WHOLE_AXIS = (8, 128)  # an even last axis between these is one group
 _AT_ONCE = 4096  # groups: a megabyte of scratch; with less, threads would take turns too often
@@ -90,6 +91,13 @@ class KVCodec:
             (buffer,) = resting.tensors
             return HostBuffer(resting.name, resting.shape, resting.dtype, buffer.data)
         return _expanded(resting)
+
+
+def most_expanded(kv_format: str, num_bytes: int) -> int:
+    """Bytes that buffers and what they rest as take together while they are expanded, at most."""
+    if kv_format == "raw":
+        return num_bytes
+    return num_bytes + num_bytes * _WIDEST // _BITS[kv_format]
 
 
 def _group_size(shape: tuple[int, ...]) -> int | None:

@@ -28,7 +28,7 @@ from semantic.adapters.outbound.disk import (
     tree_size,
     write_pieces,
 )
-from semantic.adapters.outbound.kv_codec import KVCodec
+from semantic.adapters.outbound.kv_codec import KVCodec, most_expanded
 from semantic.domain.blocks import BlockName, BlockPart
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.ports.outbound import KVPayload
@@ -109,6 +109,11 @@ class SafetensorsCache:
         positions = int(head.field("start")), int(head.field("end"))
         return KVPayload(head.field("abi"), part.kind, *positions, buffers)
 
+    def room_for(self, part: BlockPart) -> int:
+        """Say how many bytes of memory reading a part takes at most."""
+        payload = part.nbytes - len(part.tokens) - block_file.MIN_HEAD
+        return most_expanded(self._codec.kv_format, max(payload, 0))
+
     def delete(self, part: BlockPart) -> None:
         """Remove a file; one that is not there is passed over."""
         try:
@@ -164,7 +169,11 @@ class SafetensorsCache:
             if self._used is None:
                 self._used = tree_size(self._blocks, skip=self._token)
             blocks = self._used
-        return blocks + tree_size(self._directory, skip=self._blocks.name)
+        return blocks + self.other_bytes()
+
+    def other_bytes(self) -> int:
+        """Bytes of what is in the directory and no block; counted anew each time."""
+        return tree_size(self._directory, skip=self._blocks.name)
 
     # -- places ---------------------------------------------------------------------------------
 
