@@ -279,6 +279,13 @@ class AgentCacheStore:
         with self.lock:
             return sum(self._files.drop(part) for part in parts if not part.node.num_leases)
 
+    def lose_files(self, parts: Iterable[WantedPart]) -> None:
+        """Forget files that turned out to be gone or bad; those that are being read tell later."""
+        with self.lock:
+            lost = [w for w in parts if w.kind in w.node.files and not w.node.num_leases]
+            self.counters.corrupt += len(lost)
+            self.drop_files(lost)
+
     def drop_payloads(self, parts: Iterable[WantedPart]) -> int:
         """Drop parts from memory that are not in use; returns how many went."""
         with self.lock:

@@ -234,7 +234,7 @@ class Housekeeping:
             unknown = [part for part in unknown if not self._is_known(part)]
             self._store.restore_index(unknown)
             nodes = [(self._store.index.get(name), kind) for name, kind in unseen]
-            self._store.drop_files([WantedPart(node, kind) for node, kind in nodes if node])
+            self._store.lose_files([WantedPart(node, kind) for node, kind in nodes if node])
         self._disk.change(*(PutPart(part) for part in unknown), MarkIndexWhole())
 
     def tick(self) -> None:

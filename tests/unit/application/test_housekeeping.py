@@ -230,6 +230,7 @@ def test_files_without_rows_and_rows_without_files_are_reconciled(make_rig: Make
     rig.flush()
     assert set(rig.ledger.parts) == {lost.key}
     assert rig.ledger.is_index_whole
+    assert rig.store.counters.corrupt == 1
     assert rig.recall(list(range(9)))[0] == 4
 
 
