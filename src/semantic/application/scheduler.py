@@ -35,7 +35,7 @@ class EngineLimits:
         max_batch_size: Sequences that run at once.
         prefill_step_size: The most prompt tokens in a step.
         target_step_ms: While someone decodes, prompts get about as many tokens as fit this time.
-            None is ten times what a step without prompts takes: the prompt then takes little
+            None is twelve times what a step without prompts takes: the prompt then takes little
             longer than alone, whatever the device.
         batch_window_ms: How long an idle engine waits for company after a first request.
         max_queue: Requests that may wait.
@@ -63,7 +63,7 @@ class ChunkBudget:
 
     BLOCK = 32
     MIN_TOKENS = 16
-    PATIENCE = 10
+    PATIENCE = 12
 
     def __init__(self) -> None:
         self._ms_per_token: float | None = None

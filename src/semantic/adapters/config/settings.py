@@ -97,7 +97,7 @@ class Settings(BaseSettings):
     target_step_ms: float | None = Field(
         None,
         gt=0,
-        description="how long a step may take while others wait (default: 10 decode steps)",
+        description="how long a step may take while others wait (default: 12 decode steps)",
     )
     batch_window_ms: float = Field(
         5, ge=0, le=1000, description="an idle engine waits this for company"
