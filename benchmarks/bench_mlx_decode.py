@@ -173,8 +173,7 @@ def main() -> None:
     token_bytes = loaded.spec.bytes_per_token(bits=8 * itemsize)
     speed = bandwidth()
     tuned = make_model(options.shape)
-    if mlx_linears.is_worthwhile():  # as a model is loaded
-        mlx_linears.tune(tuned.model)
+    mlx_linears.tune(tuned.model)  # as a model is loaded
     backend = MlxBackend(tuned)
     print(f"{options.shape}: {weight_bytes / 1e9:.2f} GB of weights, {speed / 1e9:.0f} GB/s")
     print("| lengths | bare ms | served ms | ratio | GB a step | share of bandwidth |")

@@ -235,7 +235,7 @@ def test_tuned_layers_compute_the_same(
     mlx_model: GetModel, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """As on CUDA: layers with the same input are one, and a few rows have a kernel of ours."""
-    from semantic.adapters.outbound import mlx_cuda_linear, mlx_linears
+    from semantic.adapters.outbound import mlx_cuda, mlx_cuda_linear
 
     model = mlx_model(family)
     lengths = (5, 9, 30)
@@ -248,12 +248,8 @@ def test_tuned_layers_compute_the_same(
         taken.append(given.shape[0])
         return given @ weight.T
 
-    def tune(loaded: Any) -> None:
-        mlx_linears.join_linears(loaded)
-        mlx_linears.use_own_kernel(loaded)
-
-    monkeypatch.setattr(mlx_linears, "is_worthwhile", lambda: True)
-    monkeypatch.setattr(mlx_linears, "tune", tune)
+    monkeypatch.setattr(mlx_cuda, "is_in_use", lambda: True)
+    monkeypatch.setattr(mlx_cuda, "is_available", lambda: True)
     monkeypatch.setattr(mlx_cuda_linear, "can_multiply", lambda given, _: 1 < given.shape[0] <= 8)
     monkeypatch.setattr(mlx_cuda_linear, "multiply", multiply)
     backend = make_mlx(model)

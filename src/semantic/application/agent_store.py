@@ -282,9 +282,9 @@ class AgentCacheStore:
     def lose_files(self, parts: Iterable[WantedPart]) -> None:
         """Forget files that turned out to be gone or bad; those that are being read tell later."""
         with self.lock:
-            lost = [w for w in parts if w.kind in w.node.files and not w.node.num_leases]
-            self.counters.corrupt += len(lost)
-            self.drop_files(lost)
+            for wanted in parts:
+                if wanted.kind in wanted.node.files and not wanted.node.num_leases:
+                    self._files.lose(wanted)
 
     def drop_payloads(self, parts: Iterable[WantedPart]) -> int:
         """Drop parts from memory that are not in use; returns how many went."""

@@ -105,6 +105,11 @@ class FiledParts:
         self._index.prune(part.node)
         return filed.nbytes if filed is not None else 0
 
+    def lose(self, part: WantedPart) -> None:
+        """Forget a file that turned out to be gone or bad, and count it."""
+        self._counters.corrupt += 1
+        self.drop(part)
+
     def victims(
         self, nbytes: int, incoming: BlockPart, *, root: BlockName | None, slack: int
     ) -> list[BlockPart]:

@@ -69,7 +69,7 @@ class PartReads:
             disk: Reads the files; None if there are none.
             memory: Where parts come to.
             files: Told of those that are bad.
-            counters: Of parts read and found bad.
+            counters: Of parts read.
             lock: Guards all of these.
             on_free: Called within the lock when fewer count on a node.
         """
@@ -238,8 +238,7 @@ class PartReads:
             is_bad = isinstance(error, CacheCorruptionError)
             # Unless whoever waited for it was faster, and discarded it.
             if is_bad and wanted.node.files.get(wanted.kind) is reading.part:
-                self._counters.corrupt += 1
-                self._files.drop(wanted)
+                self._files.lose(wanted)
             return error
         self._counters.read += 1
         try:

@@ -9,11 +9,11 @@ from semantic.application.device_thread import DeviceThread, LoadedModel
 from semantic.application.frozen_dates import FrozenDates
 from semantic.application.generation import Job, monotonic
 from semantic.application.identity import Identities, Identity
-from semantic.application.rendering import Prompt, Renderer, require_whole_characters
+from semantic.application.rendering import Prompt, Renderer
 from semantic.application.replay import Replay, ReplayStore
 from semantic.application.thinking_budget import ThinkingBudget, ThinkingSpan
 from semantic.domain.agents import Agent, Principal
-from semantic.domain.chat import ChatRequest, RawPrompt
+from semantic.domain.chat import ChatRequest, RawPrompt, require_whole_characters
 from semantic.domain.errors import ContextLengthError, InvalidRequestError, QuotaExceededError
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
 from semantic.domain.spec import LayerKind, ModelCacheSpec

@@ -15,8 +15,7 @@ from semantic.application.replay import Replay
 from semantic.application.replaying import Places, Replayer, head_digest
 from semantic.application.special_text import SpecialText
 from semantic.application.template_traits import lost_generation_prompt, probe
-from semantic.domain.chat import ChatRequest, Message, Role
-from semantic.domain.errors import InvalidRequestError
+from semantic.domain.chat import ChatRequest, Message, Role, require_whole_characters
 from semantic.ports.outbound import TokenizerPort
 
 # First messages that white space before them merges with in different ways, if at all.
@@ -135,15 +134,3 @@ class Renderer:
         walk = self._walk(text)
         walk.advance(len(text))
         return walk.tokens
-
-
-def require_whole_characters(text: str, *, param: str) -> None:
-    """JSON can spell half a surrogate pair; UTF-8, and so every tokenizer, cannot.
-
-    Raises:
-        InvalidRequestError: the text holds one; names `param`.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError("the text holds half a surrogate pair.", param=param) from error

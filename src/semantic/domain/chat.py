@@ -15,6 +15,18 @@ JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, J
 JsonObject: TypeAlias = dict[str, "JsonValue"]
 
 
+def require_whole_characters(text: str, *, param: str) -> None:
+    """JSON can spell half a surrogate pair; UTF-8, and so every tokenizer, cannot.
+
+    Raises:
+        InvalidRequestError: the text holds one; names `param`.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError("the text holds half a surrogate pair.", param=param) from error
+
+
 class Role(enum.Enum):
     """Who speaks. `SYSTEM` may stand anywhere in a conversation."""
 

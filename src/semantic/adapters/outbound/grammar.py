@@ -15,7 +15,14 @@ from semantic.adapters.outbound.grammar_planner import Closing, Planner
 from semantic.adapters.outbound.grammar_text import exits, shape_grammar, tool_names
 from semantic.adapters.outbound.grammar_vocabulary import Vocabulary
 from semantic.adapters.outbound.schema_faults import schema_fault
-from semantic.domain.chat import ChoiceFormat, JsonFormat, JsonObject, RegexFormat, ToolMode
+from semantic.domain.chat import (
+    ChoiceFormat,
+    JsonFormat,
+    JsonObject,
+    RegexFormat,
+    ToolMode,
+    require_whole_characters,
+)
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.reply_format import ReplyShape
 from semantic.ports.outbound import TokenConstraint, TokenizerPort
@@ -113,11 +120,11 @@ class LLGuidanceGrammar:
 def _check_shape(shape: ReplyShape) -> None:
     match shape.output:
         case RegexFormat(pattern):
-            _require_whole_characters(pattern)
+            require_whole_characters(pattern, param="response_format")
         case ChoiceFormat(choices):
             if not choices:
                 raise InvalidRequestError("it needs at least one choice.", param="response_format")
-            _require_whole_characters("\n".join(choices))
+            require_whole_characters("\n".join(choices), param="response_format")
     if not shape.must_call or shape.offered:
         return
     if shape.tool_choice.mode is ToolMode.NAMED:
@@ -127,16 +134,6 @@ def _check_shape(shape: ReplyShape) -> None:
             param="tool_choice",
         )
     raise InvalidRequestError("tool_choice requires a tool, but none is offered.", param="tools")
-
-
-def _require_whole_characters(text: str) -> None:
-    """JSON can spell half a surrogate pair; no token can."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            "the text holds half a surrogate pair.", param="response_format"
-        ) from error
 
 
 def _schemas(shape: ReplyShape) -> list[JsonObject]:

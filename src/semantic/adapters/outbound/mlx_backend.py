@@ -14,7 +14,7 @@ from typing import Self
 
 import mlx.core as mx
 
-from semantic.adapters.outbound import mlx_loading, mlx_payloads
+from semantic.adapters.outbound import mlx_cuda, mlx_loading, mlx_payloads
 from semantic.adapters.outbound.mlx_groups import MlxSequence
 from semantic.adapters.outbound.mlx_layout import capacity_for, why_unlike
 from semantic.adapters.outbound.mlx_loading import LoadedMlx, MlxOptions
@@ -69,8 +69,9 @@ class MlxBackend:
             raise mlx_loading.refusal(spec, reason)
         kept = next((p for p in layout.parts if p.kind is not LayerKind.STATE), layout.parts[0])
         dtype = str(kept.dtypes[0]).removeprefix("mlx.core.")
-        is_unified = not mx.cuda.is_available() or mx.default_device() == mx.Device(mx.cpu)
-        self._traits = Traits(1, is_unified, f"mlx.v1.{dtype}", kept.dtypes[0].size * 8)
+        self._traits = Traits(
+            1, not mlx_cuda.is_in_use(), f"mlx.v1.{dtype}", kept.dtypes[0].size * 8
+        )
         self._sequences: dict[SequenceId, MlxSequence] = {}
         self._num_steps = 0
 

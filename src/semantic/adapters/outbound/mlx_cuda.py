@@ -1,4 +1,4 @@
-"""What our kernels for MLX's CUDA build have in common."""
+"""MLX's CUDA build: whether it is in use, and what our kernels for it have in common."""
 
 import functools
 
@@ -30,10 +30,14 @@ __device__ inline void multiply(
 """
 
 
+def is_in_use() -> bool:
+    """Whether MLX computes on a CUDA device."""
+    return bool(mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu))
+
+
 def is_available() -> bool:
     """Whether the device runs the kernels."""
-    is_cuda = mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu)
-    return is_cuda and _generation() >= _AMPERE
+    return is_in_use() and _generation() >= _AMPERE
 
 
 @functools.cache

@@ -58,14 +58,10 @@ class LinearPart:
         return self._joined.whole.weight[start:end]
 
 
-def is_worthwhile() -> bool:
-    """Whether the device is one where this was seen to pay."""
-    return bool(mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu))
-
-
 def tune(model: Any) -> None:
-    """Join what can be joined, and take our own kernel where the device runs it."""
-    join_linears(model)
+    """On CUDA, where it was seen to pay, join what can be joined and take our own kernel."""
+    if mlx_cuda.is_in_use():
+        join_linears(model)
     if mlx_cuda.is_available():
         use_own_kernel(model)
 

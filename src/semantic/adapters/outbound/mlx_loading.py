@@ -77,8 +77,7 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> LoadedMl
             directory, lazy=True, model_config=config_in_its_words(config, spec)
         )
         _convert(model, options.dtype)
-        if mlx_linears.is_worthwhile():
-            mlx_linears.tune(model)
+        mlx_linears.tune(model)
         mx.eval(model.parameters())
         model.eval()
         spec, make_caches = _agree(model, spec)
