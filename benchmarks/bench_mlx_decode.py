@@ -19,7 +19,7 @@ from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, SequenceId, Step
 mlx_runtime.prepare()
 import mlx.core as mx  # noqa: E402 - after the BLAS it is to use
 
-from semantic.adapters.outbound import mlx_linears  # noqa: E402
+from semantic.adapters.outbound import mlx_tuning  # noqa: E402
 from semantic.adapters.outbound.mlx_backend import MlxBackend  # noqa: E402
 from semantic.adapters.outbound.mlx_loading import LoadedMlx, choose_device  # noqa: E402
 
@@ -173,7 +173,7 @@ def main() -> None:
     token_bytes = loaded.spec.bytes_per_token(bits=8 * itemsize)
     speed = bandwidth()
     tuned = make_model(options.shape)
-    mlx_linears.tune(tuned.model)  # as a model is loaded
+    mlx_tuning.tune(tuned.model)  # as a model is loaded
     backend = MlxBackend(tuned)
     print(f"{options.shape}: {weight_bytes / 1e9:.2f} GB of weights, {speed / 1e9:.0f} GB/s")
     print("| lengths | bare ms | served ms | ratio | GB a step | share of bandwidth |")

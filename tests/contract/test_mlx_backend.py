@@ -22,12 +22,14 @@ from tests.contract.conftest import make_mlx, require_mlx
 from tests.contract.driver import GREEDY, Run, begin, finish, prompt, restored, sampled, step
 from tests.contract.mlx_models import ALL_FAMILIES, MLX_FAMILIES
 from tests.contract.models import SIZES, WINDOW, TinyModel, write_model
+from tests.contract.plain_kernels import PlainKernels
 
 pytestmark = pytest.mark.contract
 
 GetModel = Callable[[str], TinyModel]
 WARM = SamplingParams(temperature=0.9, seed=3)
 PENALISED = SamplingParams(temperature=0, seed=0, repetition_penalty=1.8)
+WHOLE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # that our CUDA kernels run
 
 
 @pytest.fixture(autouse=True)
@@ -141,43 +143,22 @@ def test_growing_through_every_size(llama: ModelBackendPort) -> None:
     assert [run.reply for run in runs] == expected
 
 
-def _attend_by_plan(queries: Any, groups: Any, plan: Any, scale: float) -> Any:
-    """What our CUDA kernel computes, by the same plan."""
-    import mlx.core as mx
-
-    from semantic.adapters.outbound.mlx_cuda_attention import MAX_GROUPS
-
-    chunks, firsts = plan.chunks.tolist(), plan.firsts.tolist()
-    rows = []
-    for first, after in itertools.pairwise(firsts):
-        row, start, size, where = chunks[after - 1]
-        place, group = divmod(where, MAX_GROUPS)
-        assert chunks[first][1] == 0
-        cut = (a[place : place + 1, :, : start + size] for a in groups[group])
-        asked = queries[row : row + 1]
-        rows.append(mx.fast.scaled_dot_product_attention(asked, *cut, scale=scale))
-    return mx.concatenate(rows)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_rows_attend_together_where_the_kernel_runs(
     mlx_model: GetModel, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """More groups than the kernel takes at once, some with rows of unlike length."""
-    from semantic.adapters.outbound import mlx_cuda, mlx_cuda_attention
-
     lengths = (3, 9, 300, 305, 600, 800, 1100, 1300)
     plain = make_mlx(mlx_model(family))
     expected = [begin(plain, n, prompt(n, seed=n)).finish(4) for n in lengths]
     plain.shutdown()
-    monkeypatch.setattr(mlx_cuda, "is_available", lambda: True)
-    monkeypatch.setattr(mlx_cuda_attention, "can_attend", lambda *_: True)
-    monkeypatch.setattr(mlx_cuda_attention, "attend", _attend_by_plan)
+    kernels = PlainKernels(monkeypatch)
     backend: Any = make_mlx(mlx_model(family))
     assert backend._runner.batching.value == "all rows"
     runs = [begin(backend, n, prompt(n, seed=n)) for n in lengths]
     finish(runs, 4)
     assert [run.reply for run in runs] == expected
+    assert kernels.calls["attend"]
     backend.shutdown()
 
 
@@ -234,29 +215,20 @@ def test_bfloat16_is_restored_exactly(mlx_model: GetModel) -> None:
 def test_tuned_layers_compute_the_same(
     mlx_model: GetModel, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """As on CUDA: layers with the same input are one, and a few rows have a kernel of ours."""
-    from semantic.adapters.outbound import mlx_cuda, mlx_cuda_linear
-
+    """As on CUDA: layers with the same input are one, and a few rows have kernels of ours."""
     model = mlx_model(family)
     lengths = (5, 9, 30)
     plain = make_mlx(model)
     expected = [begin(plain, n, prompt(n, seed=n)).finish(4) for n in lengths]
     plain.shutdown()
-    taken: list[int] = []
-
-    def multiply(given: Any, weight: Any) -> Any:
-        taken.append(given.shape[0])
-        return given @ weight.T
-
-    monkeypatch.setattr(mlx_cuda, "is_in_use", lambda: True)
-    monkeypatch.setattr(mlx_cuda, "is_available", lambda: True)
-    monkeypatch.setattr(mlx_cuda_linear, "can_multiply", lambda given, _: 1 < given.shape[0] <= 8)
-    monkeypatch.setattr(mlx_cuda_linear, "multiply", multiply)
+    kernels = PlainKernels(monkeypatch)
     backend = make_mlx(model)
     runs = [begin(backend, n, prompt(n, seed=n)) for n in lengths]
     finish(runs, 4)
     assert [run.reply for run in runs] == expected
-    assert 3 in taken
+    assert kernels.calls["multiply"]
+    # Whole layers are ours where they are known.
+    assert bool(kernels.calls["split_heads"]) == (family in WHOLE_LAYERS)
     backend.shutdown()
 
 

@@ -46,3 +46,44 @@ def test_each_row_is_multiplied(dtype: Any, num_rows: int, shape: tuple[int, int
     out = mlx_cuda_linear.multiply(given, weight)
     expected = given.astype(mx.float32) @ weight.astype(mx.float32).T
     assert mx.allclose(out.astype(mx.float32), expected, atol=3e-2).item()
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+@pytest.mark.parametrize("shape", [(16, 32), (34, 576), (200, 4096)])
+@pytest.mark.parametrize("added", [None, "bias", "rows"])
+@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_what_comes_before_and_after_is_done_on_the_way(
+    dtype: Any,
+    num_rows: int,
+    shape: tuple[int, int],
+    added: str | None,
+    is_normed: bool,
+    is_gated: bool,
+) -> None:
+    if not mlx_cuda.is_available():
+        pytest.skip("no GPU for the kernel")
+    num_outputs = shape[0] // 2 if is_gated else shape[0]
+    given = (3 * mx.random.normal((num_rows, 1, shape[1]))).astype(dtype)
+    weight = (mx.random.normal(shape) * shape[1] ** -0.5).astype(dtype)
+    factors = mx.random.normal((shape[1],)).astype(dtype)
+    rows = mx.random.normal((num_outputs,) if added == "bias" else (num_rows, 1, num_outputs))
+    norm = mlx_cuda_linear.Norm(factors, 1e-5) if is_normed else None
+    out = mlx_cuda_linear.multiply(
+        given,
+        weight,
+        norm=norm,
+        added=None if added is None else rows.astype(dtype),
+        is_gated=is_gated,
+    )
+    wide = given.astype(mx.float32)
+    if is_normed:
+        wide = mx.fast.rms_norm(wide, factors.astype(mx.float32), 1e-5)
+    expected = wide @ weight.astype(mx.float32).T
+    if is_gated:
+        gate, passed = mx.split(expected, 2, axis=-1)
+        expected = gate * mx.sigmoid(gate) * passed
+    expected = expected if added is None else expected + rows
+    assert out.shape == expected.shape
+    assert mx.allclose(out.astype(mx.float32), expected, rtol=2e-2, atol=6e-2).item()

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from semantic.adapters.outbound import mlx_cuda, mlx_cuda_attention
+from semantic.adapters.outbound import mlx_cuda, mlx_cuda_attention, mlx_cuda_rope
 from semantic.adapters.outbound.mlx_cuda_attention import MAX_GROUPS, Plan
 from semantic.adapters.outbound.mlx_groups import Group
 from semantic.adapters.outbound.mlx_layout import Array, Layout, Part, library
@@ -98,13 +98,17 @@ class Shared:
     """What all views of a step have in common.
 
     Attributes:
-        offset: The new token's position, by row where they differ.
+        positions: Of the new token, by row.
+        offset: The same, one number where all are equal.
         plans: By window, number of key heads and first group.
+        angles: By the module that turns by them.
     """
 
     steps: Sequence[GroupStep]
+    positions: Array
     offset: Any
     plans: dict[tuple[int, int, int], Plan] = field(default_factory=dict)
+    angles: dict[int, Array] = field(default_factory=dict)
 
 
 class AttentionView:
@@ -125,8 +129,40 @@ class AttentionView:
         """Whether the model passed on the mask it was given, and there is one."""
         return mask is not None and mask is self.make_mask()
 
-    def plan(self, steps: slice, num_key_heads: int) -> Plan:
-        """How our own kernel goes about some of the groups."""
+    def angles(self, rope: Any, dim: int) -> Array:
+        """By which a library's module turns heads at the rows' positions, computed once a step."""
+        angles = self._shared.angles
+        if id(rope) not in angles:
+            angles[id(rope)] = mlx_cuda_rope.angles_at(rope, self._shared.positions, dim)
+        return angles[id(rope)]
+
+    def update_and_fetch(self, keys: Array, values: Array) -> tuple[Any, Any]:
+        """Keep the new token's keys and values and return all there are."""
+        groups = self.keep(keys, values)
+        if len(groups) == 1:
+            return groups[0]
+        all_keys, all_values = zip(*groups, strict=True)
+        return Groups(self.steps, all_keys), Groups(self.steps, all_values)
+
+    def keep(self, keys: Array, values: Array) -> list[tuple[Array, Array]]:
+        """Keep the new token's keys and values and return all there are, by group."""
+        if len(self.steps) == 1:
+            return [self._write(self.steps[0], keys, values)]
+        return [self._write(s, keys[s.place], values[s.place]) for s in self.steps]
+
+    def attend(self, queries: Array, groups: Sequence[tuple[Array, Array]], scale: float) -> Array:
+        """One query a row by our own kernel, all groups together."""
+        outputs = []
+        for first in range(0, len(groups), MAX_GROUPS):
+            some = slice(first, first + MAX_GROUPS)
+            steps = self.steps[some]
+            rows = slice(steps[0].place.start, steps[-1].place.stop)
+            asked = queries if len(steps) == len(groups) else queries[rows]
+            plan = self._plan(some, groups[0][0].shape[1])
+            outputs.append(mlx_cuda_attention.attend(asked, groups[some], plan, scale))
+        return _joined(outputs)
+
+    def _plan(self, steps: slice, num_key_heads: int) -> Plan:
         plans = self._shared.plans
         key = (self.part.window, num_key_heads, steps.start)
         if key not in plans:
@@ -134,18 +170,9 @@ class AttentionView:
             plans[key] = mlx_cuda_attention.make_plan(lengths, num_key_heads)
         return plans[key]
 
-    def update_and_fetch(self, keys: Array, values: Array) -> tuple[Any, Any]:
-        """Keep the new token's keys and values and return all there are."""
-        if len(self.steps) == 1:
-            (step,) = self.steps
-            all_keys, all_values = self._write(step, keys, values)
-            return all_keys, all_values
-        fetched = [self._write(s, keys[s.place], values[s.place]) for s in self.steps]
-        all_keys, all_values = zip(*fetched, strict=True)
-        return Groups(self.steps, all_keys), Groups(self.steps, all_values)
-
-    def _write(self, step: GroupStep, keys: Array, values: Array) -> list[Array]:
-        return step.write(self.part, step.group.arrays[self._place], (keys, values))
+    def _write(self, step: GroupStep, keys: Array, values: Array) -> tuple[Array, Array]:
+        written = step.write(self.part, step.group.arrays[self._place], (keys, values))
+        return written[0], written[1]
 
 
 class StateView:
@@ -181,8 +208,8 @@ class StateView:
 def views(layout: Layout, caches: Sequence[Any], steps: Sequence[GroupStep]) -> list[Any]:
     """One view for each of the model's caches, nested as the library nests them."""
     positions = [position for step in steps for position in step.positions]
-    offset = positions[0] if len(set(positions)) == 1 else mx.array(positions)
-    shared = Shared(steps, offset)
+    array = mx.array(positions)
+    shared = Shared(steps, array, positions[0] if len(set(positions)) == 1 else array)
     flat: list[Any] = []
     for place, part in enumerate(layout.parts):
         if part.kind is LayerKind.STATE:
@@ -240,27 +267,13 @@ def _attend(
         and mlx_cuda.is_available()
         and mlx_cuda_attention.can_attend(queries, *groups[0])
     ):
-        return _attend_together(view, queries, groups, scale)
+        return view.attend(queries, groups, scale)
     return _joined(
         [
             _attend_group(step, view.part, (queries[step.place], *group), scale, sinks)
             for step, group in zip(view.steps, groups, strict=True)
         ]
     )
-
-
-def _attend_together(
-    view: AttentionView, queries: Array, groups: Sequence[tuple[Array, Array]], scale: float
-) -> Array:
-    outputs = []
-    for first in range(0, len(groups), MAX_GROUPS):
-        some = slice(first, first + MAX_GROUPS)
-        steps = view.steps[some]
-        rows = slice(steps[0].place.start, steps[-1].place.stop)
-        asked = queries if len(steps) == len(groups) else queries[rows]
-        plan = view.plan(some, groups[0][0].shape[1])
-        outputs.append(mlx_cuda_attention.attend(asked, groups[some], plan, scale))
-    return _joined(outputs)
 
 
 def _attend_group(

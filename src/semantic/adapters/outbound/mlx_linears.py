@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from semantic.adapters.outbound import mlx_cuda, mlx_cuda_linear
+from semantic.adapters.outbound import mlx_cuda_linear
 from semantic.adapters.outbound.mlx_layout import Array
 from semantic.adapters.outbound.mlx_runtime import import_library
 
@@ -52,18 +52,15 @@ class LinearPart:
         return self._joined.output(self._index, given)
 
     @property
+    def whole(self) -> Any:
+        """The joined layer."""
+        return self._joined.whole
+
+    @property
     def weight(self) -> Array:
         """The layer's rows of the joined weights."""
         start, end = [0, *self._joined.ends][self._index : self._index + 2]
         return self._joined.whole.weight[start:end]
-
-
-def tune(model: Any) -> None:
-    """On CUDA, where it was seen to pay, join what can be joined and take our own kernel."""
-    if mlx_cuda.is_in_use():
-        join_linears(model)
-    if mlx_cuda.is_available():
-        use_own_kernel(model)
 
 
 def use_own_kernel(model: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from semantic.adapters.outbound import mlx_linears
+from semantic.adapters.outbound import mlx_tuning
 from semantic.adapters.outbound.mlx_layout import leaves, library
 from semantic.adapters.outbound.mlx_runtime import import_library
 from semantic.domain.errors import InvalidRequestError
@@ -77,7 +77,7 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> LoadedMl
             directory, lazy=True, model_config=config_in_its_words(config, spec)
         )
         _convert(model, options.dtype)
-        mlx_linears.tune(model)
+        mlx_tuning.tune(model)
         mx.eval(model.parameters())
         model.eval()
         spec, make_caches = _agree(model, spec)
