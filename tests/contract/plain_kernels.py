@@ -1,6 +1,5 @@
 """What our CUDA kernels compute, by plain operations, for machines that cannot run them."""
 
-import itertools
 from collections import Counter
 from typing import Any
 
@@ -19,7 +18,6 @@ class PlainKernels:
             mlx_cuda,
             mlx_cuda_attention,
             mlx_cuda_linear,
-            mlx_cuda_rope,
         )
 
         self.calls: Counter[str] = Counter()
@@ -30,7 +28,7 @@ class PlainKernels:
             (mlx_cuda_attention, "attend", self._attend),
             (mlx_cuda_linear, "can_multiply", lambda given, _: 1 < given.shape[0] <= 8),
             (mlx_cuda_linear, "multiply", self._multiply),
-            (mlx_cuda_rope, "split_heads", self._split_heads),
+            (mlx_cuda_attention, "keep_and_attend", self._keep_and_attend),
         ):
             monkeypatch.setattr(module, name, value)
 
@@ -40,12 +38,9 @@ class PlainKernels:
         from semantic.adapters.outbound.mlx_cuda_attention import MAX_GROUPS
 
         self.calls["attend"] += 1
-        chunks, firsts = plan.chunks.tolist(), plan.firsts.tolist()
         rows = []
-        for first, after in itertools.pairwise(firsts):
-            row, start, size, where = chunks[after - 1]
+        for (row, start, size, where), _ in _last_chunks(plan):
             place, group = divmod(where, MAX_GROUPS)
-            assert chunks[first][1] == 0
             cut = (a[place : place + 1, :, : start + size] for a in groups[group])
             asked = queries[row : row + 1]
             rows.append(mx.fast.scaled_dot_product_attention(asked, *cut, scale=scale))
@@ -72,20 +67,35 @@ class PlainKernels:
             out = nn.silu(gate) * passed
         return out if added is None else out + added
 
-    def _split_heads(
-        self, given: Any, angles: Any, num_heads: int, num_key_heads: int, norms: Any = None
+    def _keep_and_attend(
+        self, heads: Any, angles: Any, norms: Any, groups: Any, plan: Any, scale: float
     ) -> Any:
         import mlx.core as mx
 
+        from semantic.adapters.outbound.mlx_cuda_attention import MAX_GROUPS
         from semantic.adapters.outbound.mlx_cuda_rope import turned_by
 
-        self.calls["split_heads"] += 1
-        num_rows, dim = angles.shape
-        heads = given.reshape(num_rows, -1, 1, dim)
+        self.calls["keep_and_attend"] += 1
+        num_key_heads = groups[0][0].shape[1]
+        num_heads = heads.shape[1] - 2 * num_key_heads
         queries, keys, values = mx.split(heads, [num_heads, num_heads + num_key_heads], axis=1)
         if norms is not None:
             queries, keys = (
                 mx.fast.rms_norm(array, norm.factors, norm.eps)
-                for array, norm in zip((queries, keys), norms, strict=True)
+                for array, norm in ((queries, norms.queries), (keys, norms.keys))
             )
-        return turned_by(angles, queries), turned_by(angles, keys), values
+        queries, keys = turned_by(angles, queries), turned_by(angles, keys)
+        for (row, start, size, where), slot in _last_chunks(plan):
+            assert 0 <= slot < start + size
+            place, group = divmod(where, MAX_GROUPS)
+            for array, new in zip(groups[group], (keys, values), strict=True):
+                array[place : place + 1, :, slot : slot + 1] = new[row : row + 1]
+        return self._attend(queries, groups, plan, scale)
+
+
+def _last_chunks(plan: Any) -> list[tuple[list[int], int]]:
+    """The last chunk of each row, and its new token's place."""
+    chunks, firsts = plan.chunks.tolist(), plan.firsts.tolist()
+    return [
+        (chunks[end - 1], slot) for end, slot in zip(firsts[1:], plan.slots.tolist(), strict=True)
+    ]

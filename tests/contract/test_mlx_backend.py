@@ -228,7 +228,7 @@ def test_tuned_layers_compute_the_same(
     assert [run.reply for run in runs] == expected
     assert kernels.calls["multiply"]
     # Whole layers are ours where they are known.
-    assert bool(kernels.calls["split_heads"]) == (family in WHOLE_LAYERS)
+    assert bool(kernels.calls["keep_and_attend"]) == (family in WHOLE_LAYERS)
     backend.shutdown()
 
 

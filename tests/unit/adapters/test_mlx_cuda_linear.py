@@ -49,8 +49,7 @@ def test_each_row_is_multiplied(dtype: Any, num_rows: int, shape: tuple[int, int
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-@pytest.mark.parametrize("num_rows", [1, 3, 8])
-@pytest.mark.parametrize("shape", [(16, 32), (34, 576), (200, 4096)])
+@pytest.mark.parametrize("num_rows,shape", [(1, (16, 32)), (3, (34, 576)), (8, (200, 4096))])
 @pytest.mark.parametrize("added", [None, "bias", "rows"])
 @pytest.mark.parametrize("is_normed", [False, True])
 @pytest.mark.parametrize("is_gated", [False, True])

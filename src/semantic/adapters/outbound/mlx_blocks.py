@@ -1,7 +1,7 @@
 """Whole layers of a transformer for a few rows, as they are fastest on MLX's CUDA build.
 
 A decode step there waits for the host, which pays for every operation. The library's code of one
-layer is some thirty of them; the same by our own kernels is nine. It stands in for layers that are
+layer is some thirty of them; the same by our own kernels is six. It stands in for layers that are
 known to compute just that, and only for one token each of a few rows: all else, prompts included,
 runs through the library's code.
 """
@@ -55,10 +55,10 @@ def run_layer(weights: LayerWeights, given: Array, view: AttentionView) -> Array
     """One layer of one token each of some rows ``[rows, 1, hidden]``."""
     w, multiply = weights, mlx_cuda_linear.multiply
     heads = multiply(given, w.heads, norm=w.first_norm, added=w.heads_bias)
-    queries, keys, values = mlx_cuda_rope.split_heads(
-        heads, view.angles(w.rope, w.dim), w.num_heads, w.num_key_heads, w.head_norms
+    angles = view.angles(w.rope, w.dim)
+    attended = view.keep_and_attend(
+        heads.reshape(given.shape[0], -1, 1, w.dim), angles, w.head_norms, w.scale
     )
-    attended = view.attend(queries, view.keep(keys, values), w.scale)
     hidden = multiply(attended.reshape(given.shape[0], 1, -1), w.attended, added=given)
     inner = multiply(hidden, w.inner, norm=w.second_norm, is_gated=True)
     return multiply(inner, w.outer, added=hidden)

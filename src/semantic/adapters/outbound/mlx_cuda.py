@@ -1,6 +1,9 @@
 """MLX's CUDA build: whether it is in use, and what our kernels for it have in common."""
 
 import functools
+import hashlib
+from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -43,3 +46,27 @@ def is_available() -> bool:
 @functools.cache
 def _generation() -> int:
     return int(mx.device_info().get("compute_capability_major", 0))
+
+
+def make_kernel(
+    name: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    source: str,
+    header: str = "",
+    *,
+    ensure_row_contiguous: bool = True,
+) -> Any:
+    """A kernel that is compiled when it is first called.
+
+    MLX keeps what it compiled by name alone, on disk too, so the name must tell sources apart.
+    """
+    told = "\n".join([header, source, *inputs, *outputs]).encode()
+    return mx.fast.cuda_kernel(
+        f"{name}_{hashlib.sha256(told).hexdigest()[:12]}",
+        list(inputs),
+        list(outputs),
+        source,
+        header=header,
+        ensure_row_contiguous=ensure_row_contiguous,
+    )

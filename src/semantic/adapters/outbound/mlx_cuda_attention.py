@@ -15,10 +15,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from semantic.adapters.outbound.mlx_cuda import HEADER
+from semantic.adapters.outbound.mlx_cuda import HEADER, make_kernel
+from semantic.adapters.outbound.mlx_cuda_rope import PREPARE, HeadNorms
 from semantic.adapters.outbound.mlx_layout import Array
 
-MAX_GROUPS = 4  # arrays the kernel is compiled for; absent ones are the first one's again
+MAX_GROUPS = 4  # whose arrays a kernel takes
 
 _THREADS = 128
 _TILE = 16  # tokens that a warp attends over at once
@@ -56,13 +57,14 @@ _CHUNKS = """
     ARRAYS
     key += start * key_step;
     value += start * value_step;
-    const float factor = *scale * 1.44269504f;  // for exponents of two
+    constexpr float FACTOR = SCALE * 1.44269504f;  // for exponents of two
 
     uint4 query[PIECES];
     const T* asked = queries + row * queries_strides[0]
         + (head * SHARED + g) * queries_strides[1] + c * 8;
 #pragma unroll
     for (int p = 0; p < PIECES; p++) query[p] = load(asked + p * 32, g < SHARED);
+    PREPARE
 
     float top = LEAST, total = 0, mix[BLOCKS][4][4] = {};
     for (int base = warp * TILE; base < size; base += WARPS * TILE) {
@@ -94,7 +96,7 @@ _CHUNKS = """
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const bool is_there = base + t * 8 + 2 * c + i < size;
-                score[t][i] = is_there ? score[t][i] * factor : LEAST;
+                score[t][i] = is_there ? score[t][i] * FACTOR : LEAST;
                 most = fmaxf(most, score[t][i]);
             }
         }
@@ -221,14 +223,22 @@ class Plan:
     Attributes:
         chunks: By block its row, the first token, how many, and the row's place and group.
         firsts: The first block of each row, and one past the last.
+        slots: Where each row's new token is kept.
     """
 
     chunks: Array
     firsts: Array
+    slots: Array
 
 
-def make_plan(lengths: Sequence[Sequence[int]], num_key_heads: int) -> Plan:
-    """Plan a step over groups of rows, given how many tokens each row looks at: at least one."""
+def make_plan(lengths: Sequence[Sequence[int]], slots: Sequence[int], num_key_heads: int) -> Plan:
+    """Plan a step over groups of rows.
+
+    Args:
+        lengths: How many tokens each row of each group looks at: at least one.
+        slots: Which of them is the new one, by row.
+        num_key_heads: Of the arrays.
+    """
     most = _most_tokens([length for rows in lengths for length in rows], num_key_heads)
     chunks: list[tuple[int, int, int, int]] = []
     firsts = [0]
@@ -242,7 +252,7 @@ def make_plan(lengths: Sequence[Sequence[int]], num_key_heads: int) -> Plan:
                 for start in range(0, length, size)
             ]
             firsts.append(len(chunks))
-    return Plan(mx.array(chunks, mx.int32), mx.array(firsts, mx.int32))
+    return Plan(*(mx.array(numbers, mx.int32) for numbers in (chunks, firsts, slots)))
 
 
 def can_attend(queries: Array, keys: Array, values: Array) -> bool:
@@ -269,14 +279,50 @@ def attend(
         plan: Of these groups.
         scale: Of the scores.
     """
-    num_rows, num_heads, _, dim = queries.shape
-    num_key_heads = groups[0][0].shape[1]
-    padded = [*groups, *[groups[0]] * (MAX_GROUPS - len(groups))]
-    chunks, join = _kernels()
+    kernel = _chunks_kernel(len(groups), scale)
+    return _run(kernel, queries, queries.shape[1], groups, plan, [])
+
+
+def keep_and_attend(
+    heads: Array,
+    angles: Array,
+    norms: HeadNorms | None,
+    groups: Sequence[tuple[Array, Array]],
+    plan: Plan,
+    scale: float,
+) -> Array:
+    """Put each row's new key and value in its place, then attend with its query.
+
+    The groups' arrays are written to: nothing else may share their memory.
+
+    Args:
+        heads: Queries, keys and values ``[rows, all heads, 1, dim]``, not yet normed or turned.
+        angles: By which to turn, by row.
+        norms: Of queries and keys.
+        groups: Keys and values ``[rows, key heads, tokens, dim]``, at most `MAX_GROUPS`.
+        plan: Of these groups, with the new tokens' places.
+        scale: Of the scores.
+    """
+    num_heads = heads.shape[1] - 2 * groups[0][0].shape[1]
+    eps = None if norms is None else norms.queries.eps
+    factors = [] if norms is None else [norms.queries.factors, norms.keys.factors]
+    kernel = _keeping_kernel(len(groups), scale, eps)
+    return _run(kernel, heads, num_heads, groups, plan, [angles, plan.slots, *factors])
+
+
+def _run(
+    kernel: Any,
+    queries: Array,
+    num_heads: int,
+    groups: Sequence[tuple[Array, Array]],
+    plan: Plan,
+    more: Sequence[Array],
+) -> Array:
+    num_rows, dim, num_key_heads = queries.shape[0], queries.shape[-1], groups[0][0].shape[1]
     num_chunks = plan.chunks.shape[0]
     shape = (num_chunks, num_heads)
-    mixes, tops, totals = chunks(
-        inputs=[queries, *itertools.chain(*padded), plan.chunks, _constant(scale)],
+    mixes, tops, totals = kernel(
+        inputs=[queries, *itertools.chain(*groups), plan.chunks, *more],
         template=[("T", queries.dtype), ("DIM", dim), ("SHARED", num_heads // num_key_heads)],
         grid=(num_chunks * _THREADS, num_key_heads, 1),
         threadgroup=(_THREADS, 1, 1),
@@ -284,7 +330,7 @@ def attend(
         output_dtypes=[mx.float32, mx.float32, mx.float32],
     )
     num_teams = 1024 // dim
-    (out,) = join(
+    (out,) = _join_kernel()(
         inputs=[mixes, tops, totals, plan.firsts],
         template=[("T", queries.dtype), ("DIM", dim)],
         grid=(dim, num_teams * num_heads, num_rows),
@@ -306,24 +352,38 @@ def _most_tokens(lengths: Sequence[int], num_key_heads: int) -> int:
 
 
 @functools.cache
-def _kernels() -> tuple[Any, Any]:
-    arrays = [f"{name}{n}" for n in range(MAX_GROUPS) for name in ("keys", "values")]
-    outputs = ["mixes", "tops", "totals"]
-    choice = "".join(_ARRAY.replace("N", str(n)) for n in range(MAX_GROUPS))
-    source = f"constexpr int MAX_GROUPS = {MAX_GROUPS};" + _CHUNKS.replace("ARRAYS", choice)
-    return (
-        mx.fast.cuda_kernel(
-            "attend_chunks",
-            ["queries", *arrays, "chunks", "scale"],
-            outputs,
-            source,
-            header=HEADER + _HELPERS,
-            ensure_row_contiguous=False,  # slices of keys and values must not be copied
-        ),
-        mx.fast.cuda_kernel("attend_join", [*outputs, "firsts"], ["out"], _JOIN),
+def _chunks_kernel(num_groups: int, scale: float) -> Any:
+    return _make_chunks_kernel("attend_chunks", num_groups, scale, [], "")
+
+
+@functools.cache
+def _keeping_kernel(num_groups: int, scale: float, eps: float | None) -> Any:
+    is_normed = eps is not None
+    factors = ["query_factors", "key_factors"]
+    constants = f"constexpr bool IS_NORMED = {int(is_normed)}; constexpr float EPS = {eps or 0:e}f;"
+    absent = "" if is_normed else "".join(f"const T* {name} = queries;" for name in factors)
+    more = ["angles", "slots", *(factors if is_normed else [])]
+    return _make_chunks_kernel(
+        "keep_and_attend_chunks", num_groups, scale, more, constants + absent + PREPARE
+    )
+
+
+def _make_chunks_kernel(
+    name: str, num_groups: int, scale: float, more: Sequence[str], prepare: str
+) -> Any:
+    arrays = [f"{name}{n}" for n in range(num_groups) for name in ("keys", "values")]
+    choice = "".join(_ARRAY.replace("N", str(n)) for n in range(num_groups))
+    source = _CHUNKS.replace("ARRAYS", choice).replace("PREPARE", prepare)
+    return make_kernel(
+        name,
+        ["queries", *arrays, "chunks", *more],
+        ["mixes", "tops", "totals"],
+        f"constexpr int MAX_GROUPS = {MAX_GROUPS}; constexpr float SCALE = {scale:.9e}f;{source}",
+        header=HEADER + _HELPERS,
+        ensure_row_contiguous=False,  # slices of keys and values must not be copied
     )
 
 
 @functools.cache
-def _constant(number: float) -> Array:
-    return mx.array([number], mx.float32)
+def _join_kernel() -> Any:
+    return make_kernel("attend_join", ["mixes", "tops", "totals", "firsts"], ["out"], _JOIN)

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from semantic.adapters.outbound.mlx_cuda import HEADER
+from semantic.adapters.outbound.mlx_cuda import HEADER, make_kernel
 from semantic.adapters.outbound.mlx_layout import Array
 
 MAX_ROWS = 8  # the columns of a tensor core's tile
@@ -30,12 +30,13 @@ _STEP = 32  # columns that a warp takes at once
 # squares are what tensor cores leave on the diagonal when they multiply the rows by themselves.
 # Of gated layers, the strip's first eight rows are gates and the others what they let through.
 _SOURCE = (
-    f"constexpr int HEIGHT = {_HEIGHT}, WARPS = {_WARPS}, STEP = {_STEP}, AHEAD = 4;"
+    f"constexpr int HEIGHT = {_HEIGHT}, WARPS = {_WARPS}, STEP = {_STEP};"
     """
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const int num_rows = given_shape[0], height = weight_shape[0], size = weight_shape[1];
     const int num_outputs = IS_GATED ? height / 2 : height;
     constexpr int WIDTH = IS_GATED ? HEIGHT / 2 : HEIGHT;
+    constexpr int AHEAD = IS_NORMED ? 2 : 4;  // with more, fewer blocks of threads run at once
     const int first = blockIdx.x * WIDTH, last = num_outputs - 1;
     // Beyond the last row the last one again: what comes of it is not written.
     const int upper = min(first + g, last);
@@ -100,11 +101,13 @@ _SOURCE = (
 _PRODUCT = """
 template <typename T>
 __device__ inline uint4 product(uint4 one, uint4 two) {
-    const T *a = reinterpret_cast<T*>(&one), *b = reinterpret_cast<T*>(&two);
+    using Pair = cuda::std::conditional_t<
+        cuda::std::is_same_v<T, __nv_bfloat16>, __nv_bfloat162, __half2>;
+    const Pair *a = reinterpret_cast<Pair*>(&one), *b = reinterpret_cast<Pair*>(&two);
     uint4 both;
-    T* out = reinterpret_cast<T*>(&both);
+    Pair* out = reinterpret_cast<Pair*>(&both);
 #pragma unroll
-    for (int i = 0; i < 8; i++) out[i] = T(float(a[i]) * float(b[i]));
+    for (int i = 0; i < 4; i++) out[i] = __hmul2(a[i], b[i]);
     return both;
 }
 """
@@ -173,7 +176,7 @@ def _kernel(eps: float | None, is_added: bool, is_bias: bool, is_gated: bool) ->
     lines += [f"constexpr bool IS_{name} = {int(is_so)};" for name, is_so in flags.items()]
     lines += [f"const T* {name} = given;" for name, is_there in optional.items() if not is_there]
     kinds = [name.lower() for name, is_so in flags.items() if is_so]
-    return mx.fast.cuda_kernel(
+    return make_kernel(
         "_".join(["multiply_few_rows", *kinds]),
         ["given", "weight", *(name for name, is_there in optional.items() if is_there)],
         ["out"],

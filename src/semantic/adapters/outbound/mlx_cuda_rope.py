@@ -1,53 +1,84 @@
-"""Queries, keys and values of a few rows out of one multiplication, as a kernel of our own.
+"""Heads turned by their positions, as our attention kernel for MLX's CUDA build does it.
 
-For MLX's CUDA build, where each of the norms, turns and copies that a model does there is an
-operation that costs the host more than the device. The angles are the same in all layers, so they
-are computed once a step.
+Models give the kernel what their multiplication made: queries, keys and values side by side, not
+yet normed or turned. A block of threads prepares its own queries, and the one whose chunk has the
+new token's place first puts its key and value there. Each of these is an operation otherwise, and
+costs the host more than the device. The angles are the same in all layers, so they are computed
+once a step, by the library.
 """
 
-import functools
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from semantic.adapters.outbound.mlx_cuda_linear import Norm
 from semantic.adapters.outbound.mlx_layout import Array
 
-# A block of threads takes one head of one row; thread i the pair that is turned together.
-_SOURCE = """
+# Thread (g, c) of a warp holds dimensions 8c to 8c + 7 of each 32 of query head g, and so both
+# halves of the pairs that are turned together. A new key is turned by one thread a pair.
+PREPARE = """
     constexpr int HALF = DIM / 2;
-    const int i = threadIdx.x, head = blockIdx.y, row = blockIdx.z;
-    const int key_head = head - HEADS, value_head = key_head - KEY_HEADS;
-    const T* from = given + (row * gridDim.y + head) * DIM;
-    float a = from[i], b = from[i + HALF];
-    T* to = values + (row * KEY_HEADS + value_head) * DIM;
-    if (value_head < 0) {
-        to = key_head < 0 ? queries + (row * HEADS + head) * DIM
-                          : keys + (row * KEY_HEADS + key_head) * DIM;
+    const float *cosines = angles + row * DIM, *sines = cosines + HALF;
+    T* asks = reinterpret_cast<T*>(query);
+    float norm = 1;
+    if (IS_NORMED) {
+        float square = 0;
+#pragma unroll
+        for (int n = 0; n < PIECES * 8; n++) square += float(asks[n]) * float(asks[n]);
+        square += __shfl_xor_sync(0xffffffff, square, 1);
+        square += __shfl_xor_sync(0xffffffff, square, 2);
+        norm = rsqrtf(square / DIM + EPS);
+    }
+#pragma unroll
+    for (int n = 0; n < PIECES * 4; n++) {
+        const int i = n / 8 * 32 + c * 8 + n % 8;
+        float one = asks[n], two = asks[n + PIECES * 4];
         if (IS_NORMED) {
-            __shared__ float squares[HALF / 32];
-            float square = a * a + b * b;
+            one *= norm * float(query_factors[i]);
+            two *= norm * float(query_factors[i + HALF]);
+        }
+        asks[n] = T(one * cosines[i] - two * sines[i]);
+        asks[n + PIECES * 4] = T(two * cosines[i] + one * sines[i]);
+    }
+
+    const int slot = slots[row] - start;
+    if (slot >= 0 && slot < size) {
+        const T* new_key = queries + row * queries_strides[0]
+            + (gridDim.y * SHARED + head) * queries_strides[1];
+        const T* new_value = new_key + gridDim.y * queries_strides[1];
+        // MLX knows of no kernel that writes into what it is given; nobody else has these arrays.
+        T *key_place = const_cast<T*>(key) + slot * key_step;
+        T *value_place = const_cast<T*>(value) + slot * value_step;
+        const int i = threadIdx.x;
+        float one = i < HALF ? float(new_key[i]) : 0, two = i < HALF ? float(new_key[i + HALF]) : 0;
+        if (IS_NORMED) {
+            __shared__ float squares[WARPS];
+            float square = one * one + two * two;
             for (int n = 16; n; n /= 2) square += __shfl_xor_sync(0xffffffff, square, n);
-            if (i % 32 == 0) squares[i / 32] = square;
+            if (lane == 0) squares[warp] = square;
             __syncthreads();
             square = 0;
-            for (int n = 0; n < HALF / 32; n++) square += squares[n];
-            const float norm = rsqrtf(square / DIM + EPS);
-            const T* factors = key_head < 0 ? query_factors : key_factors;
-            a *= norm * float(factors[i]);
-            b *= norm * float(factors[i + HALF]);
+            for (int n = 0; n < WARPS; n++) square += squares[n];
+            norm = rsqrtf(square / DIM + EPS);
         }
-        const float cosine = angles[row * DIM + i], sine = angles[row * DIM + HALF + i];
-        const float turned = a * cosine - b * sine;
-        b = b * cosine + a * sine;
-        a = turned;
+        if (i < HALF) {
+            if (IS_NORMED) {
+                one *= norm * float(key_factors[i]);
+                two *= norm * float(key_factors[i + HALF]);
+            }
+            key_place[i] = T(one * cosines[i] - two * sines[i]);
+            key_place[i + HALF] = T(two * cosines[i] + one * sines[i]);
+            value_place[i] = new_value[i];
+            value_place[i + HALF] = new_value[i + HALF];
+        }
+        __syncthreads();
     }
-    to[i] = T(a);
-    to[i + HALF] = T(b);
 """
 
 
-class HeadNorms(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
     """Norms of each head's queries and keys, before they are turned."""
 
     queries: Norm
@@ -67,50 +98,3 @@ def turned_by(angles: Array, heads: Array) -> Array:
         mx.split(array, 2, axis=-1) for array in (angles[:, None, None], heads)
     )
     return mx.concatenate([a * cosine - b * sine, b * cosine + a * sine], axis=-1)
-
-
-def split_heads(
-    given: Array, angles: Array, num_heads: int, num_key_heads: int, norms: HeadNorms | None = None
-) -> tuple[Array, Array, Array]:
-    """Queries, keys and values ``[rows, heads, 1, dim]``, the first two normed and turned.
-
-    Args:
-        given: ``[rows, 1, all heads x dim]``: queries, keys, values.
-        angles: Of `angles_at`.
-        num_heads: Of queries.
-        num_key_heads: Of keys, and of values.
-        norms: Of queries and keys.
-    """
-    num_rows, dim = angles.shape
-    kernel = _kernel(None if norms is None else norms.queries.eps)
-    factors = [] if norms is None else [norms.queries.factors, norms.keys.factors]
-    shapes = [(num_rows, n, 1, dim) for n in (num_heads, num_key_heads, num_key_heads)]
-    queries, keys, values = kernel(
-        inputs=[given, angles, *factors],
-        template=[
-            ("T", given.dtype),
-            ("DIM", dim),
-            ("HEADS", num_heads),
-            ("KEY_HEADS", num_key_heads),
-        ],
-        grid=(dim // 2, num_heads + 2 * num_key_heads, num_rows),
-        threadgroup=(dim // 2, 1, 1),
-        output_shapes=shapes,
-        output_dtypes=[given.dtype] * 3,
-    )
-    return queries, keys, values
-
-
-@functools.cache
-def _kernel(eps: float | None) -> Any:
-    is_normed = eps is not None
-    source = f"constexpr bool IS_NORMED = {int(is_normed)}; constexpr float EPS = {eps or 0:e}f;"
-    factors = ["query_factors", "key_factors"]
-    if not is_normed:
-        source += "".join(f"const T* {name} = given;" for name in factors)
-    return mx.fast.cuda_kernel(
-        "split_normed_heads" if is_normed else "split_heads",
-        ["given", "angles", *(factors if is_normed else [])],
-        ["queries", "keys", "values"],
-        source + _SOURCE,
-    )

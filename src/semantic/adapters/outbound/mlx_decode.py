@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from semantic.adapters.outbound import mlx_cuda, mlx_cuda_attention, mlx_cuda_rope
 from semantic.adapters.outbound.mlx_cuda_attention import MAX_GROUPS, Plan
+from semantic.adapters.outbound.mlx_cuda_rope import HeadNorms
 from semantic.adapters.outbound.mlx_groups import Group
 from semantic.adapters.outbound.mlx_layout import Array, Layout, Part, library
 from semantic.domain.spec import LayerKind
@@ -61,28 +62,30 @@ class GroupStep:
         size = self.size(part)
         return [min(position + 1, size) for position in self.positions]
 
+    def slots(self, part: Part) -> list[int]:
+        """Where each row's new token is kept."""
+        ring = part.window or self.group.capacity
+        return [position % ring for position in self.positions]
+
     def write(self, part: Part, arrays: list[Array], news: Sequence[Array]) -> list[Array]:
         """Put the new token's keys and values in their places; returns what to attend over."""
-        ring = part.window or self.group.capacity
-        num_rows = len(self.positions)
-        slot = self.positions[0] % ring
-        is_even = num_rows == 1 or all(p % ring == slot for p in self.positions)
+        num_rows, slots = len(self.positions), self.slots(part)
         for i, new in enumerate(news):
-            if is_even:
-                arrays[i][:num_rows, :, slot : slot + 1] = new
+            if len(set(slots)) == 1:
+                arrays[i][:num_rows, :, slots[0] : slots[0] + 1] = new
             elif num_rows == arrays[i].shape[0]:
-                places = mx.broadcast_to(self._slots_of(ring)[:, None, None, None], new.shape)
+                places = mx.broadcast_to(self._places(part)[:, None, None, None], new.shape)
                 arrays[i] = mx.put_along_axis(arrays[i], places, new, 2)
             else:
-                arrays[i][mx.arange(num_rows), :, self._slots_of(ring)] = new[:, :, 0]
+                arrays[i][mx.arange(num_rows), :, self._places(part)] = new[:, :, 0]
         size = self.size(part)
         is_whole = num_rows == arrays[0].shape[0] and size == arrays[0].shape[2]
         return arrays if is_whole else [array[:num_rows, :, :size] for array in arrays]
 
-    def _slots_of(self, ring: int) -> Array:
-        if ring not in self._slots:
-            self._slots[ring] = mx.array([position % ring for position in self.positions])
-        return self._slots[ring]
+    def _places(self, part: Part) -> Array:
+        if part.window not in self._slots:
+            self._slots[part.window] = mx.array(self.slots(part))
+        return self._slots[part.window]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,24 @@ class Groups:
     arrays: Sequence[Array]
 
 
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """A call of our attention kernel.
+
+    Attributes:
+        groups: That it takes.
+        rows: Theirs in the batch; None if these are all.
+    """
+
+    groups: slice
+    rows: slice | None
+    plan: Plan
+
+    def rows_of(self, array: Array) -> Array:
+        """Its rows of an array of the batch."""
+        return array if self.rows is None else array[self.rows]
+
+
 @dataclass(slots=True, eq=False)
 class Shared:
     """What all views of a step have in common.
@@ -100,14 +121,14 @@ class Shared:
     Attributes:
         positions: Of the new token, by row.
         offset: The same, one number where all are equal.
-        plans: By window, number of key heads and first group.
+        calls: Of our attention kernel, by window and number of key heads.
         angles: By the module that turns by them.
     """
 
     steps: Sequence[GroupStep]
     positions: Array
     offset: Any
-    plans: dict[tuple[int, int, int], Plan] = field(default_factory=dict)
+    calls: dict[tuple[int, int], list[KernelCall]] = field(default_factory=dict)
     angles: dict[int, Array] = field(default_factory=dict)
 
 
@@ -151,24 +172,57 @@ class AttentionView:
         return [self._write(s, keys[s.place], values[s.place]) for s in self.steps]
 
     def attend(self, queries: Array, groups: Sequence[tuple[Array, Array]], scale: float) -> Array:
-        """One query a row by our own kernel, all groups together."""
-        outputs = []
-        for first in range(0, len(groups), MAX_GROUPS):
-            some = slice(first, first + MAX_GROUPS)
-            steps = self.steps[some]
-            rows = slice(steps[0].place.start, steps[-1].place.stop)
-            asked = queries if len(steps) == len(groups) else queries[rows]
-            plan = self._plan(some, groups[0][0].shape[1])
-            outputs.append(mlx_cuda_attention.attend(asked, groups[some], plan, scale))
-        return _joined(outputs)
+        """One query a row by our own kernel, groups together."""
+        return _joined(
+            [
+                mlx_cuda_attention.attend(
+                    call.rows_of(queries), groups[call.groups], call.plan, scale
+                )
+                for call in self._calls(groups[0][0].shape[1])
+            ]
+        )
 
-    def _plan(self, steps: slice, num_key_heads: int) -> Plan:
-        plans = self._shared.plans
-        key = (self.part.window, num_key_heads, steps.start)
-        if key not in plans:
-            lengths = [step.lengths(self.part) for step in self.steps[steps]]
-            plans[key] = mlx_cuda_attention.make_plan(lengths, num_key_heads)
-        return plans[key]
+    def keep_and_attend(
+        self, heads: Array, angles: Array, norms: HeadNorms | None, scale: float
+    ) -> Array:
+        """The same with heads as a layer makes them, whose keys and values are kept on the way."""
+        groups: list[tuple[Array, Array]] = []
+        for step in self.steps:
+            keys, values = step.group.arrays[self._place]
+            groups.append((keys, values))
+        return _joined(
+            [
+                mlx_cuda_attention.keep_and_attend(
+                    call.rows_of(heads),
+                    call.rows_of(angles),
+                    norms,
+                    groups[call.groups],
+                    call.plan,
+                    scale,
+                )
+                for call in self._calls(groups[0][0].shape[1])
+            ]
+        )
+
+    def _calls(self, num_key_heads: int) -> list[KernelCall]:
+        """How our kernel goes about the step."""
+        calls, key = self._shared.calls, (self.part.window, num_key_heads)
+        if key not in calls:
+            calls[key] = [
+                self._call(slice(first, first + MAX_GROUPS), num_key_heads)
+                for first in range(0, len(self.steps), MAX_GROUPS)
+            ]
+        return calls[key]
+
+    def _call(self, groups: slice, num_key_heads: int) -> KernelCall:
+        steps = self.steps[groups]
+        rows = slice(steps[0].place.start, steps[-1].place.stop)
+        plan = mlx_cuda_attention.make_plan(
+            [step.lengths(self.part) for step in steps],
+            [slot for step in steps for slot in step.slots(self.part)],
+            num_key_heads,
+        )
+        return KernelCall(groups, None if len(steps) == len(self.steps) else rows, plan)
 
     def _write(self, step: GroupStep, keys: Array, values: Array) -> tuple[Array, Array]:
         written = step.write(self.part, step.group.arrays[self._place], (keys, values))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Optional
 
 import mlx.core as mx
 
+from semantic.adapters.outbound import mlx_cuda
 from semantic.adapters.outbound.mlx_layout import Array, Arrays, Layout, capacity_for
 
 if TYPE_CHECKING:
@@ -96,13 +97,18 @@ class RowGroups:
     def copy(self, source: MlxSequence, target: MlxSequence) -> None:
         """Give `target` the state of `source` up to the target's length.
 
-        A lone source's arrays of the same size are shared until either is written to.
+        A lone source's arrays of the same size are shared until either is written to; but not
+        where our own kernel writes, which MLX does not see.
         """
         group, row = source.held()
-        is_alone = len(group.members) == 1
-        arrays = [[a[...] for a in part] for part in group.arrays] if is_alone else None
+        if mlx_cuda.is_in_use():
+            arrays = [[a[mx.array([row])] for a in part] for part in group.arrays]
+        elif len(group.members) == 1:
+            arrays = [[a[...] for a in part] for part in group.arrays]
+        else:
+            arrays = _gather([(group, row)])
         capacity = capacity_for(target.length)
-        fitted = self.layout.fit(arrays or _gather([(group, row)]), capacity)
+        fitted = self.layout.fit(arrays, capacity)
         _settle_in(target, Group(capacity, fitted))
 
     def remove(self, sequence: MlxSequence) -> None:

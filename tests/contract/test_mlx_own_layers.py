@@ -1,0 +1,142 @@
+"""Layers that run by our own kernels on CUDA: whatever was done before, as if computed fresh.
+
+The numbers have 16 bits, so that a token may fall either way; log-probabilities are compared.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, Qwen3Config
+
+from semantic.domain.spec import LayerKind
+from semantic.ports.outbound import Chunk, Draw, ModelBackendPort, SequenceId
+from tests.contract.conftest import require_mlx
+from tests.contract.driver import GREEDY, prompt, sampled, step
+from tests.contract.models import SIZES, write_model
+from tests.contract.plain_kernels import PlainKernels
+
+pytestmark = pytest.mark.contract
+
+DRAW = Draw(replace(GREEDY, top_logprobs=5), 1)
+LARGER = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 4096}
+CONFIGS = {
+    "llama": LlamaConfig(**{**LARGER, "head_dim": 64, "initializer_range": 0.1}),
+    "qwen3": Qwen3Config(**{**LARGER, "head_dim": 128, "initializer_range": 0.1}),
+}
+
+
+class Watched:
+    """A backend, and the log-probabilities that its rows last had."""
+
+    def __init__(self, backend: ModelBackendPort) -> None:
+        self.backend = backend
+        self.tops: dict[int, tuple[tuple[int, float], ...]] = {}
+
+    def begin(self, seq: int, tokens: list[int]) -> None:
+        """Compute a prompt at once, as the library does."""
+        self.backend.open(SequenceId(seq), tokens)
+        self.feed({seq: (0, tokens)})
+
+    def feed(self, chunks: dict[int, tuple[int, list[int]]]) -> None:
+        """One step: by sequence, tokens and where they begin."""
+        made = [Chunk(SequenceId(s), start, tuple(t), DRAW) for s, (start, t) in chunks.items()]
+        for seq, row in zip(chunks, step(self.backend, *made), strict=True):
+            logprob = sampled(row).logprob
+            assert logprob is not None
+            self.tops[seq] = logprob.top
+
+    def grow(self, runs: dict[int, list[int]], num_tokens: int, seed: int = 9) -> None:
+        """Give sequences, whose tokens are these, one token a step."""
+        for n in range(num_tokens):
+            news = {s: prompt(num_tokens, seed + s)[n] for s in runs}
+            self.feed({s: (len(runs[s]), [new]) for s, new in news.items()})
+            for s, new in news.items():
+                runs[s].append(new)
+
+    def check(self, runs: dict[int, list[int]]) -> None:
+        """Each sequence is where its tokens lead when they are computed at once."""
+        for seq, tokens in runs.items():
+            self.begin(10_000 + seq, tokens)
+            expected = dict(self.tops[10_000 + seq])
+            self.backend.close(SequenceId(10_000 + seq))
+            for token, value in self.tops[seq][:3]:
+                assert value == pytest.approx(expected.get(token, -99), abs=0.2), (seq, token)
+
+
+@pytest.fixture(params=CONFIGS)
+def watched(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Watched]:
+    """The kernels where there is a GPU for them, else plain operations in their place."""
+    require_mlx()
+    from semantic.adapters.outbound import mlx_cuda
+    from semantic.adapters.outbound.mlx_backend import MlxBackend
+    from semantic.adapters.outbound.mlx_loading import MlxOptions
+
+    is_real = mlx_cuda.is_available()
+    if not is_real:
+        PlainKernels(monkeypatch)
+    model = write_model(tmp_path, CONFIGS[request.param])
+    backend: Any = MlxBackend.from_directory(
+        model.directory, model.spec, MlxOptions(dtype="bfloat16" if is_real else "float32")
+    )
+    kinds = {type(layer).__name__ for layer in backend._runner._model.layers}
+    assert kinds == {"FewRowsBlock"}
+    assert backend._runner.batching.value == "all rows"
+    yield Watched(backend)
+    backend.shutdown()
+
+
+def test_rows_of_all_lengths(watched: Watched) -> None:
+    """Alone, two and eight together, in more groups than a kernel takes, beyond a capacity."""
+    runs = {n: prompt(n, seed=n) for n in (3, 251, 253, 505, 700, 900, 901, 1200)}
+    for seq, tokens in runs.items():
+        watched.begin(seq, tokens)
+    for some in ([3], [3, 1200], [*runs]):
+        part = {seq: runs[seq] for seq in some}
+        watched.grow(part, 6)
+        watched.check(part)
+
+
+def test_forks_go_their_own_ways(watched: Watched) -> None:
+    runs = {0: prompt(300)}
+    watched.begin(0, runs[0])
+    watched.grow(runs, 3)
+    assert watched.backend.fork(SequenceId(0), SequenceId(1), 303)
+    assert watched.backend.fork(SequenceId(0), SequenceId(2), 290)
+    runs |= {1: [*runs[0]], 2: runs[0][:290]}
+    watched.grow({0: runs[0]}, 5)
+    watched.grow({1: runs[1], 2: runs[2]}, 5)
+    watched.grow(runs, 5)
+    watched.check(runs)
+
+
+def test_what_is_saved_stays_as_it_was(watched: Watched) -> None:
+    """A snapshot that is fetched after the sequence was cut back and went another way."""
+    runs = {0: prompt(40)}
+    watched.begin(0, runs[0])
+    watched.grow(runs, 10)
+    backend = watched.backend
+    kept = [*runs[0]]
+    ticket = backend.snapshot(SequenceId(0), 0, 50, LayerKind.FULL)
+    assert backend.truncate(SequenceId(0), 45) == 45
+    del runs[0][45:]
+    watched.grow(runs, 10, seed=77)
+    watched.check(runs)
+    backend.open(SequenceId(1), kept)
+    backend.load(SequenceId(1), [backend.payload(ticket)], 50)
+    restored = {1: kept}
+    watched.grow(restored, 4)
+    watched.check(restored)
+
+
+def test_rows_that_pause(watched: Watched) -> None:
+    runs = {n: prompt(100 + n, seed=n) for n in range(3)}
+    for seq, tokens in runs.items():
+        watched.begin(seq, tokens)
+    for turn in range(9):
+        watched.grow({s: t for s, t in runs.items() if (turn + s) % 3}, 1, seed=turn)
+    watched.check(runs)
