@@ -49,7 +49,9 @@ def llama(mlx_model: GetModel) -> Iterator[ModelBackendPort]:
 
 def _library_logprobs(model: TinyModel, tokens: list[int]) -> torch.Tensor:
     """The log-probabilities after each token, by Hugging Face's own code."""
-    library: Any = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.float32)
+    library: Any = AutoModelForCausalLM.from_pretrained(
+        model.directory, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.inference_mode():
         logits: torch.Tensor = library.eval()(torch.tensor([tokens])).logits[0]
     return logits.log_softmax(-1)

@@ -113,16 +113,14 @@ def _weights_of(layer: Any) -> LayerWeights | None:
 
 def _can_run(weights: LayerWeights) -> bool:
     """Whether the kernels take such a layer."""
-    w = weights
-    given = mx.zeros((MAX_ROWS, 1, w.heads.shape[1]), w.heads.dtype)
-    queries = mx.zeros((1, w.num_heads, 1, w.dim), w.heads.dtype)
-    keys = mx.zeros((1, w.num_key_heads, 1, w.dim), w.heads.dtype)
-    matrices = (w.heads, w.attended, w.inner, w.outer)
+    w, dtype = weights, weights.heads.dtype
+    queries, keys = (mx.zeros((1, n, 1, w.dim), dtype) for n in (w.num_heads, w.num_key_heads))
     return (
-        mlx_cuda_attention.can_attend(queries, keys, keys)
+        dtype != mx.float16  # which rows could leave before their norm brings them back
+        and mlx_cuda_attention.can_attend(queries, keys, keys)
         and all(
-            mlx_cuda_linear.can_multiply(mx.zeros((MAX_ROWS, 1, m.shape[1]), given.dtype), m)
-            for m in matrices
+            mlx_cuda_linear.can_multiply(mx.zeros((MAX_ROWS, 1, m.shape[1]), dtype), m)
+            for m in (w.heads, w.attended, w.inner, w.outer)
         )
         and _turns_halves(w)
     )

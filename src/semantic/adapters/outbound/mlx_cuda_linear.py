@@ -46,11 +46,11 @@ _SOURCE = (
     const T* low = weight + int64_t(lower) * size + c * 8;
 
     float sum[4] = {}, square[4] = {};
-    for (int start = warp * STEP; start < size; start += WARPS * STEP * AHEAD) {
+    for (int start = warp * AHEAD * STEP; start < size; start += WARPS * AHEAD * STEP) {
         uint4 a[AHEAD], b[AHEAD], d[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
-            const int k = start + i * WARPS * STEP, column = min(k, size - STEP);
+            const int k = start + i * STEP, column = min(k, size - STEP);
             d[i] = *reinterpret_cast<const uint4*>(x + column);
             if (k >= size) d[i] = make_uint4(0, 0, 0, 0);
             a[i] = __ldcs(reinterpret_cast<const uint4*>(top + column));
@@ -62,7 +62,7 @@ _SOURCE = (
             if (IS_NORMED) {
                 multiply<T>(square, d[i].x, 0, d[i].y, 0, d[i].x, d[i].y);
                 multiply<T>(square, d[i].z, 0, d[i].w, 0, d[i].z, d[i].w);
-                const int column = min(start + i * WARPS * STEP, size - STEP);
+                const int column = min(start + i * STEP, size - STEP);
                 d[i] = product<T>(d[i], *reinterpret_cast<const uint4*>(factors + column + c * 8));
             }
             multiply<T>(sum, a[i].x, b[i].x, a[i].y, b[i].y, d[i].x, d[i].y);
