@@ -66,17 +66,18 @@ def make_model(shape: str) -> LoadedMlx:
     )
 
 
-def bandwidth() -> float:
-    """Bytes a second that a large addition in place reads and writes."""
-    size = 2**30 if mx.default_device() == mx.Device(mx.gpu) else 2**25
-    array = mx.zeros((size,), mx.uint8)
+def bandwidth(dtype: str) -> float:
+    """Bytes a second that the product of a large matrix and a vector reads."""
+    size = 2**33 if mx.default_device() == mx.Device(mx.gpu) else 2**26
+    number = getattr(mx, dtype)
+    matrix = mx.ones((size // number.size // 4096, 4096), number)
+    vector = mx.ones((4096,), number)
     best = 0.0
-    for _ in range(8):
-        mx.eval(array)
+    for _ in range(16):
+        mx.eval(matrix, vector)
         started = time.perf_counter()
-        array = array + 1
-        mx.eval(array)
-        best = max(best, 2 * size / (time.perf_counter() - started))
+        mx.eval(matrix @ vector)
+        best = max(best, matrix.nbytes / (time.perf_counter() - started))
     return best
 
 
@@ -171,7 +172,7 @@ def main() -> None:
     weight_bytes = sum(w.nbytes for _, w in tree_flatten(loaded.model.parameters()))
     itemsize = loaded.model.model.norm.weight.dtype.size
     token_bytes = loaded.spec.bytes_per_token(bits=8 * itemsize)
-    speed = bandwidth()
+    speed = bandwidth(SHAPES[options.shape][-1])
     tuned = make_model(options.shape)
     mlx_tuning.tune(tuned.model)  # as a model is loaded
     backend = MlxBackend(tuned)

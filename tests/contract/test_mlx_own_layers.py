@@ -108,8 +108,8 @@ def test_forks_go_their_own_ways(watched: Watched) -> None:
     assert watched.backend.fork(SequenceId(0), SequenceId(1), 303)
     assert watched.backend.fork(SequenceId(0), SequenceId(2), 290)
     runs |= {1: [*runs[0]], 2: runs[0][:290]}
-    watched.grow({0: runs[0]}, 5)
-    watched.grow({1: runs[1], 2: runs[2]}, 5)
+    for seq, tokens in runs.items():  # each alone, when it could still share its arrays
+        watched.grow({seq: tokens}, 5)
     watched.grow(runs, 5)
     watched.check(runs)
 
