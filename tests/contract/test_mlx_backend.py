@@ -78,7 +78,7 @@ def test_logits_are_hugging_faces(mlx_model: GetModel, family: str) -> None:
         logprob = sampled(row).logprob
         assert logprob is not None
         for token, value in logprob.top[:5]:
-            assert value == pytest.approx(float(expected[end - 1, token]), abs=2e-3), (end, token)
+            assert value == pytest.approx(float(expected[end - 1, token]), abs=5e-3), (end, token)
     backend.shutdown()
 
 
