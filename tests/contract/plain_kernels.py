@@ -35,7 +35,7 @@ class PlainKernels:
     def _attend(self, queries: Any, groups: Any, plan: Any, scale: float) -> Any:
         import mlx.core as mx
 
-        from semantic.adapters.outbound.mlx_cuda_attention import MAX_GROUPS
+        from semantic.adapters.outbound.mlx_cuda_plan import MAX_GROUPS
 
         self.calls["attend"] += 1
         rows = []
@@ -72,7 +72,7 @@ class PlainKernels:
     ) -> Any:
         import mlx.core as mx
 
-        from semantic.adapters.outbound.mlx_cuda_attention import MAX_GROUPS
+        from semantic.adapters.outbound.mlx_cuda_plan import MAX_GROUPS
         from semantic.adapters.outbound.mlx_cuda_rope import turned_by
 
         self.calls["keep_and_attend"] += 1

@@ -14,6 +14,7 @@ nn = pytest.importorskip("mlx.nn")
 mlx_cuda = pytest.importorskip("semantic.adapters.outbound.mlx_cuda")
 mlx_cuda_attention = pytest.importorskip("semantic.adapters.outbound.mlx_cuda_attention")
 mlx_cuda_linear = pytest.importorskip("semantic.adapters.outbound.mlx_cuda_linear")
+mlx_cuda_plan = pytest.importorskip("semantic.adapters.outbound.mlx_cuda_plan")
 mlx_cuda_rope = pytest.importorskip("semantic.adapters.outbound.mlx_cuda_rope")
 
 pytestmark = pytest.mark.unit
@@ -29,7 +30,7 @@ def test_a_plan_has_every_token_of_every_row_once(
     lengths: list[list[int]], num_key_heads: int
 ) -> None:
     slots = [n - 1 for rows in lengths for n in rows]
-    plan = mlx_cuda_attention.make_plan(lengths, slots, num_key_heads)
+    plan = mlx_cuda_plan.make_plan(lengths, slots, num_key_heads)
     chunks, firsts = plan.chunks.tolist(), plan.firsts.tolist()
     assert plan.slots.tolist() == slots
     places = [(n, group, i) for group, rows in enumerate(lengths) for i, n in enumerate(rows)]
@@ -37,13 +38,13 @@ def test_a_plan_has_every_token_of_every_row_once(
     assert firsts[-1] == len(chunks)
     for row, (length, group, place) in enumerate(places):
         own = chunks[firsts[row] : firsts[row + 1]]
-        assert {(c[0], c[3]) for c in own} == {(row, place * mlx_cuda_attention.MAX_GROUPS + group)}
+        assert {(c[0], c[3]) for c in own} == {(row, place * mlx_cuda_plan.MAX_GROUPS + group)}
         assert [token for c in own for token in range(c[1], c[1] + c[2])] == list(range(length))
 
 
 def test_few_tokens_are_many_small_chunks_and_many_are_fewer_large_ones() -> None:
-    few = mlx_cuda_attention.make_plan([[4096]], [4095], 8)
-    many = mlx_cuda_attention.make_plan([[4096] * 8], [4095] * 8, 8)
+    few = mlx_cuda_plan.make_plan([[4096]], [4095], 8)
+    many = mlx_cuda_plan.make_plan([[4096] * 8], [4095] * 8, 8)
     assert few.chunks[:, 2].max().item() < many.chunks[:, 2].max().item()
 
 
@@ -89,7 +90,7 @@ def test_each_row_attends_over_its_own_tokens(
         pytest.skip("norms are the kernel's own with raw heads only")
     num_rows, num_heads = sum(map(len, LENGTHS)), 2 * num_shared
     slots = [n // 2 for rows in LENGTHS for n in rows]  # as in a ring
-    plan = mlx_cuda_attention.make_plan(LENGTHS, slots, 2)
+    plan = mlx_cuda_plan.make_plan(LENGTHS, slots, 2)
     heads = (2 * mx.random.normal((num_rows, num_heads + 4, 1, dim))).astype(mx.bfloat16)
     wide = heads.astype(mx.float32)
     queries, keys, values = mx.split(wide, [num_heads, num_heads + 2], axis=1)

@@ -55,10 +55,8 @@ def run_layer(weights: LayerWeights, given: Array, view: AttentionView) -> Array
     """One layer of one token each of some rows ``[rows, 1, hidden]``."""
     w, multiply = weights, mlx_cuda_linear.multiply
     heads = multiply(given, w.heads, norm=w.first_norm, added=w.heads_bias)
-    angles = view.angles(w.rope, w.dim)
-    attended = view.keep_and_attend(
-        heads.reshape(given.shape[0], -1, 1, w.dim), angles, w.head_norms, w.scale
-    )
+    heads = heads.reshape(given.shape[0], -1, 1, w.dim)
+    attended = view.keep_and_attend(heads, w.rope, w.head_norms, w.scale)
     hidden = multiply(attended.reshape(given.shape[0], 1, -1), w.attended, added=given)
     inner = multiply(hidden, w.inner, norm=w.second_norm, is_gated=True)
     return multiply(inner, w.outer, added=hidden)

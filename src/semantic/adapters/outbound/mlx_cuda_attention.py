@@ -10,22 +10,16 @@ row's tokens for all query heads that share the keys; a second kernel weighs a r
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from semantic.adapters.outbound.mlx_cuda import HEADER, make_kernel
+from semantic.adapters.outbound.mlx_cuda_plan import MAX_GROUPS, TILE, Plan
 from semantic.adapters.outbound.mlx_cuda_rope import PREPARE, HeadNorms
 from semantic.adapters.outbound.mlx_layout import Array
 
-MAX_GROUPS = 4  # whose arrays a kernel takes
-
 _THREADS = 128
-_TILE = 16  # tokens that a warp attends over at once
-_SIZES = range(256, 2049, 128)  # of a chunk, at most
-_SETUP = 64  # tokens that could be read while a block of threads starts and ends
-_AT_ONCE = 3 * 132  # blocks of threads that a H100 runs
 _DIMS = (64, 128, 256)  # of a head
 _MAX_SHARED = 8  # query heads per key head: the columns of a tensor core's tile
 
@@ -45,7 +39,7 @@ __device__ inline uint4 load(const void* from, bool is_there) {
 # a head is which column does not matter as long as queries and keys agree, so each thread reads 16
 # bytes in a row. Weights come out of the first product as the second one takes them.
 _CHUNKS = """
-    constexpr int WARPS = 4, PIECES = DIM / 32, BLOCKS = DIM / 64, TILE = 16;
+    constexpr int WARPS = 4, PIECES = DIM / 32, BLOCKS = DIM / 64;
     constexpr float LEAST = -3.4e38f;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const int head = blockIdx.y;
@@ -216,45 +210,6 @@ _JOIN = """
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Which block of threads computes what.
-
-    Attributes:
-        chunks: By block its row, the first token, how many, and the row's place and group.
-        firsts: The first block of each row, and one past the last.
-        slots: Where each row's new token is kept.
-    """
-
-    chunks: Array
-    firsts: Array
-    slots: Array
-
-
-def make_plan(lengths: Sequence[Sequence[int]], slots: Sequence[int], num_key_heads: int) -> Plan:
-    """Plan a step over groups of rows.
-
-    Args:
-        lengths: How many tokens each row of each group looks at: at least one.
-        slots: Which of them is the new one, by row.
-        num_key_heads: Of the arrays.
-    """
-    most = _most_tokens([length for rows in lengths for length in rows], num_key_heads)
-    chunks: list[tuple[int, int, int, int]] = []
-    firsts = [0]
-    for group, rows in enumerate(lengths):
-        for place, length in enumerate(rows):
-            row = len(firsts) - 1
-            num_chunks = -(-length // most)
-            size = -(-length // (num_chunks * _TILE)) * _TILE
-            chunks += [
-                (row, start, min(size, length - start), place * MAX_GROUPS + group)
-                for start in range(0, length, size)
-            ]
-            firsts.append(len(chunks))
-    return Plan(*(mx.array(numbers, mx.int32) for numbers in (chunks, firsts, slots)))
-
-
 def can_attend(queries: Array, keys: Array, values: Array) -> bool:
     """Whether the kernel takes such arrays, judged by shape and number format."""
     dim, num_shared = queries.shape[-1], queries.shape[1] // keys.shape[1]
@@ -268,9 +223,7 @@ def can_attend(queries: Array, keys: Array, values: Array) -> bool:
     )
 
 
-def attend(
-    queries: Array, groups: Sequence[tuple[Array, Array]], plan: Plan, scale: float
-) -> Array:
+def attend(queries: Array, groups: Sequence[Sequence[Array]], plan: Plan, scale: float) -> Array:
     """Attend with one query a row.
 
     Args:
@@ -287,7 +240,7 @@ def keep_and_attend(
     heads: Array,
     angles: Array,
     norms: HeadNorms | None,
-    groups: Sequence[tuple[Array, Array]],
+    groups: Sequence[Sequence[Array]],
     plan: Plan,
     scale: float,
 ) -> Array:
@@ -314,7 +267,7 @@ def _run(
     kernel: Any,
     queries: Array,
     num_heads: int,
-    groups: Sequence[tuple[Array, Array]],
+    groups: Sequence[Sequence[Array]],
     plan: Plan,
     more: Sequence[Array],
 ) -> Array:
@@ -341,16 +294,6 @@ def _run(
     return out
 
 
-def _most_tokens(lengths: Sequence[int], num_key_heads: int) -> int:
-    """How many tokens to give a block of threads so that the last to start end with the others."""
-
-    def cost(size: int) -> int:
-        num_blocks = num_key_heads * sum(-(-length // size) for length in lengths)
-        return -(-num_blocks // _AT_ONCE) * (size + _SETUP)
-
-    return min(_SIZES, key=cost)
-
-
 @functools.cache
 def _chunks_kernel(num_groups: int, scale: float) -> Any:
     return _make_chunks_kernel("attend_chunks", num_groups, scale, [], "")
@@ -374,11 +317,13 @@ def _make_chunks_kernel(
     arrays = [f"{name}{n}" for n in range(num_groups) for name in ("keys", "values")]
     choice = "".join(_ARRAY.replace("N", str(n)) for n in range(num_groups))
     source = _CHUNKS.replace("ARRAYS", choice).replace("PREPARE", prepare)
+    constants = f"constexpr int MAX_GROUPS = {MAX_GROUPS}, TILE = {TILE};"
+    constants += f"constexpr float SCALE = {scale:.9e}f;"
     return make_kernel(
         name,
         ["queries", *arrays, "chunks", *more],
         ["mixes", "tops", "totals"],
-        f"constexpr int MAX_GROUPS = {MAX_GROUPS}; constexpr float SCALE = {scale:.9e}f;{source}",
+        f"{constants}{source}",
         header=HEADER + _HELPERS,
         ensure_row_contiguous=False,  # slices of keys and values must not be copied
     )

@@ -1,91 +1,21 @@
 """One token for each of several sequences: what a model is given in place of its caches.
 
 The model runs once over ``[rows, 1]``. A view stands for one leaf cache of all rows: it writes
-each group's new keys and values into that group's arrays and hands back what to attend over. With
-one group these are plain arrays and a mask, which any model understands. With several it is a
-`Groups` object that only the library's attention function takes, which is wrapped for that.
+each group's new keys and values into that group's arrays and hands back what to attend over.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
-from semantic.adapters.outbound import mlx_cuda, mlx_cuda_attention, mlx_cuda_rope
-from semantic.adapters.outbound.mlx_cuda_attention import MAX_GROUPS, Plan
+from semantic.adapters.outbound import mlx_cuda_attention, mlx_cuda_rope
+from semantic.adapters.outbound.mlx_cuda_plan import MAX_GROUPS, Plan, make_plan
 from semantic.adapters.outbound.mlx_cuda_rope import HeadNorms
-from semantic.adapters.outbound.mlx_groups import Group
+from semantic.adapters.outbound.mlx_group_step import GroupStep
 from semantic.adapters.outbound.mlx_layout import Array, Layout, Part, library
 from semantic.domain.spec import LayerKind
-
-_ATTENTION = "scaled_dot_product_attention"
-
-
-@dataclass(slots=True, eq=False)
-class GroupStep:
-    """The first rows of a group, which take part in a step.
-
-    Attributes:
-        positions: Of the new token, by row.
-        start: The first row's place in the step's batch.
-    """
-
-    group: Group
-    positions: tuple[int, ...]
-    start: int
-    _slots: dict[int, Array] = field(default_factory=dict)
-    _masks: dict[int, Array | None] = field(default_factory=dict)
-
-    @property
-    def place(self) -> slice:
-        """Where the rows are in the batch."""
-        return slice(self.start, self.start + len(self.positions))
-
-    def size(self, part: Part) -> int:
-        """Tokens of a part that the longest row looks at."""
-        return min(max(self.positions) + 1, part.size(self.group.capacity))
-
-    def mask(self, part: Part) -> Array | None:
-        """Which of those each row may look at; None where all rows look at all."""
-        size = self.size(part)
-        if size not in self._masks:
-            is_full = min(self.positions) + 1 >= size
-            ends = None if is_full else mx.array(self.positions)[:, None]
-            mask = None if is_full else (mx.arange(size)[None] <= ends)[:, None, None]
-            self._masks[size] = mask
-        return self._masks[size]
-
-    def lengths(self, part: Part) -> list[int]:
-        """How many of those each row looks at."""
-        size = self.size(part)
-        return [min(position + 1, size) for position in self.positions]
-
-    def slots(self, part: Part) -> list[int]:
-        """Where each row's new token is kept."""
-        ring = part.window or self.group.capacity
-        return [position % ring for position in self.positions]
-
-    def write(self, part: Part, arrays: list[Array], news: Sequence[Array]) -> list[Array]:
-        """Put the new token's keys and values in their places; returns what to attend over."""
-        num_rows, slots = len(self.positions), self.slots(part)
-        for i, new in enumerate(news):
-            if len(set(slots)) == 1:
-                arrays[i][:num_rows, :, slots[0] : slots[0] + 1] = new
-            elif num_rows == arrays[i].shape[0]:
-                places = mx.broadcast_to(self._places(part)[:, None, None, None], new.shape)
-                arrays[i] = mx.put_along_axis(arrays[i], places, new, 2)
-            else:
-                arrays[i][mx.arange(num_rows), :, self._places(part)] = new[:, :, 0]
-        size = self.size(part)
-        is_whole = num_rows == arrays[0].shape[0] and size == arrays[0].shape[2]
-        return arrays if is_whole else [array[:num_rows, :, :size] for array in arrays]
-
-    def _places(self, part: Part) -> Array:
-        if part.window not in self._slots:
-            self._slots[part.window] = mx.array(self.slots(part))
-        return self._slots[part.window]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,30 +80,17 @@ class AttentionView:
         """Whether the model passed on the mask it was given, and there is one."""
         return mask is not None and mask is self.make_mask()
 
-    def angles(self, rope: Any, dim: int) -> Array:
-        """By which a library's module turns heads at the rows' positions, computed once a step."""
-        angles = self._shared.angles
-        if id(rope) not in angles:
-            angles[id(rope)] = mlx_cuda_rope.angles_at(rope, self._shared.positions, dim)
-        return angles[id(rope)]
-
     def update_and_fetch(self, keys: Array, values: Array) -> tuple[Any, Any]:
         """Keep the new token's keys and values and return all there are."""
-        groups = self.keep(keys, values)
-        if len(groups) == 1:
-            return groups[0]
+        if len(self.steps) == 1:
+            return self._write(self.steps[0], keys, values)
+        groups = [self._write(s, keys[s.place], values[s.place]) for s in self.steps]
         all_keys, all_values = zip(*groups, strict=True)
         return Groups(self.steps, all_keys), Groups(self.steps, all_values)
 
-    def keep(self, keys: Array, values: Array) -> list[tuple[Array, Array]]:
-        """Keep the new token's keys and values and return all there are, by group."""
-        if len(self.steps) == 1:
-            return [self._write(self.steps[0], keys, values)]
-        return [self._write(s, keys[s.place], values[s.place]) for s in self.steps]
-
     def attend(self, queries: Array, groups: Sequence[tuple[Array, Array]], scale: float) -> Array:
         """One query a row by our own kernel, groups together."""
-        return _joined(
+        return joined(
             [
                 mlx_cuda_attention.attend(
                     call.rows_of(queries), groups[call.groups], call.plan, scale
@@ -183,14 +100,19 @@ class AttentionView:
         )
 
     def keep_and_attend(
-        self, heads: Array, angles: Array, norms: HeadNorms | None, scale: float
+        self, heads: Array, rope: Any, norms: HeadNorms | None, scale: float
     ) -> Array:
-        """The same with heads as a layer makes them, whose keys and values are kept on the way."""
-        groups: list[tuple[Array, Array]] = []
-        for step in self.steps:
-            keys, values = step.group.arrays[self._place]
-            groups.append((keys, values))
-        return _joined(
+        """The same with heads as a layer makes them, whose keys and values are kept on the way.
+
+        Args:
+            heads: Queries, keys and values ``[rows, all heads, 1, dim]``.
+            rope: The library's module that turns the first two.
+            norms: Of the first two, before that.
+            scale: Of the scores.
+        """
+        groups = [step.group.arrays[self._place] for step in self.steps]
+        angles = self._angles(rope, heads.shape[-1])
+        return joined(
             [
                 mlx_cuda_attention.keep_and_attend(
                     call.rows_of(heads),
@@ -203,6 +125,12 @@ class AttentionView:
                 for call in self._calls(groups[0][0].shape[1])
             ]
         )
+
+    def _angles(self, rope: Any, dim: int) -> Array:
+        angles = self._shared.angles
+        if id(rope) not in angles:
+            angles[id(rope)] = mlx_cuda_rope.angles_at(rope, self._shared.positions, dim)
+        return angles[id(rope)]
 
     def _calls(self, num_key_heads: int) -> list[KernelCall]:
         """How our kernel goes about the step."""
@@ -217,7 +145,7 @@ class AttentionView:
     def _call(self, groups: slice, num_key_heads: int) -> KernelCall:
         steps = self.steps[groups]
         rows = slice(steps[0].place.start, steps[-1].place.stop)
-        plan = mlx_cuda_attention.make_plan(
+        plan = make_plan(
             [step.lengths(self.part) for step in steps],
             [slot for step in steps for slot in step.slots(self.part)],
             num_key_heads,
@@ -278,77 +206,6 @@ def views(layout: Layout, caches: Sequence[Any], steps: Sequence[GroupStep]) -> 
     return nested
 
 
-def wrap_attention() -> None:
-    """Let the library's attention function take `Groups`, in every model that is imported."""
-    for name, module in list(sys.modules.items()):
-        original = getattr(module, _ATTENTION, None) if name.startswith("mlx_lm.models") else None
-        if original is not None and not getattr(original, "takes_groups", False):
-            setattr(module, _ATTENTION, _wrapped(original))
-
-
-def _wrapped(original: Any) -> Any:
-    def attention(
-        queries: Array,
-        keys: Any,
-        values: Any,
-        cache: Any,
-        scale: float,
-        mask: Array | None,
-        sinks: Array | None = None,
-    ) -> Array:
-        if isinstance(keys, Groups):
-            return _attend(cache, queries, (keys.arrays, values.arrays), scale, sinks)
-        if isinstance(cache, AttentionView) and cache.is_own(mask):
-            return _attend(cache, queries, ([keys], [values]), scale, sinks)
-        return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-
-    attention.takes_groups = True  # type: ignore[attr-defined]
-    return attention
-
-
-def _attend(
-    view: AttentionView,
-    queries: Array,
-    fetched: tuple[Sequence[Array], Sequence[Array]],
-    scale: float,
-    sinks: Array | None,
-) -> Array:
-    """One query a row. CUDA's kernels take no mask of ours, so there we bring our own."""
-    keys, values = fetched
-    groups = list(zip(keys, values, strict=True))
-    if (
-        sinks is None
-        and mlx_cuda.is_available()
-        and mlx_cuda_attention.can_attend(queries, *groups[0])
-    ):
-        return view.attend(queries, groups, scale)
-    return _joined(
-        [
-            _attend_group(step, view.part, (queries[step.place], *group), scale, sinks)
-            for step, group in zip(view.steps, groups, strict=True)
-        ]
-    )
-
-
-def _attend_group(
-    step: GroupStep,
-    part: Part,
-    attended: tuple[Array, Array, Array],
-    scale: float,
-    sinks: Array | None,
-) -> Array:
-    mask = step.mask(part)
-    if mask is None or sinks is not None or not mx.cuda.is_available():
-        return mx.fast.scaled_dot_product_attention(*attended, scale=scale, mask=mask, sinks=sinks)
-    # CUDA's fused kernels are slower with a mask than the same written out.
-    queries, keys, values = attended
-    num_rows, num_heads, _, dim = queries.shape
-    # Heads that share keys become query rows, so that keys are read once.
-    folded = (queries * scale).reshape(num_rows, keys.shape[1], -1, dim)
-    scores = mx.where(mask, folded @ keys.swapaxes(-1, -2), -mx.inf)
-    weights = mx.softmax(scores, axis=-1, precise=True)
-    return (weights @ values).reshape(num_rows, num_heads, 1, values.shape[-1])
-
-
-def _joined(outputs: list[Array]) -> Array:
+def joined(outputs: list[Array]) -> Array:
+    """Rows below each other."""
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)

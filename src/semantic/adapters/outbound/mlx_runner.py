@@ -11,7 +11,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from semantic.adapters.outbound.mlx_decode import GroupStep, views, wrap_attention
+from semantic.adapters.outbound.mlx_attention import wrap_attention
+from semantic.adapters.outbound.mlx_decode import views
+from semantic.adapters.outbound.mlx_group_step import GroupStep
 from semantic.adapters.outbound.mlx_groups import Group, MlxSequence, RowGroups
 from semantic.adapters.outbound.mlx_layout import Array, Layout, capacity_for
 
