@@ -11,17 +11,17 @@ import argparse
 import time
 from collections.abc import Callable
 
-from semantic.adapters.outbound import mlx_runtime
+from semantic.adapters.outbound.mlx import runtime
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, SequenceId, Step
 
-mlx_runtime.prepare()
+runtime.prepare()
 import mlx.core as mx  # noqa: E402 - after the BLAS it is to use
 
-from semantic.adapters.outbound import mlx_tuning  # noqa: E402
+from semantic.adapters.outbound.mlx import tuning  # noqa: E402
+from semantic.adapters.outbound.mlx.loading import LoadedMlx, choose_device  # noqa: E402
 from semantic.adapters.outbound.mlx_backend import MlxBackend  # noqa: E402
-from semantic.adapters.outbound.mlx_loading import LoadedMlx, choose_device  # noqa: E402
 
 SHAPES = {
     "tiny": (256, 8, 512, 8, 2, 1000, "float32"),
@@ -47,9 +47,9 @@ def make_model(shape: str) -> LoadedMlx:
         "max_position_embeddings": 131_072,
         "tie_word_embeddings": False,
     }
-    llama = mlx_runtime.import_library("mlx_lm.models.llama")
-    cache = mlx_runtime.import_library("mlx_lm.models.cache")
-    tree_map = mlx_runtime.import_library("mlx.utils").tree_map
+    llama = runtime.import_library("mlx_lm.models.llama")
+    cache = runtime.import_library("mlx_lm.models.cache")
+    tree_map = runtime.import_library("mlx.utils").tree_map
     model = llama.Model(llama.ModelArgs.from_dict(config))
     number = getattr(mx, dtype)
     model.update(
@@ -97,7 +97,7 @@ def timed(*steps: Callable[[], None], num_steps: int, rounds: int = 6) -> list[f
 
 def bare(loaded: LoadedMlx, num_rows: int, length: int) -> Callable[[], None]:
     """The library's model over a dense batch, one step ahead."""
-    cache = mlx_runtime.import_library("mlx_lm.models.cache")
+    cache = runtime.import_library("mlx_lm.models.cache")
     layer = loaded.spec.layers[0]
     number = loaded.model.model.norm.weight.dtype
     caches = []
@@ -168,13 +168,13 @@ def main() -> None:
     options = parser.parse_args()
     choose_device(options.device)
     loaded = make_model(options.shape)
-    tree_flatten = mlx_runtime.import_library("mlx.utils").tree_flatten
+    tree_flatten = runtime.import_library("mlx.utils").tree_flatten
     weight_bytes = sum(w.nbytes for _, w in tree_flatten(loaded.model.parameters()))
     itemsize = loaded.model.model.norm.weight.dtype.size
     token_bytes = loaded.spec.bytes_per_token(bits=8 * itemsize)
     speed = bandwidth(SHAPES[options.shape][-1])
     tuned = make_model(options.shape)
-    mlx_tuning.tune(tuned.model)  # as a model is loaded
+    tuning.tune(tuned.model)  # as a model is loaded
     backend = MlxBackend(tuned)
     print(f"{options.shape}: {weight_bytes / 1e9:.2f} GB of weights, {speed / 1e9:.0f} GB/s")
     print("| lengths | bare ms | served ms | ratio | GB a step | share of bandwidth |")

@@ -9,8 +9,8 @@ from typing import Protocol
 import pytest
 import torch
 
-from semantic.adapters.outbound import mlx_runtime
 from semantic.adapters.outbound.fake_backend import FakeBackend, fake_spec
+from semantic.adapters.outbound.mlx import runtime
 from semantic.adapters.outbound.torch_backend import TorchBackend
 from semantic.adapters.outbound.torch_loading import TorchOptions
 from semantic.domain.sampling import SamplingParams
@@ -105,7 +105,7 @@ def require_mlx() -> None:
     """Make MLX ready, or skip the test where it is not installed."""
     if importlib.util.find_spec("mlx_lm") is None:
         pytest.skip("mlx-lm is not installed")
-    mlx_runtime.prepare(num_threads=1)
+    runtime.prepare(num_threads=1)
     import mlx.core as mx
 
     mx.disable_compile()  # which runs a C++ compiler for every new kernel
@@ -113,8 +113,8 @@ def require_mlx() -> None:
 
 def make_mlx(model: TinyModel) -> ModelBackendPort:
     """A backend that computes in float32."""
+    from semantic.adapters.outbound.mlx.loading import MlxOptions
     from semantic.adapters.outbound.mlx_backend import MlxBackend
-    from semantic.adapters.outbound.mlx_loading import MlxOptions
 
     return MlxBackend.from_directory(model.directory, model.spec, MlxOptions(dtype="float32"))
 

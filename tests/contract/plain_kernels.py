@@ -14,28 +14,24 @@ class PlainKernels:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from semantic.adapters.outbound import (
-            mlx_cuda,
-            mlx_cuda_attention,
-            mlx_cuda_linear,
-        )
+        from semantic.adapters.outbound.mlx import cuda, cuda_attention, cuda_linear
 
         self.calls: Counter[str] = Counter()
         for module, name, value in (
-            (mlx_cuda, "is_in_use", lambda: True),
-            (mlx_cuda, "is_available", lambda: True),
-            (mlx_cuda_attention, "can_attend", lambda *_: True),
-            (mlx_cuda_attention, "attend", self._attend),
-            (mlx_cuda_linear, "can_multiply", lambda given, _: 1 < given.shape[0] <= 8),
-            (mlx_cuda_linear, "multiply", self._multiply),
-            (mlx_cuda_attention, "keep_and_attend", self._keep_and_attend),
+            (cuda, "is_in_use", lambda: True),
+            (cuda, "is_available", lambda: True),
+            (cuda_attention, "can_attend", lambda *_: True),
+            (cuda_attention, "attend", self._attend),
+            (cuda_linear, "can_multiply", lambda given, _: 1 < given.shape[0] <= 8),
+            (cuda_linear, "multiply", self._multiply),
+            (cuda_attention, "keep_and_attend", self._keep_and_attend),
         ):
             monkeypatch.setattr(module, name, value)
 
     def _attend(self, queries: Any, groups: Any, plan: Any, scale: float) -> Any:
         import mlx.core as mx
 
-        from semantic.adapters.outbound.mlx_cuda_plan import MAX_GROUPS
+        from semantic.adapters.outbound.mlx.cuda_plan import MAX_GROUPS
 
         self.calls["attend"] += 1
         rows = []
@@ -72,8 +68,8 @@ class PlainKernels:
     ) -> Any:
         import mlx.core as mx
 
-        from semantic.adapters.outbound.mlx_cuda_plan import MAX_GROUPS
-        from semantic.adapters.outbound.mlx_cuda_rope import turned_by
+        from semantic.adapters.outbound.mlx.cuda_plan import MAX_GROUPS
+        from semantic.adapters.outbound.mlx.cuda_rope import turned_by
 
         self.calls["keep_and_attend"] += 1
         num_key_heads = groups[0][0].shape[1]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from semantic.adapters.outbound import mlx_runtime
+from semantic.adapters.outbound.mlx import runtime
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
@@ -181,7 +181,7 @@ def test_four_bit_models_load_as_they_are(tmp_path: Path) -> None:
     plain = write_model(tmp_path / "plain", LlamaConfig(**sizes))
     import mlx.core as mx
 
-    utils = mlx_runtime.import_library("mlx_lm.utils")
+    utils = runtime.import_library("mlx_lm.utils")
     model, config = utils.load_model(plain.directory)
     model, config = utils.quantize_model(model, config, group_size=32, bits=4)
     utils.save_model(tmp_path / "packed", model)
@@ -198,8 +198,8 @@ def test_four_bit_models_load_as_they_are(tmp_path: Path) -> None:
 
 
 def test_bfloat16_is_restored_exactly(mlx_model: GetModel) -> None:
+    from semantic.adapters.outbound.mlx.loading import MlxOptions
     from semantic.adapters.outbound.mlx_backend import MlxBackend
-    from semantic.adapters.outbound.mlx_loading import MlxOptions
 
     model = mlx_model("llama")
     options = MlxOptions(dtype="bfloat16")
@@ -260,7 +260,7 @@ def test_cuda_is_refused_where_there_is_none() -> None:
 
     if mx.cuda.is_available():
         pytest.skip("there is one")
-    from semantic.adapters.outbound.mlx_loading import choose_device
+    from semantic.adapters.outbound.mlx.loading import choose_device
 
     with pytest.raises(InvalidRequestError, match="no CUDA device"):
         choose_device("cuda")

@@ -72,11 +72,11 @@ def watched(
 ) -> Iterator[Watched]:
     """The kernels where there is a GPU for them, else plain operations in their place."""
     require_mlx()
-    from semantic.adapters.outbound import mlx_cuda
+    from semantic.adapters.outbound.mlx import cuda
+    from semantic.adapters.outbound.mlx.loading import MlxOptions
     from semantic.adapters.outbound.mlx_backend import MlxBackend
-    from semantic.adapters.outbound.mlx_loading import MlxOptions
 
-    is_real = mlx_cuda.is_available()
+    is_real = cuda.is_available()
     if not is_real:
         PlainKernels(monkeypatch)
     model = write_model(tmp_path, CONFIGS[request.param])

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from semantic.adapters.config.settings import STARTER_MODEL, Settings
-from semantic.adapters.outbound import mlx_runtime
 from semantic.adapters.outbound.agent_file import AgentFile
+from semantic.adapters.outbound.mlx import runtime as mlx_runtime
 from semantic.application.agent_service import AgentService
 from semantic.application.agent_transfer import AgentTransfer
 from semantic.application.cache_service import CacheBudgets, CacheService
@@ -233,8 +233,8 @@ def _import_mlx(settings: Settings) -> MakeBackend:
         )
     mlx_runtime.prepare(settings.threads)
     try:
+        from semantic.adapters.outbound.mlx.loading import MlxOptions
         from semantic.adapters.outbound.mlx_backend import MlxBackend
-        from semantic.adapters.outbound.mlx_loading import MlxOptions
     except ModuleNotFoundError as error:
         raise _missing(error, "mlx") from error
     options = MlxOptions(settings.dtype, settings.device)

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semantic.adapters.outbound import mlx_runtime
+from semantic.adapters.outbound.mlx import runtime
 
-mlx_runtime.prepare(num_threads=1)
+runtime.prepare(num_threads=1)
 mx = pytest.importorskip("mlx.core")
 nn = pytest.importorskip("mlx.nn")
-mlx_cuda = pytest.importorskip("semantic.adapters.outbound.mlx_cuda")
-mlx_cuda_attention = pytest.importorskip("semantic.adapters.outbound.mlx_cuda_attention")
-mlx_cuda_linear = pytest.importorskip("semantic.adapters.outbound.mlx_cuda_linear")
-mlx_cuda_plan = pytest.importorskip("semantic.adapters.outbound.mlx_cuda_plan")
-mlx_cuda_rope = pytest.importorskip("semantic.adapters.outbound.mlx_cuda_rope")
+mlx_cuda = pytest.importorskip("semantic.adapters.outbound.mlx.cuda")
+mlx_cuda_attention = pytest.importorskip("semantic.adapters.outbound.mlx.cuda_attention")
+mlx_cuda_linear = pytest.importorskip("semantic.adapters.outbound.mlx.cuda_linear")
+mlx_cuda_plan = pytest.importorskip("semantic.adapters.outbound.mlx.cuda_plan")
+mlx_cuda_rope = pytest.importorskip("semantic.adapters.outbound.mlx.cuda_rope")
 
 pytestmark = pytest.mark.unit
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from semantic.adapters.outbound import mlx_runtime
+from semantic.adapters.outbound.mlx import runtime
 
-mlx_runtime.prepare(num_threads=1)
+runtime.prepare(num_threads=1)
 mx = pytest.importorskip("mlx.core")
-mlx_cuda = pytest.importorskip("semantic.adapters.outbound.mlx_cuda")
-mlx_cuda_linear = pytest.importorskip("semantic.adapters.outbound.mlx_cuda_linear")
+mlx_cuda = pytest.importorskip("semantic.adapters.outbound.mlx.cuda")
+mlx_cuda_linear = pytest.importorskip("semantic.adapters.outbound.mlx.cuda_linear")
 
 pytestmark = pytest.mark.unit
 

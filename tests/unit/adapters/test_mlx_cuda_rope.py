@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from semantic.adapters.outbound import mlx_runtime
+from semantic.adapters.outbound.mlx import runtime
 
-mlx_runtime.prepare(num_threads=1)
+runtime.prepare(num_threads=1)
 mx = pytest.importorskip("mlx.core")
-mlx_cuda_rope = pytest.importorskip("semantic.adapters.outbound.mlx_cuda_rope")
+mlx_cuda_rope = pytest.importorskip("semantic.adapters.outbound.mlx.cuda_rope")
 
 pytestmark = pytest.mark.unit
 
@@ -16,7 +16,7 @@ POSITIONS = [0, 1, 700, 31_000]
 
 
 def _rope(scaling: dict[str, Any] | None) -> Any:
-    made = mlx_runtime.import_library("mlx_lm.models.rope_utils").initialize_rope
+    made = runtime.import_library("mlx_lm.models.rope_utils").initialize_rope
     return made(64, 500_000.0, False, scaling, 131_072)
 
 

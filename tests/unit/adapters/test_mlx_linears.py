@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from semantic.adapters.outbound import mlx_runtime
+from semantic.adapters.outbound.mlx import runtime
 
-mlx_runtime.prepare(num_threads=1)
+runtime.prepare(num_threads=1)
 mx = pytest.importorskip("mlx.core")
 nn = pytest.importorskip("mlx.nn")
-mlx_linears = pytest.importorskip("semantic.adapters.outbound.mlx_linears")
-mlx_cuda_linear = pytest.importorskip("semantic.adapters.outbound.mlx_cuda_linear")
+mlx_linears = pytest.importorskip("semantic.adapters.outbound.mlx.linears")
+mlx_cuda_linear = pytest.importorskip("semantic.adapters.outbound.mlx.cuda_linear")
 join_linears = mlx_linears.join_linears
 
 pytestmark = pytest.mark.unit

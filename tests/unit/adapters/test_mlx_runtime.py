@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from semantic.adapters.outbound import mlx_runtime
+from semantic.adapters.outbound.mlx import runtime
 
 pytestmark = pytest.mark.unit
 
@@ -17,8 +17,8 @@ def test_importing_the_library_keeps_the_limit_of_open_files() -> None:
     if importlib.util.find_spec("mlx_lm") is None:
         pytest.skip("mlx-lm is not installed")
     code = (
-        "import resource; from semantic.adapters.outbound import mlx_runtime;"
-        "mlx_runtime.prepare(1); mlx_runtime.import_library('mlx_lm.models.cache');"
+        "import resource; from semantic.adapters.outbound.mlx import runtime;"
+        "runtime.prepare(1); runtime.import_library('mlx_lm.models.cache');"
         "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     done = subprocess.run(  # noqa: S603 - our own interpreter
@@ -41,9 +41,9 @@ def test_where_it_is_preferred(
 ) -> None:
     monkeypatch.setattr("platform.system", lambda: system)
     monkeypatch.setattr("platform.machine", lambda: machine)
-    monkeypatch.setattr(mlx_runtime, "has_cuda_build", lambda: cuda)
+    monkeypatch.setattr(runtime, "has_cuda_build", lambda: cuda)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
-    assert mlx_runtime.is_preferred() == expected
+    assert runtime.is_preferred() == expected
 
 
 def test_it_is_not_preferred_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,16 +53,16 @@ def test_it_is_not_preferred_where_it_is_missing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: object() if name in installed else None
     )
-    assert not mlx_runtime.is_preferred()
+    assert not runtime.is_preferred()
     installed.clear()
-    assert mlx_runtime.is_preferred()
+    assert runtime.is_preferred()
 
 
 def test_a_missing_blas_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("platform.system", lambda: "Linux")
-    monkeypatch.setattr(mlx_runtime, "has_cuda_build", lambda: False)
-    monkeypatch.setattr(mlx_runtime, "_OPENBLAS", "libno-such-blas.so.0")
-    mlx_runtime.prepare()
+    monkeypatch.setattr(runtime, "has_cuda_build", lambda: False)
+    monkeypatch.setattr(runtime, "_OPENBLAS", "libno-such-blas.so.0")
+    runtime.prepare()
     assert "reference BLAS" in caplog.text

@@ -2,7 +2,7 @@
 
 The modelling code is the library's own. Many tokens of one sequence run through the library's own
 caches; the last token of every chunk that asks for a sample runs together with those of the other
-sequences, in groups of like length (`mlx_groups` says why). A step is only enqueued by `launch`:
+sequences, in groups of like length (`mlx.groups` says why). A step is only enqueued by `launch`:
 tokens that the device draws feed the next step before anyone has seen them.
 """
 
@@ -14,14 +14,14 @@ from typing import Self
 
 import mlx.core as mx
 
-from semantic.adapters.outbound import mlx_cuda, mlx_loading, mlx_payloads
-from semantic.adapters.outbound.mlx_groups import MlxSequence
-from semantic.adapters.outbound.mlx_layout import capacity_for, why_unlike
-from semantic.adapters.outbound.mlx_loading import LoadedMlx, MlxOptions
-from semantic.adapters.outbound.mlx_payloads import SnapshotTicket
-from semantic.adapters.outbound.mlx_runner import MlxRunner
-from semantic.adapters.outbound.mlx_sampling import PendingRow, check_draw
-from semantic.adapters.outbound.mlx_steps import run_rows
+from semantic.adapters.outbound.mlx import cuda, loading, payloads
+from semantic.adapters.outbound.mlx.groups import MlxSequence
+from semantic.adapters.outbound.mlx.layout import capacity_for, why_unlike
+from semantic.adapters.outbound.mlx.loading import LoadedMlx, MlxOptions
+from semantic.adapters.outbound.mlx.payloads import SnapshotTicket
+from semantic.adapters.outbound.mlx.runner import MlxRunner
+from semantic.adapters.outbound.mlx.sampling import PendingRow, check_draw
+from semantic.adapters.outbound.mlx.steps import run_rows
 from semantic.adapters.outbound.payload_parts import sort_parts
 from semantic.adapters.outbound.step_rows import check_ids, check_tokens, make_rows, sequence_of
 from semantic.domain.errors import BackendError, CacheCorruptionError
@@ -63,15 +63,13 @@ class MlxBackend:
         try:
             self._runner = MlxRunner(loaded.model, loaded.make_caches)
         except _DEVICE_ERRORS as error:
-            raise mlx_loading.refusal(spec, str(error)) from error
+            raise loading.refusal(spec, str(error)) from error
         layout = self._runner.layout
         if reason := why_unlike(layout.parts, self._spec.layers):
-            raise mlx_loading.refusal(spec, reason)
+            raise loading.refusal(spec, reason)
         kept = next((p for p in layout.parts if p.kind is not LayerKind.STATE), layout.parts[0])
         dtype = str(kept.dtypes[0]).removeprefix("mlx.core.")
-        self._traits = Traits(
-            1, not mlx_cuda.is_in_use(), f"mlx.v1.{dtype}", kept.dtypes[0].size * 8
-        )
+        self._traits = Traits(1, not cuda.is_in_use(), f"mlx.v1.{dtype}", kept.dtypes[0].size * 8)
         self._sequences: dict[SequenceId, MlxSequence] = {}
         self._num_steps = 0
 
@@ -84,7 +82,7 @@ class MlxBackend:
         Raises:
             InvalidRequestError: this backend cannot run it.
         """
-        return cls(mlx_loading.load(directory, spec, options or MlxOptions()))
+        return cls(loading.load(directory, spec, options or MlxOptions()))
 
     @property
     def spec(self) -> ModelCacheSpec:
@@ -110,22 +108,20 @@ class MlxBackend:
         if not parts:
             return
         # All are found sound before anything is changed.
-        full, window = (
-            [mlx_payloads.read(layout, p) for p in k] for k in (found.full, found.window)
-        )
-        state = mlx_payloads.read(layout, found.state) if found.state else None
+        full, window = ([payloads.read(layout, p) for p in k] for k in (found.full, found.window))
+        state = payloads.read(layout, found.state) if found.state else None
         self._runner.groups.alone(sequence, capacity_for(len(sequence.known)))
         for part in full:
-            mlx_payloads.put_full(layout, sequence, part, end)
+            payloads.put_full(layout, sequence, part, end)
         if end > sequence.length:
             sequence.length, sequence.last = end, None
             sequence.window_start = end if self._spec.window else 0
             sequence.has_state = False
         if window:
-            mlx_payloads.put_window(layout, sequence, window, end)
+            payloads.put_window(layout, sequence, window, end)
             sequence.window_start = max(window[0].payload.start, end - self._spec.window)
         if state is not None:
-            mlx_payloads.put_state(layout, sequence, state)
+            payloads.put_state(layout, sequence, state)
             sequence.has_state = True
         mx.eval(sequence.held()[0].arrays)
 
@@ -175,7 +171,7 @@ class MlxBackend:
             is_held = is_held and end == sequence.length and sequence.has_state
         if not is_held:
             raise ValueError(f"the {kind.value} layers do not hold [{start}, {end}), or it is gone")
-        arrays = mlx_payloads.copy_out(self._runner.layout, sequence, start, end, kind)
+        arrays = payloads.copy_out(self._runner.layout, sequence, start, end, kind)
         return SnapshotTicket(self._traits.kv_abi, kind, start, end, arrays)
 
     def payload(self, ticket: Ticket) -> KVPayload:

@@ -14,10 +14,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from semantic.adapters.outbound.mlx_cuda import HEADER, make_kernel
-from semantic.adapters.outbound.mlx_cuda_plan import MAX_GROUPS, TILE, Plan
-from semantic.adapters.outbound.mlx_cuda_rope import PREPARE, HeadNorms
-from semantic.adapters.outbound.mlx_layout import Array
+from semantic.adapters.outbound.mlx.cuda import HEADER, make_kernel
+from semantic.adapters.outbound.mlx.cuda_plan import MAX_GROUPS, TILE, Plan
+from semantic.adapters.outbound.mlx.cuda_rope import PREPARE, HeadNorms
+from semantic.adapters.outbound.mlx.layout import Array
 
 _THREADS = 128
 _DIMS = (64, 128, 256)  # of a head

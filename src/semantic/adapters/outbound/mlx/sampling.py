@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 
 from semantic.adapters.outbound.host_sampler import sample
-from semantic.adapters.outbound.mlx_groups import MlxSequence
-from semantic.adapters.outbound.mlx_layout import Array
+from semantic.adapters.outbound.mlx.groups import MlxSequence
+from semantic.adapters.outbound.mlx.layout import Array
 from semantic.domain.errors import BackendError, InvalidRequestError
 from semantic.domain.sampling import SamplingParams, uniform
 from semantic.ports.outbound import Chunk, Computed, Draw, Row, RowFailed, Sampled, SequenceId

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from semantic.adapters.outbound import mlx_tuning
-from semantic.adapters.outbound.mlx_layout import leaves, library
-from semantic.adapters.outbound.mlx_runtime import import_library
+from semantic.adapters.outbound.mlx import tuning
+from semantic.adapters.outbound.mlx.layout import leaves, library
+from semantic.adapters.outbound.mlx.runtime import import_library
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 
@@ -77,7 +77,7 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> LoadedMl
             directory, lazy=True, model_config=config_in_its_words(config, spec)
         )
         _convert(model, options.dtype)
-        mlx_tuning.tune(model)
+        tuning.tune(model)
         mx.eval(model.parameters())
         model.eval()
         spec, make_caches = _agree(model, spec)

@@ -13,8 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from semantic.adapters.outbound.mlx_cuda import HEADER, make_kernel
-from semantic.adapters.outbound.mlx_layout import Array
+from semantic.adapters.outbound.mlx.cuda import HEADER, make_kernel
+from semantic.adapters.outbound.mlx.layout import Array
 
 MAX_ROWS = 8  # the columns of a tensor core's tile
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from semantic.adapters.outbound.mlx_groups import Group
-from semantic.adapters.outbound.mlx_layout import Array, Part
+from semantic.adapters.outbound.mlx.groups import Group
+from semantic.adapters.outbound.mlx.layout import Array, Part
 
 
 @dataclass(slots=True, eq=False)

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Optional
 
 import mlx.core as mx
 
-from semantic.adapters.outbound import mlx_cuda
-from semantic.adapters.outbound.mlx_layout import Array, Arrays, Layout, capacity_for
+from semantic.adapters.outbound.mlx import cuda
+from semantic.adapters.outbound.mlx.layout import Array, Arrays, Layout, capacity_for
 
 if TYPE_CHECKING:
-    from semantic.adapters.outbound.mlx_sampling import Drawn
+    from semantic.adapters.outbound.mlx.sampling import Drawn
 
 _STAY = 2  # steps a row may miss before it is moved out of its group
 
@@ -101,7 +101,7 @@ class RowGroups:
         where our own kernel writes, which MLX does not see.
         """
         group, row = source.held()
-        if mlx_cuda.is_in_use():
+        if cuda.is_in_use():
             arrays = [[a[mx.array([row])] for a in part] for part in group.arrays]
         elif len(group.members) == 1:
             arrays = [[a[...] for a in part] for part in group.arrays]

@@ -13,9 +13,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from semantic.adapters.outbound import mlx_cuda_linear
-from semantic.adapters.outbound.mlx_layout import Array
-from semantic.adapters.outbound.mlx_runtime import import_library
+from semantic.adapters.outbound.mlx import cuda_linear
+from semantic.adapters.outbound.mlx.layout import Array
+from semantic.adapters.outbound.mlx.runtime import import_library
 
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -122,15 +122,15 @@ def _own_kinds() -> dict[type, type]:
 
     class FewRowsLinear(nn.Linear):  # type: ignore[misc, name-defined]
         def __call__(self, x: Array) -> Array:
-            if not mlx_cuda_linear.can_multiply(x, self.weight):
+            if not cuda_linear.can_multiply(x, self.weight):
                 return super().__call__(x)
-            out = mlx_cuda_linear.multiply(x, self.weight)
+            out = cuda_linear.multiply(x, self.weight)
             return out + self.bias if "bias" in self else out
 
     class FewRowsEmbedding(nn.Embedding):  # type: ignore[misc, name-defined]
         def as_linear(self, x: Array) -> Array:
-            if not mlx_cuda_linear.can_multiply(x, self.weight):
+            if not cuda_linear.can_multiply(x, self.weight):
                 return super().as_linear(x)
-            return mlx_cuda_linear.multiply(x, self.weight)
+            return cuda_linear.multiply(x, self.weight)
 
     return {nn.Linear: FewRowsLinear, nn.Embedding: FewRowsEmbedding}

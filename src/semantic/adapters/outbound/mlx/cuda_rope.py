@@ -12,8 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from semantic.adapters.outbound.mlx_cuda_linear import Norm
-from semantic.adapters.outbound.mlx_layout import Array
+from semantic.adapters.outbound.mlx.cuda_linear import Norm
+from semantic.adapters.outbound.mlx.layout import Array
 
 # Thread (g, c) of a warp holds dimensions 8c to 8c + 7 of each 32 of query head g, and so both
 # halves of the pairs that are turned together. A new key is turned by one thread a pair.

@@ -1,4 +1,4 @@
-"""The library's attention function, wrapped so that it takes what `mlx_decode` hands it.
+"""The library's attention function, wrapped so that it takes what `decode` hands it.
 
 With one group these are plain arrays and a mask, which any model understands. With several it is a
 `Groups` object.
@@ -10,10 +10,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from semantic.adapters.outbound import mlx_cuda, mlx_cuda_attention
-from semantic.adapters.outbound.mlx_decode import AttentionView, Groups, joined
-from semantic.adapters.outbound.mlx_group_step import GroupStep
-from semantic.adapters.outbound.mlx_layout import Array, Part
+from semantic.adapters.outbound.mlx import cuda, cuda_attention
+from semantic.adapters.outbound.mlx.decode import AttentionView, Groups, joined
+from semantic.adapters.outbound.mlx.group_step import GroupStep
+from semantic.adapters.outbound.mlx.layout import Array, Part
 
 _ATTENTION = "scaled_dot_product_attention"
 
@@ -56,11 +56,7 @@ def _attend(
     """One query a row. CUDA's kernels take no mask of ours, so there we bring our own."""
     keys, values = fetched
     groups = list(zip(keys, values, strict=True))
-    if (
-        sinks is None
-        and mlx_cuda.is_available()
-        and mlx_cuda_attention.can_attend(queries, *groups[0])
-    ):
+    if sinks is None and cuda.is_available() and cuda_attention.can_attend(queries, *groups[0]):
         return view.attend(queries, groups, scale)
     return joined(
         [

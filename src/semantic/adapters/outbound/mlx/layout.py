@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from semantic.adapters.outbound.mlx_runtime import import_library
+from semantic.adapters.outbound.mlx.runtime import import_library
 from semantic.domain.spec import LayerKind, LayerSpec
 
 Array: TypeAlias = Any  # mx.array; the library ships no types

@@ -12,13 +12,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from semantic.adapters.outbound import mlx_cuda_attention, mlx_cuda_linear, mlx_cuda_rope
-from semantic.adapters.outbound.mlx_cuda_linear import MAX_ROWS, Norm
-from semantic.adapters.outbound.mlx_cuda_rope import HeadNorms
-from semantic.adapters.outbound.mlx_decode import AttentionView
-from semantic.adapters.outbound.mlx_layout import Array
-from semantic.adapters.outbound.mlx_linears import LinearPart
-from semantic.adapters.outbound.mlx_runtime import import_library
+from semantic.adapters.outbound.mlx import cuda_attention, cuda_linear, cuda_rope
+from semantic.adapters.outbound.mlx.cuda_linear import MAX_ROWS, Norm
+from semantic.adapters.outbound.mlx.cuda_rope import HeadNorms
+from semantic.adapters.outbound.mlx.decode import AttentionView
+from semantic.adapters.outbound.mlx.layout import Array
+from semantic.adapters.outbound.mlx.linears import LinearPart
+from semantic.adapters.outbound.mlx.runtime import import_library
 
 _FAMILIES = ("llama", "qwen2", "qwen3")  # whose layers are alike but for biases and norms of heads
 _FAR = 12_345  # a position at which modules that turn by other angles are told apart
@@ -53,7 +53,7 @@ class LayerWeights:
 
 def run_layer(weights: LayerWeights, given: Array, view: AttentionView) -> Array:
     """One layer of one token each of some rows ``[rows, 1, hidden]``."""
-    w, multiply = weights, mlx_cuda_linear.multiply
+    w, multiply = weights, cuda_linear.multiply
     heads = multiply(given, w.heads, norm=w.first_norm, added=w.heads_bias)
     heads = heads.reshape(given.shape[0], -1, 1, w.dim)
     attended = view.keep_and_attend(heads, w.rope, w.head_norms, w.scale)
@@ -115,9 +115,9 @@ def _can_run(weights: LayerWeights) -> bool:
     queries, keys = (mx.zeros((1, n, 1, w.dim), dtype) for n in (w.num_heads, w.num_key_heads))
     return (
         dtype != mx.float16  # which rows could leave before their norm brings them back
-        and mlx_cuda_attention.can_attend(queries, keys, keys)
+        and cuda_attention.can_attend(queries, keys, keys)
         and all(
-            mlx_cuda_linear.can_multiply(mx.zeros((MAX_ROWS, 1, m.shape[1]), dtype), m)
+            cuda_linear.can_multiply(mx.zeros((MAX_ROWS, 1, m.shape[1]), dtype), m)
             for m in (w.heads, w.attended, w.inner, w.outer)
         )
         and _turns_halves(w)
@@ -128,9 +128,9 @@ def _turns_halves(weights: LayerWeights) -> bool:
     """Whether the library turns heads as our kernel does, with angles that we are told."""
     positions = mx.array([1, _FAR])
     heads = mx.random.normal((2, 1, 1, weights.dim), key=mx.random.key(0))
-    angles = mlx_cuda_rope.angles_at(weights.rope, positions, weights.dim)
+    angles = cuda_rope.angles_at(weights.rope, positions, weights.dim)
     expected = weights.rope(heads[...], offset=positions)
-    return bool(mx.allclose(mlx_cuda_rope.turned_by(angles, heads), expected, atol=1e-3).item())
+    return bool(mx.allclose(cuda_rope.turned_by(angles, heads), expected, atol=1e-3).item())
 
 
 def _one_of(ropes: list[Any], weights: LayerWeights) -> Any:
@@ -138,7 +138,7 @@ def _one_of(ropes: list[Any], weights: LayerWeights) -> Any:
     positions = mx.array([1, _FAR])
 
     def angles(rope: Any) -> Array:
-        return mlx_cuda_rope.angles_at(rope, positions, weights.dim)
+        return cuda_rope.angles_at(rope, positions, weights.dim)
 
     for rope in ropes:
         if mx.array_equal(angles(rope), angles(weights.rope)).item():

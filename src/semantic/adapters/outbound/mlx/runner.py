@@ -11,11 +11,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from semantic.adapters.outbound.mlx_attention import wrap_attention
-from semantic.adapters.outbound.mlx_decode import views
-from semantic.adapters.outbound.mlx_group_step import GroupStep
-from semantic.adapters.outbound.mlx_groups import Group, MlxSequence, RowGroups
-from semantic.adapters.outbound.mlx_layout import Array, Layout, capacity_for
+from semantic.adapters.outbound.mlx.attention import wrap_attention
+from semantic.adapters.outbound.mlx.decode import views
+from semantic.adapters.outbound.mlx.group_step import GroupStep
+from semantic.adapters.outbound.mlx.groups import Group, MlxSequence, RowGroups
+from semantic.adapters.outbound.mlx.layout import Array, Layout, capacity_for
 
 _LOG = logging.getLogger(__name__)
 _TOLERANCES = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}

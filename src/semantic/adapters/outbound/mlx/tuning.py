@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from semantic.adapters.outbound import mlx_cuda
-from semantic.adapters.outbound.mlx_blocks import use_own_blocks
-from semantic.adapters.outbound.mlx_linears import join_linears, use_own_kernel
+from semantic.adapters.outbound.mlx import cuda
+from semantic.adapters.outbound.mlx.blocks import use_own_blocks
+from semantic.adapters.outbound.mlx.linears import join_linears, use_own_kernel
 
 
 def tune(model: Any) -> None:
     """On CUDA, where it was seen to pay, join what can be joined and take our own kernels."""
-    if mlx_cuda.is_in_use():
+    if cuda.is_in_use():
         join_linears(model)
-    if mlx_cuda.is_available():
+    if cuda.is_available():
         use_own_kernel(model)
         use_own_blocks(model)

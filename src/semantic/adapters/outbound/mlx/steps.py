@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from semantic.adapters.outbound.mlx_groups import MlxSequence
-from semantic.adapters.outbound.mlx_layout import Array
-from semantic.adapters.outbound.mlx_runner import MlxRunner
-from semantic.adapters.outbound.mlx_sampling import Drawn, PendingRow, draw_rows, fed_tokens
+from semantic.adapters.outbound.mlx.groups import MlxSequence
+from semantic.adapters.outbound.mlx.layout import Array
+from semantic.adapters.outbound.mlx.runner import MlxRunner
+from semantic.adapters.outbound.mlx.sampling import Drawn, PendingRow, draw_rows, fed_tokens
 from semantic.ports.outbound import LAST_SAMPLED
 
 

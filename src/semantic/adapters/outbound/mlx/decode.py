@@ -10,11 +10,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from semantic.adapters.outbound import mlx_cuda_attention, mlx_cuda_rope
-from semantic.adapters.outbound.mlx_cuda_plan import MAX_GROUPS, Plan, make_plan
-from semantic.adapters.outbound.mlx_cuda_rope import HeadNorms
-from semantic.adapters.outbound.mlx_group_step import GroupStep
-from semantic.adapters.outbound.mlx_layout import Array, Layout, Part, library
+from semantic.adapters.outbound.mlx import cuda_attention, cuda_rope
+from semantic.adapters.outbound.mlx.cuda_plan import MAX_GROUPS, Plan, make_plan
+from semantic.adapters.outbound.mlx.cuda_rope import HeadNorms
+from semantic.adapters.outbound.mlx.group_step import GroupStep
+from semantic.adapters.outbound.mlx.layout import Array, Layout, Part, library
 from semantic.domain.spec import LayerKind
 
 
@@ -92,9 +92,7 @@ class AttentionView:
         """One query a row by our own kernel, groups together."""
         return joined(
             [
-                mlx_cuda_attention.attend(
-                    call.rows_of(queries), groups[call.groups], call.plan, scale
-                )
+                cuda_attention.attend(call.rows_of(queries), groups[call.groups], call.plan, scale)
                 for call in self._calls(groups[0][0].shape[1])
             ]
         )
@@ -114,7 +112,7 @@ class AttentionView:
         angles = self._angles(rope, heads.shape[-1])
         return joined(
             [
-                mlx_cuda_attention.keep_and_attend(
+                cuda_attention.keep_and_attend(
                     call.rows_of(heads),
                     call.rows_of(angles),
                     norms,
@@ -129,7 +127,7 @@ class AttentionView:
     def _angles(self, rope: Any, dim: int) -> Array:
         angles = self._shared.angles
         if id(rope) not in angles:
-            angles[id(rope)] = mlx_cuda_rope.angles_at(rope, self._shared.positions, dim)
+            angles[id(rope)] = cuda_rope.angles_at(rope, self._shared.positions, dim)
         return angles[id(rope)]
 
     def _calls(self, num_key_heads: int) -> list[KernelCall]:

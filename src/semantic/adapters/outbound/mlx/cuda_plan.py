@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from semantic.adapters.outbound.mlx_layout import Array
+from semantic.adapters.outbound.mlx.layout import Array
 
 MAX_GROUPS = 4  # whose arrays a kernel takes
 TILE = 16  # tokens that a warp attends over at once
