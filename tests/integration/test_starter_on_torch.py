@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -20,9 +21,18 @@ pytestmark = pytest.mark.integration
 
 # What the library answers in bfloat16, greedily.
 RECORDED = {
+    "What is the capital of France?": "The capital of France is Paris.",
     "What is the capital of France? Answer in one sentence.": "The capital of France is Paris.",
     "What is 2 + 2? Answer with one number.": "The answer is 4.",
 }
+
+QUESTIONS = (
+    *RECORDED,
+    "Why is the sky blue?",
+    "Write a Python function that reverses a string.",
+    "Name three animals that live in the sea, and say how they breathe.",
+    "Translate 'good morning' to Spanish.",
+)
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +93,8 @@ def test_greedy_text_is_the_librarys(
     assert text == library_text(library, tokenizer, prompt)
 
 
-def test_logits_are_the_librarys_within_bfloat16s_rounding(
-    backend: TorchBackend, tokenizer: HFTokenizer, library: Any
-) -> None:
-    """In chunks and at the end of a text: the likeliest tokens and their probabilities agree."""
-    tokens = tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 12)
-    with torch.inference_mode():
-        expected = library(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+def top_logprobs(backend: TorchBackend, tokens: list[int]) -> Iterator[tuple[int, int, float]]:
+    """Place, token and log-probability of the likeliest after every 17 tokens and at the end."""
     draw = Draw(SamplingParams(temperature=0, seed=0, top_logprobs=5), len(tokens))
     seq = SequenceId(1)
     backend.open(seq, tokens)
@@ -98,7 +103,36 @@ def test_logits_are_the_librarys_within_bfloat16s_rounding(
         (row,) = backend.collect(backend.launch(Step((chunk,)))).rows
         assert isinstance(row, Sampled)
         assert row.logprob is not None
-        last = start + chunk.num_tokens - 1
         for token, logprob in row.logprob.top:
-            assert logprob == pytest.approx(float(expected[last, token]), abs=0.35)
+            yield start + chunk.num_tokens - 1, token, logprob
     backend.close(seq)
+
+
+def library_logprobs(library: Any, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = library(torch.tensor([tokens])).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+def test_logits_are_the_librarys_within_bfloat16s_rounding(
+    backend: TorchBackend, tokenizer: HFTokenizer, library: Any
+) -> None:
+    """In chunks and at the end of a text: the likeliest tokens and their probabilities agree."""
+    tokens = tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 12)
+    expected = library_logprobs(library, tokens)
+    for last, token, logprob in top_logprobs(backend, tokens):
+        assert logprob == pytest.approx(float(expected[last, token]), abs=0.35)
+
+
+def test_log_probabilities_are_closer_to_float32_than_the_librarys(
+    backend: TorchBackend, tokenizer: HFTokenizer, library: Any, starter_model_dir: Path
+) -> None:
+    exact = AutoModelForCausalLM.from_pretrained(starter_model_dir, dtype=torch.float32).eval()
+    ours, librarys = [], []
+    for question in QUESTIONS:
+        tokens = prompt_of(tokenizer, question)
+        expected, rounded = (library_logprobs(model, tokens) for model in (exact, library))
+        for last, token, logprob in top_logprobs(backend, tokens):
+            ours.append(abs(logprob - float(expected[last, token])))
+            librarys.append(abs(float(rounded[last, token] - expected[last, token])))
+    assert mean(ours) < 0.8 * mean(librarys)

@@ -3,8 +3,8 @@
 Decoding reads every weight once a step, so it is bound by memory; what counts is that weights lie
 as the kernels want them (prepacked), that small operations are merged into large ones, and, if
 asked for, that weights are stored in fewer bits while few rows are computed. All of it works by a
-module's role (a linear, a gated MLP, an RMS norm), not by the model's name; whatever is not
-recognised stays as it was. Results agree with the original's to bfloat16's rounding.
+module's role (a linear, a gated MLP), not by the model's name; whatever is not recognised stays as
+it was. Results agree with the original's to bfloat16's rounding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,9 +38,6 @@ def speed_up(model: nn.Module, weights: Weights = "full") -> None:
         elif _is_gated_mlp(parent):
             _fuse_mlp(parent, weights)
     _pack_linears(model, weights)
-    for parent, name, child in list(_children(model)):
-        if (norm := _faster_norm(child)) is not None:
-            setattr(parent, name, norm)
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.use_huge_pages()
@@ -122,23 +119,6 @@ class _MergedPart(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply, or take what was multiplied with the first part."""
         return self._merged.output(self._index, x)
-
-
-class _RMSNorm(nn.Module):
-    """RMS norm as the layer norm of (x, -x), whose mean is 0: one fused kernel instead of six."""
-
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        super().__init__()
-        self.weight = torch.cat([weight, weight]).detach()
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension."""
-        size = x.shape[-1]
-        both = torch.layer_norm(
-            torch.cat([x, -x], dim=-1), (2 * size,), self.weight, None, self.eps
-        )
-        return both[..., :size]
 
 
 # -- quantised weights ----------------------------------------------------------------------------
@@ -243,15 +223,3 @@ def _pack_linears(model: nn.Module, weights: Weights) -> None:
     for parent, name, child in list(_children(model)):
         if type(child) is nn.Linear:
             setattr(parent, name, PackedLinear(child.weight, child.bias, weights))
-
-
-def _faster_norm(module: nn.Module) -> _RMSNorm | None:
-    """The cheaper form of an RMS norm, if it computes the same."""
-    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
-    if not type(module).__name__.endswith("RMSNorm") or weight is None or eps is None:
-        return None
-    faster = _RMSNorm(weight, eps)
-    sample = torch.linspace(-3, 5, 2 * weight.shape[0], dtype=weight.dtype).view(2, -1)
-    with torch.inference_mode():
-        is_same = torch.allclose(faster(sample), module(sample), rtol=2e-2, atol=2e-2)
-    return faster if is_same else None

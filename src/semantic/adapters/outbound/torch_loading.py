@@ -21,6 +21,7 @@ from semantic.adapters.outbound import torch_linear
 from semantic.adapters.outbound.torch_attention import ATTENTION_NAME, packed_attention
 from semantic.adapters.outbound.torch_calls import shorten_calls
 from semantic.adapters.outbound.torch_linear import Weights
+from semantic.adapters.outbound.torch_rounding import round_less
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 
@@ -101,7 +102,8 @@ def load_model(
             "use --backend mlx.",
             param="model",
         )
-    is_packable = device.type == "cpu" and dtype == torch.bfloat16 and torch_linear.is_supported()
+    is_rounded = device.type == "cpu" and dtype == torch.bfloat16
+    is_packable = is_rounded and torch_linear.is_supported()
     if weights != "full" and not is_packable:
         raise InvalidRequestError(
             f"weights {weights} need a CPU that computes in bfloat16 (--dtype bfloat16)",
@@ -116,6 +118,8 @@ def load_model(
     if reason := _why_not(model):
         raise refusal(spec, reason)
     model.to(device).eval()
+    if is_rounded:
+        round_less(model)
     if is_packable:
         torch_linear.speed_up(model, weights)
     shorten_calls(model)
