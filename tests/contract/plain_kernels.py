@@ -3,20 +3,23 @@
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 
 
 class PlainKernels:
-    """Stands in for the kernels.
+    """Stands in for the kernels, and writes into memory as they do.
 
     Attributes:
         calls: How often each was called, by name.
+        group_counts: How often keys and values of so many groups were kept.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from semantic.adapters.outbound.mlx import cuda, cuda_attention, cuda_linear
 
         self.calls: Counter[str] = Counter()
+        self.group_counts: Counter[int] = Counter()
         for module, name, value in (
             (cuda, "is_in_use", lambda: True),
             (cuda, "is_available", lambda: True),
@@ -35,7 +38,7 @@ class PlainKernels:
 
         self.calls["attend"] += 1
         rows = []
-        for (row, start, size, where), _ in _last_chunks(plan):
+        for row, start, size, where in _last_chunks(plan):
             place, group = divmod(where, MAX_GROUPS)
             cut = (a[place : place + 1, :, : start + size] for a in groups[group])
             asked = queries[row : row + 1]
@@ -72,26 +75,26 @@ class PlainKernels:
         from semantic.adapters.outbound.mlx.cuda_rope import turned_by
 
         self.calls["keep_and_attend"] += 1
+        self.group_counts[len(groups)] += 1
         num_key_heads = groups[0][0].shape[1]
         num_heads = heads.shape[1] - 2 * num_key_heads
         queries, keys, values = mx.split(heads, [num_heads, num_heads + num_key_heads], axis=1)
         if norms is not None:
-            queries, keys = (
-                mx.fast.rms_norm(array, norm.factors, norm.eps)
-                for array, norm in ((queries, norms.queries), (keys, norms.keys))
-            )
+            queries = mx.fast.rms_norm(queries, norms.query_factors, norms.eps)
+            keys = mx.fast.rms_norm(keys, norms.key_factors, norms.eps)
         queries, keys = turned_by(angles, queries), turned_by(angles, keys)
-        for (row, start, size, where), slot in _last_chunks(plan):
-            assert 0 <= slot < start + size
+        mx.eval(keys, values, list(groups))
+        for row, start, size, where in _last_chunks(plan):
             place, group = divmod(where, MAX_GROUPS)
             for array, new in zip(groups[group], (keys, values), strict=True):
-                array[place : place + 1, :, slot : slot + 1] = new[row : row + 1]
-        return self._attend(queries, groups, plan, scale)
+                memory = np.array(memoryview(array), copy=False)
+                memory[place, :, start + size - 1] = np.array(new[row, :, 0])
+        out = self._attend(queries, groups, plan, scale)
+        mx.eval(out)  # before anybody writes again
+        return out
 
 
-def _last_chunks(plan: Any) -> list[tuple[list[int], int]]:
-    """The last chunk of each row, and its new token's place."""
-    chunks, firsts = plan.chunks.tolist(), plan.firsts.tolist()
-    return [
-        (chunks[end - 1], slot) for end, slot in zip(firsts[1:], plan.slots.tolist(), strict=True)
-    ]
+def _last_chunks(plan: Any) -> list[list[int]]:
+    """Of each row."""
+    chunks = plan.chunks.tolist()
+    return [chunks[end - 1] for end in plan.firsts.tolist()[1:]]

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.contract
 GetModel = Callable[[str], TinyModel]
 WARM = SamplingParams(temperature=0.9, seed=3)
 PENALISED = SamplingParams(temperature=0, seed=0, repetition_penalty=1.8)
-WHOLE_LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # that our CUDA kernels run
+WHOLE_LAYERS = ("llama", "qwen2", "qwen3")  # that our CUDA kernels run; not with windows
 
 
 @pytest.fixture(autouse=True)

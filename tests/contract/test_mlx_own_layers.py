@@ -3,6 +3,7 @@
 The numbers have 16 bits, so that a token may fall either way; log-probabilities are compared.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,20 @@ def test_forks_go_their_own_ways(watched: Watched) -> None:
     watched.check(runs)
 
 
+def test_a_fork_is_made_at_once(watched: Watched) -> None:
+    """Its source is cut back and goes another way before the fork takes its first step."""
+    runs = {0: prompt(30)}
+    watched.begin(0, runs[0])
+    watched.grow(runs, 20)
+    assert watched.backend.fork(SequenceId(0), SequenceId(1), 50)
+    runs[1] = [*runs[0]]
+    assert watched.backend.truncate(SequenceId(0), 29) == 29
+    del runs[0][29:]
+    watched.grow({0: runs[0]}, 10, seed=55)
+    watched.grow({1: runs[1]}, 1)
+    watched.check(runs)
+
+
 def test_what_is_saved_stays_as_it_was(watched: Watched) -> None:
     """A snapshot that is fetched after the sequence was cut back and went another way."""
     runs = {0: prompt(40)}
@@ -140,3 +155,90 @@ def test_rows_that_pause(watched: Watched) -> None:
     for turn in range(9):
         watched.grow({s: t for s, t in runs.items() if (turn + s) % 3}, 1, seed=turn)
     watched.check(runs)
+
+
+# -- which layers are ours ------------------------------------------------------------------------
+
+
+def _load(directory: Path, config: Any, **overrides: Any) -> Any:
+    """A backend in float32, whose config says something more."""
+    from semantic.adapters.outbound.mlx.loading import MlxOptions
+    from semantic.adapters.outbound.mlx_backend import MlxBackend
+
+    model = write_model(directory, config)
+    written = json.loads((directory / "config.json").read_text()) | overrides
+    (directory / "config.json").write_text(json.dumps(written))
+    return MlxBackend.from_directory(model.directory, model.spec, MlxOptions(dtype="float32"))
+
+
+def _kinds(backend: Any) -> set[str]:
+    return {type(layer).__name__ for layer in backend._runner._model.layers}
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "config,overrides",
+    [
+        (LlamaConfig(**SIZES, attention_bias=True), {}),
+        (LlamaConfig(**SIZES, mlp_bias=True), {}),
+        (LlamaConfig(**SIZES), {"rope_traditional": True}),
+        (LlamaConfig(**SIZES), {"rope_scaling": DYNAMIC}),
+    ],
+    ids=["attention bias", "MLP bias", "other pairs are turned", "no positions by row"],
+)
+def test_odd_layers_stay_the_librarys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Any, overrides: dict[str, Any]
+) -> None:
+    require_mlx()
+    kernels = PlainKernels(monkeypatch)
+    backend = _load(tmp_path, config, **overrides)
+    assert _kinds(backend) == {"TransformerBlock"}
+    assert not kernels.calls["keep_and_attend"]
+
+
+def test_norms_of_another_format_stay_the_librarys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_mlx()
+    import mlx.core as mx
+
+    from semantic.adapters.outbound.mlx.blocks import use_own_blocks
+
+    PlainKernels(monkeypatch)
+    model = _load(tmp_path, LlamaConfig(**SIZES))._runner._model
+    assert use_own_blocks(model) == 0  # they are already
+    layer = model.layers[0]
+    layer.__class__ = type(layer).__bases__[0]
+    layer.input_layernorm.weight = layer.input_layernorm.weight.astype(mx.bfloat16)
+    assert use_own_blocks(model) == 0
+
+
+def test_kernels_that_are_wrong_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model is batched by the library's code then."""
+    require_mlx()
+    from semantic.adapters.outbound.mlx import cuda_attention
+
+    PlainKernels(monkeypatch)
+    keep_and_attend = cuda_attention.keep_and_attend
+    monkeypatch.setattr(
+        cuda_attention, "keep_and_attend", lambda *given: 3 * keep_and_attend(*given)
+    )
+    backend = _load(tmp_path, LlamaConfig(**SIZES))
+    assert _kinds(backend) == {"TransformerBlock"}
+    assert backend._runner.batching.value == "all rows"
+    assert "our own kernels are wrong for 2 layers" in caplog.text
+
+
+def test_all_kernels_are_compiled_while_a_model_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_mlx()
+    from semantic.adapters.outbound.mlx.cuda_plan import MAX_GROUPS
+
+    kernels = PlainKernels(monkeypatch)
+    _load(tmp_path, LlamaConfig(**SIZES))
+    assert set(kernels.group_counts) == set(range(1, MAX_GROUPS + 1))

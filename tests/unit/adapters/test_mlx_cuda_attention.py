@@ -13,7 +13,6 @@ mx = pytest.importorskip("mlx.core")
 nn = pytest.importorskip("mlx.nn")
 mlx_cuda = pytest.importorskip("semantic.adapters.outbound.mlx.cuda")
 mlx_cuda_attention = pytest.importorskip("semantic.adapters.outbound.mlx.cuda_attention")
-mlx_cuda_linear = pytest.importorskip("semantic.adapters.outbound.mlx.cuda_linear")
 mlx_cuda_plan = pytest.importorskip("semantic.adapters.outbound.mlx.cuda_plan")
 mlx_cuda_rope = pytest.importorskip("semantic.adapters.outbound.mlx.cuda_rope")
 
@@ -29,10 +28,8 @@ pytestmark = pytest.mark.unit
 def test_a_plan_has_every_token_of_every_row_once(
     lengths: list[list[int]], num_key_heads: int
 ) -> None:
-    slots = [n - 1 for rows in lengths for n in rows]
-    plan = mlx_cuda_plan.make_plan(lengths, slots, num_key_heads)
+    plan = mlx_cuda_plan.make_plan(lengths, num_key_heads)
     chunks, firsts = plan.chunks.tolist(), plan.firsts.tolist()
-    assert plan.slots.tolist() == slots
     places = [(n, group, i) for group, rows in enumerate(lengths) for i, n in enumerate(rows)]
     assert firsts[0] == 0
     assert firsts[-1] == len(chunks)
@@ -43,8 +40,8 @@ def test_a_plan_has_every_token_of_every_row_once(
 
 
 def test_few_tokens_are_many_small_chunks_and_many_are_fewer_large_ones() -> None:
-    few = mlx_cuda_plan.make_plan([[4096]], [4095], 8)
-    many = mlx_cuda_plan.make_plan([[4096] * 8], [4095] * 8, 8)
+    few = mlx_cuda_plan.make_plan([[4096]], 8)
+    many = mlx_cuda_plan.make_plan([[4096] * 8], 8)
     assert few.chunks[:, 2].max().item() < many.chunks[:, 2].max().item()
 
 
@@ -89,8 +86,7 @@ def test_each_row_attends_over_its_own_tokens(
     if is_normed and not is_raw:
         pytest.skip("norms are the kernel's own with raw heads only")
     num_rows, num_heads = sum(map(len, LENGTHS)), 2 * num_shared
-    slots = [n // 2 for rows in LENGTHS for n in rows]  # as in a ring
-    plan = mlx_cuda_plan.make_plan(LENGTHS, slots, 2)
+    plan = mlx_cuda_plan.make_plan(LENGTHS, 2)
     heads = (2 * mx.random.normal((num_rows, num_heads + 4, 1, dim))).astype(mx.bfloat16)
     wide = heads.astype(mx.float32)
     queries, keys, values = mx.split(wide, [num_heads, num_heads + 2], axis=1)
@@ -100,16 +96,13 @@ def test_each_row_attends_over_its_own_tokens(
         made.append([mx.random.normal(shape).astype(mx.bfloat16) for _ in range(2)])
         groups.append(tuple(array[: len(rows), :, : max(rows)] for array in made[-1]))
     if is_raw:
-        positions = mx.array(slots)
+        positions = mx.array([n - 1 for rows in LENGTHS for n in rows])
         angles = mlx_cuda_rope.angles_at(nn.RoPE(dim, base=10_000), positions, dim)
-        norms = [
-            mlx_cuda_linear.Norm(mx.random.normal((dim,)).astype(mx.bfloat16), 1e-6)
-            for _ in range(2)
-        ]
+        factors = [mx.random.normal((dim,)).astype(mx.bfloat16) for _ in range(2)]
         out = mlx_cuda_attention.keep_and_attend(
             heads,
             angles,
-            mlx_cuda_rope.HeadNorms(*norms) if is_normed else None,
+            mlx_cuda_rope.HeadNorms(*factors, 1e-6) if is_normed else None,
             groups,
             plan,
             dim**-0.5,
@@ -117,8 +110,8 @@ def test_each_row_attends_over_its_own_tokens(
         mx.eval(out)
         if is_normed:
             queries, keys = (
-                mx.fast.rms_norm(array, norm.factors.astype(mx.float32), norm.eps)
-                for array, norm in zip((queries, keys), norms, strict=True)
+                mx.fast.rms_norm(array, factor.astype(mx.float32), 1e-6)
+                for array, factor in zip((queries, keys), factors, strict=True)
             )
         queries, keys = (mlx_cuda_rope.turned_by(angles, array) for array in (queries, keys))
     else:
@@ -130,7 +123,7 @@ def test_each_row_attends_over_its_own_tokens(
             cut = [a[place : place + 1, :, :length].astype(mx.float32) for a in group]
             if is_raw:
                 for array, new in zip(cut, (keys, values), strict=True):
-                    kept = array[:, :, slots[row] : slots[row] + 1]
+                    kept = array[:, :, -1:]
                     assert mx.allclose(kept, new[row : row + 1], rtol=2e-2, atol=2e-2).item()
             expected.append(
                 mx.fast.scaled_dot_product_attention(queries[row : row + 1], *cut, scale=dim**-0.5)

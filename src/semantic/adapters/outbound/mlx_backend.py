@@ -209,6 +209,8 @@ class MlxBackend:
 
     def shutdown(self) -> None:
         """Drop everything, and what MLX keeps for this thread if it is a worker."""
+        for sequence in self._sequences.values():
+            sequence.group = None  # which refers to it in turn
         self._sequences.clear()
         self._runner.release()
         mx.synchronize()

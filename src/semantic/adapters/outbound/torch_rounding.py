@@ -7,6 +7,7 @@ computed again in float32. All of it works by a module's role, not by the model'
 not recognised stays as it was.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -116,12 +117,15 @@ def _norms_of(layer: nn.Module) -> set[str]:
 
 def _widen_input(layer: nn.Module) -> None:
     """Make the first layer take float32; adding bfloat16 to it, as all layers do, keeps it so."""
-    narrow = layer.forward
+    layer.__class__ = _widened(type(layer))  # type: ignore[arg-type]  # a class is hashable
 
-    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return narrow(hidden_states.float(), *args, **kwargs)
 
-    layer.forward = forward
+@cache
+def _widened(kind: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return kind.forward(self, hidden_states.float(), *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": forward})
 
 
 def _highest(logits: torch.Tensor, count: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ runs through the library's code.
 """
 
 import functools
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,8 @@ from semantic.adapters.outbound.mlx.decode import AttentionView
 from semantic.adapters.outbound.mlx.layout import Array
 from semantic.adapters.outbound.mlx.linears import LinearPart
 from semantic.adapters.outbound.mlx.runtime import import_library
+
+_LOG = logging.getLogger(__name__)
 
 _FAMILIES = ("llama", "qwen2", "qwen3")  # whose layers are alike but for biases and norms of heads
 _FAR = 12_345  # a position at which modules that turn by other angles are told apart
@@ -72,24 +75,46 @@ def use_own_blocks(model: Any) -> int:
     found = 0
     for module in model.modules():
         kind = _own_kinds().get(type(module))
-        weights = None if kind is None else _weights_of(module)
-        if weights is not None and _can_run(weights):
+        weights = None if kind is None else _judged(module)
+        if weights is not None:
             module.__class__ = kind
             module.own_weights = replace(weights, rope=_one_of(ropes, weights))
             found += 1
     return found
 
 
+def give_back_blocks(model: Any) -> int:
+    """Let all layers run by the library's code again; returns how many did not."""
+    libraries = {own: base for base, own in _own_kinds().items()}
+    ours = [module for module in model.modules() if type(module) in libraries]
+    for module in ours:
+        module.__class__ = libraries[type(module)]
+        del module.own_weights
+    return len(ours)
+
+
+def _judged(layer: Any) -> LayerWeights | None:
+    """What a layer is computed from, if our kernels can; a layer that is odd is the library's."""
+    try:
+        weights = _weights_of(layer)
+        return weights if weights is not None and _can_run(weights) else None
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        _LOG.debug("a layer stays the library's: %s", error)
+        return None
+
+
 def _weights_of(layer: Any) -> LayerWeights | None:
     """What a layer is computed from; None if it has more to it."""
     attention, mlp = layer.self_attn, layer.mlp
     heads, inner = attention.q_proj, mlp.gate_proj
+    if "q_norm" in attention and attention.q_norm.eps != attention.k_norm.eps:
+        return None
     if not (isinstance(heads, LinearPart) and isinstance(inner, LinearPart)):
         return None
     if any("bias" in linear for linear in (attention.o_proj, inner.whole, mlp.down_proj)):
         return None
     norms = (
-        HeadNorms(_norm(attention.q_norm), _norm(attention.k_norm))
+        HeadNorms(attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps)
         if "q_norm" in attention
         else None
     )
@@ -113,8 +138,12 @@ def _can_run(weights: LayerWeights) -> bool:
     """Whether the kernels take such a layer."""
     w, dtype = weights, weights.heads.dtype
     queries, keys = (mx.zeros((1, n, 1, w.dim), dtype) for n in (w.num_heads, w.num_key_heads))
+    vectors = [w.first_norm.factors, w.second_norm.factors, w.heads_bias]
+    if w.head_norms is not None:
+        vectors += [w.head_norms.query_factors, w.head_norms.key_factors]
     return (
         dtype != mx.float16  # which rows could leave before their norm brings them back
+        and all(vector is None or vector.dtype == dtype for vector in vectors)
         and cuda_attention.can_attend(queries, keys, keys)
         and all(
             cuda_linear.can_multiply(mx.zeros((MAX_ROWS, 1, m.shape[1]), dtype), m)
@@ -166,8 +195,8 @@ def _own_kind(base: Any) -> type:
         own_weights: LayerWeights
 
         def __call__(self, x: Array, mask: Any = None, cache: Any = None) -> Array:
-            is_step = isinstance(cache, AttentionView) and x.shape[1] == 1
-            if is_step and x.shape[0] <= MAX_ROWS:
+            is_step = isinstance(cache, AttentionView) and not cache.part.window
+            if is_step and x.shape[0] <= MAX_ROWS and x.shape[1] == 1:
                 return run_layer(self.own_weights, x, cache)
             return super().__call__(x, mask, cache)
 

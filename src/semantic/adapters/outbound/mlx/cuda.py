@@ -59,7 +59,8 @@ def make_kernel(
 ) -> Any:
     """A kernel that is compiled when it is first called.
 
-    MLX keeps what it compiled by name alone, on disk too, so the name must tell sources apart.
+    MLX keeps what it compiled by name alone, on disk too, so the name must tell sources apart. It
+    writes the arrays' number formats into them as well: these must follow from the template's.
     """
     told = "\n".join([header, source, *inputs, *outputs]).encode()
     return mx.fast.cuda_kernel(

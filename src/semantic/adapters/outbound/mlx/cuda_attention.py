@@ -244,7 +244,7 @@ def keep_and_attend(
     plan: Plan,
     scale: float,
 ) -> Array:
-    """Put each row's new key and value in its place, then attend with its query.
+    """Put each row's new key and value in their place, its last one, then attend with its query.
 
     The groups' arrays are written to: nothing else may share their memory.
 
@@ -253,14 +253,14 @@ def keep_and_attend(
         angles: By which to turn, by row.
         norms: Of queries and keys.
         groups: Keys and values ``[rows, key heads, tokens, dim]``, at most `MAX_GROUPS`.
-        plan: Of these groups, with the new tokens' places.
+        plan: Of these groups, the new tokens among them.
         scale: Of the scores.
     """
     num_heads = heads.shape[1] - 2 * groups[0][0].shape[1]
-    eps = None if norms is None else norms.queries.eps
-    factors = [] if norms is None else [norms.queries.factors, norms.keys.factors]
+    eps = None if norms is None else norms.eps
+    factors = [] if norms is None else [norms.query_factors, norms.key_factors]
     kernel = _keeping_kernel(len(groups), scale, eps)
-    return _run(kernel, heads, num_heads, groups, plan, [angles, plan.slots, *factors])
+    return _run(kernel, heads, num_heads, groups, plan, [angles, plan.firsts, *factors])
 
 
 def _run(
@@ -305,7 +305,7 @@ def _keeping_kernel(num_groups: int, scale: float, eps: float | None) -> Any:
     factors = ["query_factors", "key_factors"]
     constants = f"constexpr bool IS_NORMED = {int(is_normed)}; constexpr float EPS = {eps or 0:e}f;"
     absent = "" if is_normed else "".join(f"const T* {name} = queries;" for name in factors)
-    more = ["angles", "slots", *(factors if is_normed else [])]
+    more = ["angles", "firsts", *(factors if is_normed else [])]
     return _make_chunks_kernel(
         "keep_and_attend_chunks", num_groups, scale, more, constants + absent + PREPARE
     )

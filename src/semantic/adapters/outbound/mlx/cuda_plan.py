@@ -25,22 +25,14 @@ class Plan:
     Attributes:
         chunks: By block its row, the first token, how many, and the row's place and group.
         firsts: The first block of each row, and one past the last.
-        slots: Where each row's new token is kept.
     """
 
     chunks: Array
     firsts: Array
-    slots: Array
 
 
-def make_plan(lengths: Sequence[Sequence[int]], slots: Sequence[int], num_key_heads: int) -> Plan:
-    """Plan a step over groups of rows.
-
-    Args:
-        lengths: How many tokens each row of each group looks at: at least one.
-        slots: Which of them is the new one, by row.
-        num_key_heads: Of the arrays.
-    """
+def make_plan(lengths: Sequence[Sequence[int]], num_key_heads: int) -> Plan:
+    """Plan a step over groups of rows, given how many tokens each row looks at: at least one."""
     most = _most_tokens([length for rows in lengths for length in rows], num_key_heads)
     chunks: list[tuple[int, int, int, int]] = []
     firsts = [0]
@@ -54,7 +46,7 @@ def make_plan(lengths: Sequence[Sequence[int]], slots: Sequence[int], num_key_he
                 for start in range(0, length, size)
             ]
             firsts.append(len(chunks))
-    return Plan(*(mx.array(numbers, mx.int32) for numbers in (chunks, firsts, slots)))
+    return Plan(mx.array(chunks, mx.int32), mx.array(firsts, mx.int32))
 
 
 def _most_tokens(lengths: Sequence[int], num_key_heads: int) -> int:

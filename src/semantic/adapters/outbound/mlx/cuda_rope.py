@@ -1,10 +1,10 @@
 """Heads turned by their positions, as our attention kernel for MLX's CUDA build does it.
 
 Models give the kernel what their multiplication made: queries, keys and values side by side, not
-yet normed or turned. A block of threads prepares its own queries, and the one whose chunk has the
-new token's place first puts its key and value there. Each of these is an operation otherwise, and
-costs the host more than the device. The angles are the same in all layers, so they are computed
-once a step, by the library.
+yet normed or turned. A block of threads prepares its own queries, and the one with a row's last
+chunk first puts the new key and value in their place at its end. Each of these is an operation
+otherwise, and costs the host more than the device. The angles are the same in all layers, so they
+are computed once a step, by the library.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from semantic.adapters.outbound.mlx.cuda_linear import Norm
 from semantic.adapters.outbound.mlx.layout import Array
 
 # Thread (g, c) of a warp holds dimensions 8c to 8c + 7 of each 32 of query head g, and so both
@@ -42,14 +41,13 @@ PREPARE = """
         asks[n + PIECES * 4] = T(two * cosines[i] + one * sines[i]);
     }
 
-    const int slot = slots[row] - start;
-    if (slot >= 0 && slot < size) {
+    if (blockIdx.x + 1 == firsts[row + 1]) {
         const T* new_key = queries + row * queries_strides[0]
             + (gridDim.y * SHARED + head) * queries_strides[1];
         const T* new_value = new_key + gridDim.y * queries_strides[1];
         // MLX knows of no kernel that writes into what it is given; nobody else has these arrays.
-        T *key_place = const_cast<T*>(key) + slot * key_step;
-        T *value_place = const_cast<T*>(value) + slot * value_step;
+        T *key_place = const_cast<T*>(key) + (size - 1) * key_step;
+        T *value_place = const_cast<T*>(value) + (size - 1) * value_step;
         const int i = threadIdx.x;
         float one = i < HALF ? float(new_key[i]) : 0, two = i < HALF ? float(new_key[i + HALF]) : 0;
         if (IS_NORMED) {
@@ -79,10 +77,11 @@ PREPARE = """
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Norms of each head's queries and keys, before they are turned."""
+    """Root-mean-square norms of each head's queries and keys, before they are turned."""
 
-    queries: Norm
-    keys: Norm
+    query_factors: Array
+    key_factors: Array
+    eps: float
 
 
 def angles_at(rope: Any, positions: Array, dim: int) -> Array:

@@ -102,6 +102,8 @@ class AttentionView:
     ) -> Array:
         """The same with heads as a layer makes them, whose keys and values are kept on the way.
 
+        Not for rings: what a ring's new token takes the place of may still be looked at.
+
         Args:
             heads: Queries, keys and values ``[rows, all heads, 1, dim]``.
             rope: The library's module that turns the first two.
@@ -143,11 +145,7 @@ class AttentionView:
     def _call(self, groups: slice, num_key_heads: int) -> KernelCall:
         steps = self.steps[groups]
         rows = slice(steps[0].place.start, steps[-1].place.stop)
-        plan = make_plan(
-            [step.lengths(self.part) for step in steps],
-            [slot for step in steps for slot in step.slots(self.part)],
-            num_key_heads,
-        )
+        plan = make_plan([step.lengths(self.part) for step in steps], num_key_heads)
         return KernelCall(groups, None if len(steps) == len(self.steps) else rows, plan)
 
     def _write(self, step: GroupStep, keys: Array, values: Array) -> tuple[Array, Array]:

@@ -98,17 +98,19 @@ class RowGroups:
         """Give `target` the state of `source` up to the target's length.
 
         A lone source's arrays of the same size are shared until either is written to; but not
-        where our own kernel writes, which MLX does not see.
+        where our own kernel writes, which MLX does not see. There they are copied at once, before
+        the source goes on.
         """
         group, row = source.held()
-        if cuda.is_in_use():
-            arrays = [[a[mx.array([row])] for a in part] for part in group.arrays]
-        elif len(group.members) == 1:
-            arrays = [[a[...] for a in part] for part in group.arrays]
-        else:
-            arrays = _gather([(group, row)])
         capacity = capacity_for(target.length)
-        fitted = self.layout.fit(arrays, capacity)
+        is_alone = len(group.members) == 1
+        arrays = [[a[row : row + 1] for a in part] for part in group.arrays]
+        if cuda.is_in_use():
+            cut = self.layout.fit(arrays, capacity)
+            fitted = [[a[mx.array([0])] for a in part] for part in cut]
+            mx.async_eval(fitted)
+        else:
+            fitted = self.layout.fit(arrays if is_alone else _gather([(group, row)]), capacity)
         _settle_in(target, Group(capacity, fitted))
 
     def remove(self, sequence: MlxSequence) -> None:

@@ -11,7 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from semantic.adapters.outbound.mlx import cuda
 from semantic.adapters.outbound.mlx.attention import wrap_attention
+from semantic.adapters.outbound.mlx.blocks import give_back_blocks
+from semantic.adapters.outbound.mlx.cuda_plan import MAX_GROUPS
 from semantic.adapters.outbound.mlx.decode import views
 from semantic.adapters.outbound.mlx.group_step import GroupStep
 from semantic.adapters.outbound.mlx.groups import Group, MlxSequence, RowGroups
@@ -46,7 +49,7 @@ class MlxRunner:
         self.groups = RowGroups(self.layout)
         self._step = 0
         wrap_attention()
-        self.batching = next(way for way in Batching if self._is_sound(way))
+        self.batching = self._choose_batching()
         if self.batching is not Batching.GROUPS:
             _LOG.info("mlx runs %s at a time with this model", self.batching.value)
 
@@ -123,6 +126,31 @@ class MlxRunner:
         self.layout.release()
 
     # -- the choice of batching -----------------------------------------------------------------
+
+    def _choose_batching(self) -> Batching:
+        if self._is_sound(Batching.GROUPS):
+            self._warm_up()
+            return Batching.GROUPS
+        if num_layers := give_back_blocks(self._model):
+            _LOG.warning("our own kernels are wrong for %d layers: they are not used", num_layers)
+            return self._choose_batching()
+        return next(way for way in Batching if self._is_sound(way))
+
+    def _warm_up(self) -> None:
+        """Have all kernels compiled that a step may need, before anybody waits for them."""
+        if not cuda.is_available():
+            return
+        rows = [MlxSequence([]) for _ in range(MAX_GROUPS)]
+        capacity = 0
+        for row in rows:
+            self.extend(row, mx.arange(2))
+            capacity = capacity_for(capacity + 1)
+            self.groups.alone(row, capacity)
+        for count in range(1, MAX_GROUPS + 1):
+            _, logits = self._decode(
+                rows[:count], lambda given: mx.zeros(len(given), mx.int32), Batching.GROUPS
+            )
+            mx.eval(logits)
 
     def _is_sound(self, batching: Batching) -> bool:
         """Whether rows that are batched this way get the logits they get alone."""
