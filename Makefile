@@ -14,6 +14,8 @@ ifeq ($(shell uname -s)-$(shell uname -m),Darwin-arm64)
 EXTRAS := torch,mlx
 endif
 ARGS ?=
+# Processes that share the tests of `make check`. Each takes up to 3 GB.
+JOBS ?= 2
 
 .PHONY: help
 help: ## list the targets
@@ -127,7 +129,7 @@ docs: $(VENV)/.dev ## build the documentation into site/; broken links are error
 .PHONY: check
 check: lint typecheck docs ## everything CI runs: format, lint, types, docs, tests, coverage
 	@rm -f .coverage .coverage.*
-	@$(BIN)/coverage run -m pytest $(ARGS)
+	@$(BIN)/coverage run -m pytest --numprocesses=$(JOBS) --dist=worksteal $(ARGS)
 	@$(BIN)/coverage combine -q
 	@$(BIN)/coverage report --include='*/semantic/domain/*' --fail-under=95
 	@$(BIN)/coverage report --include='*/semantic/application/*' --fail-under=85

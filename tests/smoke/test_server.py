@@ -1,7 +1,11 @@
 """A real server with the real starter model, as a new user meets it."""
 
+import contextlib
+import signal
+import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +46,28 @@ def test_it_answers_the_paris_question(starter_home: Path, tmp_path: Path) -> No
     assert (starter_home / "logs/server.log").is_file()
 
 
+@contextlib.contextmanager
+def long_stream(url: str) -> Iterator[httpx.Response]:
+    """Ask for a reply without an end."""
+    body = {
+        "model": "fake",
+        "messages": QUESTION,
+        "stream": True,
+        "ignore_eos": True,
+        "max_tokens": 100_000,
+    }
+    with (
+        httpx.Client(trust_env=False, timeout=30) as http,
+        http.stream("POST", f"{url}/v1/chat/completions", json=body) as answer,
+    ):
+        yield answer
+
+
 def test_ctrl_c_in_mid_generation_stops_cleanly(tmp_path: Path) -> None:
     lines: list[str] = []
 
     def read(url: str) -> None:
-        body = {
-            "model": "fake",
-            "messages": QUESTION,
-            "stream": True,
-            "ignore_eos": True,
-            "max_tokens": 100_000,
-        }
-        with (
-            httpx.Client(trust_env=False, timeout=30) as http,
-            http.stream("POST", f"{url}/v1/chat/completions", json=body) as answer,
-        ):
+        with long_stream(url) as answer:
             lines.extend(answer.iter_lines())
 
     with serve(tmp_path / "home", tmp_path / "log", "--backend", "fake") as server:
@@ -69,6 +80,31 @@ def test_ctrl_c_in_mid_generation_stops_cleanly(tmp_path: Path) -> None:
     assert "Traceback" not in server.output
     assert len(lines) > 2
     assert "shutting down" in lines[-2]
+
+
+@pytest.mark.parametrize("timeout_s,num_signals", [(600, 2), (0.5, 1)])
+def test_clients_that_hold_up_a_stop_are_cut_off_by_a_second_ctrl_c_or_in_time(
+    timeout_s: float, num_signals: int, tmp_path: Path
+) -> None:
+    config = tmp_path / "stop.toml"
+    config.write_text(f"shutdown_timeout_s = {timeout_s}")
+    options = ("--backend", "fake", "--config", str(config))
+    with serve(tmp_path / "home", tmp_path / "log", *options) as server:
+        server.await_ready()
+        address = httpx.URL(server.url)
+        with socket.create_connection((address.host, address.port)) as upload:
+            upload.sendall(b"POST /v1/agents/import HTTP/1.1\r\nhost: localhost\r\n")
+            upload.sendall(b"content-length: 100\r\n\r\nand no more")
+            with long_stream(server.url) as answer:
+                assert next(answer.iter_lines())
+                for _ in range(num_signals):
+                    server.process.send_signal(signal.SIGINT)
+                    while '"stopping"' not in server.output:
+                        time.sleep(0.05)
+                assert server.process.wait(20) == 0
+    assert "Traceback" not in server.output
+    assert server.output.count("open connections are cut") == 1
+    assert '"level": "error"' not in server.output
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_a_sentence(tmp_path: Path) -> None:

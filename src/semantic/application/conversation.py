@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from semantic.domain.agents import Agent
 from semantic.domain.chat import Continuation, Message, Role, ToolResultPart
-from semantic.domain.errors import ContextLengthError
+from semantic.domain.errors import ContextLengthError, StateQuotaError
 
 _KEPT_SHARE = 0.7
 _MESSAGE_OVERHEAD = 16  # characters that stand for a template's tokens around a message
@@ -43,7 +43,10 @@ class Conversation:
         return (*self.system, *self.history, *new)
 
     def shortened(
-        self, new: Sequence[Message], max_tokens: int | None, refusal: ContextLengthError
+        self,
+        new: Sequence[Message],
+        max_tokens: int | None,
+        refusal: ContextLengthError | StateQuotaError,
     ) -> "Conversation | None":
         """Leave out the oldest messages, so that the rest takes up to 70 % of what fits.
 
@@ -57,7 +60,9 @@ class Conversation:
         Returns:
             A shorter conversation that begins with a user's message; None if there is none.
         """
-        room = min(int(_KEPT_SHARE * refusal.limit), refusal.limit - (max_tokens or 1))
+        room = int(_KEPT_SHARE * refusal.limit)
+        if isinstance(refusal, ContextLengthError):  # a reply may go beyond a quota
+            room = min(room, refusal.limit - (max_tokens or 1))
         ratio = refusal.num_prompt / _size(self.followed_by(new))
         starts = [i for i, message in enumerate(self.history) if i and _opens(message)]
         if self.history:

@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias, assert_never
 from semantic.application.row_writer import RowWriter
 from semantic.domain.agents import Pointer
 from semantic.domain.blocks import BlockName, BlockPart
-from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
+from semantic.domain.errors import CachePersistenceError, DrainingError
 from semantic.ports.outbound import KVPayload
 from semantic.ports.persistence import (
     BlockFilesPort,
@@ -190,13 +190,13 @@ class DiskTier:
         return done
 
     def read(self, part: BlockPart) -> Future[KVPayload]:
-        """Read a part; the future may fail with `CacheCorruptionError`."""
+        """Read a part; the future may fail with `CacheCorruptionError`, or `DrainingError`."""
         try:
             return self._readers.submit(self._read, part)
         except RuntimeError:  # closed
-            gone: Future[KVPayload] = Future()
-            gone.set_exception(CacheCorruptionError("the directory was closed"))
-            return gone
+            late: Future[KVPayload] = Future()
+            late.set_exception(DrainingError("the server is shutting down."))
+            return late
 
     def room_for(self, part: BlockPart) -> int:
         """Memory that reading a part takes, at most."""
@@ -234,7 +234,8 @@ class DiskTier:
         with self._lock:
             self._is_closed = True
             self._deadline = min(self._deadline, time.monotonic() + timeout_s / 2)
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        # Cancelling them would run what waits for them inside the executor's lock.
+        self._readers.shutdown(wait=False)
         self._items.put(_Stop())
         self._writer.join(timeout_s)
         return self._is_drained.is_set()
@@ -247,6 +248,8 @@ class DiskTier:
     # -- readers --------------------------------------------------------------------------------
 
     def _read(self, part: BlockPart) -> KVPayload:
+        if self._is_closed:
+            raise DrainingError("the server is shutting down.")
         started = time.perf_counter()
         payload = self._files.read(part)
         elapsed = time.perf_counter() - started

@@ -18,7 +18,7 @@ from semantic.application.old_boundaries import OldBoundaries
 from semantic.application.recall import WantedPart
 from semantic.domain.agents import Agent, Pointer, Tier
 from semantic.domain.blocks import BlockName, BlockPart, pack_tokens
-from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
+from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
 from semantic.domain.spec import LayerKind
 from semantic.ports.persistence import (
     BlockFilesPort,
@@ -186,6 +186,8 @@ class Housekeeping:
             if part is not None and self._disk is not None:
                 try:
                     self._disk.read(part).result()
+                except DrainingError:
+                    return  # it says nothing of the file
                 except CacheCorruptionError as error:
                     if wanted.node.files.get(wanted.kind) is not part:
                         continue  # it was deleted meanwhile, as it may be

@@ -18,7 +18,7 @@ from semantic.application.filed_parts import FiledParts
 from semantic.application.recall import WantedPart
 from semantic.application.resident_parts import ResidentParts
 from semantic.domain.blocks import BlockPart, PartKey
-from semantic.domain.errors import CacheCorruptionError, PoolExhaustedError
+from semantic.domain.errors import CacheCorruptionError, DrainingError, PoolExhaustedError
 from semantic.domain.spec import LayerKind
 from semantic.ports.outbound import KVPayload
 
@@ -221,6 +221,8 @@ class PartReads:
             error = self._take(reading, done)
             payload = wanted.node.payloads.get(wanted.kind)
             self._end_lease(wanted.node)
+            if isinstance(done.exception(), DrainingError):
+                self._prefetches.clear()
             self._prefetch_more()
         for held in reading.waiting:
             if error is None and payload is not None:
@@ -231,9 +233,9 @@ class PartReads:
     def _take(self, reading: _Reading, done: Future[KVPayload]) -> BaseException | None:
         """Keep what was read, and hold it for those who wait; returns why that cannot be."""
         wanted = reading.wanted
-        if done.cancelled():
-            return CacheCorruptionError("the server stops")
         error = done.exception()
+        if isinstance(error, DrainingError):
+            return CacheCorruptionError("the server stops")
         if error is not None:
             is_bad = isinstance(error, CacheCorruptionError)
             # Unless whoever waited for it was faster, and discarded it.

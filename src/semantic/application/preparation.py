@@ -14,7 +14,7 @@ from semantic.application.replay import Replay, ReplayStore
 from semantic.application.thinking_budget import ThinkingBudget, ThinkingSpan
 from semantic.domain.agents import Agent, Principal
 from semantic.domain.chat import ChatRequest, RawPrompt, require_whole_characters
-from semantic.domain.errors import ContextLengthError, InvalidRequestError, QuotaExceededError
+from semantic.domain.errors import ContextLengthError, InvalidRequestError, StateQuotaError
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.outbound import TokenConstraint
@@ -73,7 +73,8 @@ class Preparation:
         Raises:
             InvalidRequestError: a part cannot be shown to the model, or cannot be enforced.
             ContextLengthError: it does not fit.
-            QuotaExceededError: its agent has had all its turns, or may not keep that much.
+            QuotaExceededError: its agent has had all its turns.
+            StateQuotaError: its agent may not keep that much.
         """
         prompt = self._render(request, principal, model)
         identity = self._identities.identify(
@@ -143,12 +144,15 @@ class Preparation:
             return None
         spec, bits = model.backend.spec, model.backend.traits.state_bits
         # By its tokens, wherever their state is and however it rests: evicting changes nothing.
+        limit = spec.tokens_within(max_bytes, bits)
         if (nbytes := spec.bytes_per_context(num_prompt, bits)) > max_bytes:
-            raise QuotaExceededError(
+            raise StateQuotaError(
                 f"agent {agent.id} may keep {max_bytes} bytes of attention state, and its "
-                f"conversation takes {nbytes}; rewind it, or raise its quota."
+                f"conversation takes {nbytes}; rewind it, or raise its quota.",
+                num_prompt=num_prompt,
+                limit=limit,
             )
-        return spec.tokens_within(max_bytes, bits)
+        return limit
 
     def _max_tokens(self, request: ChatRequest, num_prompt: int, max_context: int) -> int:
         limit, limited_by = max_context, "the model's context"

@@ -16,6 +16,7 @@ from semantic.domain.errors import (
     ContextLengthError,
     GenerationTimeoutError,
     OverloadedError,
+    StateQuotaError,
 )
 from semantic.ports.inbound import InferencePort, ModelManagementPort, NewTurn, Reply
 
@@ -132,7 +133,7 @@ class StatefulChat:
             weighted = replace(principal, weight=principal.weight * agent.weight)
             try:
                 return await self._inference.start(request, weighted)
-            except ContextLengthError as refusal:
+            except (ContextLengthError, StateQuotaError) as refusal:
                 if agent.profile.overflow is Overflow.ERROR:
                     raise
                 wanted = ask.stop.max_tokens

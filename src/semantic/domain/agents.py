@@ -86,7 +86,7 @@ class Quota:
 
 
 class Overflow(enum.Enum):
-    """What happens when a conversation outgrows the model's context."""
+    """What happens when a conversation outgrows the context, or its agent's quota of bytes."""
 
     ERROR = "error"  # the request is refused
     DROP_OLDEST = "drop_oldest"  # the oldest messages are left out, the system prompt stays

@@ -9,6 +9,7 @@
       ModelNotFoundError           404
       RateLimitedError             429  for rate limits, which cannot be configured yet
       QuotaExceededError           429  trying again does not help
+        StateQuotaError            429  the conversation takes more bytes than its agent may keep
       PoolExhaustedError           429  } try again after `retry_after_s`
       OverloadedError              529  } (503 to OpenAI clients)
       ModelSwapError               503  the model is loading, or could not be loaded
@@ -100,6 +101,20 @@ class RateLimitedError(SemanticError):
 
 class QuotaExceededError(SemanticError):
     """A tenant or agent has used what it may use."""
+
+
+class StateQuotaError(QuotaExceededError):
+    """A conversation takes more bytes of attention state than its agent may keep.
+
+    Attributes:
+        num_prompt: Tokens in the rendered prompt.
+        limit: How many tokens may be kept.
+    """
+
+    def __init__(self, message: str, *, num_prompt: int, limit: int) -> None:
+        super().__init__(message)
+        self.num_prompt = num_prompt
+        self.limit = limit
 
 
 class PoolExhaustedError(SemanticError):

@@ -1,6 +1,8 @@
 """The HTTP front: an app over a wired `Server`, and the process that serves it."""
 
+import asyncio
 import contextlib
+import math
 import signal
 import socket
 import sys
@@ -37,6 +39,7 @@ _log = structlog.get_logger(__name__)
 # of 5 ms it then waited for the HTTP side so long that eight streams lost 38 % of their speed; with
 # this they lose a few percent (benchmarks/bench_http_streams.py), so both live in one process.
 _SWITCH_INTERVAL_S = 0.00005
+_CUT_S = 1  # in which requests end whose connection was cut
 
 
 def create_app(server: Server) -> FastAPI:
@@ -95,11 +98,14 @@ def _add_agents(app: FastAPI, server: Server) -> None:
 
 
 class _HttpServer(uvicorn.Server):
-    """Ends running replies at the first signal, so that streams close at once."""
+    """Ends replies at the first signal, and open connections at a second Ctrl-C or in time."""
 
-    def __init__(self, config: uvicorn.Config, on_exit: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_exit: Callable[[], None], timeout_s: float
+    ) -> None:
         super().__init__(config)
         self._on_exit = on_exit
+        self._timeout_s = timeout_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -113,11 +119,26 @@ class _HttpServer(uvicorn.Server):
                 signal.signal(sig, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop; a second Ctrl-C stops without waiting."""
+        """Begin to stop; a second Ctrl-C hangs up on clients instead of waiting for them."""
         if not self.should_exit:
+            super().handle_exit(sig, frame)  # before all else: the second may come meanwhile
             _log.info("stopping", signal=signal.Signals(sig).name)
             self._on_exit()
-        super().handle_exit(sig, frame)
+        elif sig == signal.SIGINT:
+            asyncio.get_running_loop().call_soon_threadsafe(self._hang_up)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for clients, though not for ever."""
+        asyncio.get_running_loop().call_later(self._timeout_s, self._hang_up)
+        await super().shutdown(sockets)
+
+    def _hang_up(self) -> None:
+        """Be rid of clients as if they had left; uvicorn would log each as a defect."""
+        connections = list(self.server_state.connections)
+        if connections:
+            _log.warning("open connections are cut", connections=len(connections))
+        for connection in connections:
+            connection.transport.abort()
 
 
 def serve(server: Server) -> int:
@@ -148,11 +169,11 @@ def _serve(server: Server) -> int:
         create_app(server),
         log_config=None,
         access_log=False,
-        timeout_graceful_shutdown=max(1, int(settings.shutdown_timeout_s)),
+        timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout_s) + _CUT_S,
     )
     sys.stdout.write(_banner(server, url))
     sys.stdout.flush()
-    http = _HttpServer(config, server.request_stop)
+    http = _HttpServer(config, server.request_stop, settings.shutdown_timeout_s)
     failures: list[str] = []
     threading.Thread(target=_announce, args=(server, http, failures), daemon=True).start()
     http.run(sockets=[listener])

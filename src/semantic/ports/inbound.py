@@ -65,6 +65,7 @@ class InferencePort(Protocol):
         Raises:
             InvalidRequestError: a field is wrong or unsupported.
             ContextLengthError: it does not fit the model's context.
+            QuotaExceededError: its agent has had all it may have.
             ModelNotFoundError: the request names a model that is not served.
             ModelSwapError: the model is still loading, or failed to load.
             OverloadedError: the queue is full.

@@ -1,5 +1,7 @@
 import ast
+import os
 import re
+import threading
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +73,29 @@ def test_the_environment_is_chosen_in_dotenv_too(
     assert load_settings().port == 2
     monkeypatch.setenv("SEMANTIC_ENVIRONMENT", "")
     assert load_settings().port == 8000
+
+
+def test_dotenv_may_be_a_pipe_that_can_be_read_once(tmp_path: Path) -> None:
+    """As programs that keep secrets make it."""
+    os.mkfifo(tmp_path / ".env")
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/one.toml").write_text('log_level = "error"')
+    content = "SEMANTIC_ENVIRONMENT=one\nSEMANTIC_PORT=4"
+    found: list[Settings] = []
+    threading.Thread(target=(tmp_path / ".env").write_text, args=(content,), daemon=True).start()
+
+    reader = threading.Thread(target=lambda: found.append(load_settings()), daemon=True)
+    reader.start()
+    reader.join(10)
+
+    (settings,) = found  # a second reading would wait for ever
+    assert (settings.port, settings.log_level) == (4, "error")
+
+
+def test_dotenv_that_is_no_text_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_bytes(b"SEMANTIC_PORT=\xff")
+    with pytest.raises(InvalidRequestError, match=r"^\.env cannot be read: 'utf-8'"):
+        load_settings()
 
 
 def test_names_that_are_no_settings_are_told_with_the_nearest_that_is() -> None:

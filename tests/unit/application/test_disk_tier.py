@@ -1,5 +1,6 @@
 """The disk behind the pool: what is written, what waits, what goes, and that no row is lost."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ from semantic.application.disk_tier import DiskLimits
 from semantic.application.recall import WantedPart
 from semantic.domain.agents import LOCAL_TENANT, Agent, Turn
 from semantic.domain.blocks import BlockName
-from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
+from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
 from semantic.domain.spec import LayerKind
 from semantic.ports.persistence import PutAgent, PutReplay
 from tests.unit.application.engine_rig import ROOT
@@ -401,3 +402,30 @@ def test_what_takes_longer_to_read_than_to_compute_is_computed(make_rig: MakeRig
     rig.store.drop_payloads([WantedPart(nodes[1], LayerKind.FULL)])
     assert rig.store.plan(ROOT, tokens, seconds_per_token=10**9).end == 8
     assert rig.store.plan(ROOT, tokens, seconds_per_token=1e-30).end == 4
+
+
+def test_closing_while_parts_wait_to_be_read_ends_and_loses_none_of_them(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig()
+    rig.talk("ann", list(range(400)))
+    rig.flush()
+    ann = rig.agents.get(LOCAL_TENANT, "ann")
+    rig.housekeeping.evict(ann)
+    before = dict(rig.files.files)
+    rig.files.gate.clear()
+    busy = [rig.disk.read(part) for part, _ in list(before.values())[:2]]
+    assert rig.housekeeping.prefetch(ann) == 100
+
+    closing = threading.Thread(target=rig.disk.close, args=(10,), daemon=True)
+    closing.start()
+    closing.join(10)
+
+    assert not closing.is_alive()
+    late = rig.disk.read(next(iter(before.values()))[0])
+    assert isinstance(late.exception(10), DrainingError)
+    rig.files.gate.set()
+    assert all(reading.result(10) for reading in busy)
+    eventually(lambda: not rig.store.reads.is_busy)
+    assert rig.store.counters.corrupt == 0
+    assert rig.files.files == before

@@ -319,3 +319,15 @@ def test_boundaries_of_a_turn_that_is_not_logged_yet_are_kept(make_rig: MakeRig)
     rig.now[0] += 30
     rig.housekeeping.tick()
     assert rig.recall([*longer, 1])[0] == len(longer)
+
+
+def test_a_check_that_a_stop_cuts_short_finds_nothing_bad(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.talk("ann", list(range(10)))
+    rig.flush()
+    checking = rig.housekeeping.verify()
+    assert next(checking).num_total == 3
+    rig.close()
+
+    assert [progress.num_bad for progress in checking if progress.num_bad] == []
+    assert rig.store.counters.corrupt == 0

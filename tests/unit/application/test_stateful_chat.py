@@ -16,7 +16,7 @@ from semantic.application.model_registry import ModelRegistry
 from semantic.application.replay import ReplayBook
 from semantic.application.replies import ReplyHub
 from semantic.application.stateful_chat import StatefulChat
-from semantic.domain.agents import Agent, AgentProfile, Overflow, Principal, Turn
+from semantic.domain.agents import Agent, AgentProfile, Overflow, Principal, Quota, Turn
 from semantic.domain.chat import Finished, Message, Role, TextDelta
 from semantic.domain.errors import (
     AgentNotFoundError,
@@ -24,6 +24,7 @@ from semantic.domain.errors import (
     GenerationTimeoutError,
     ModelNotFoundError,
     OverloadedError,
+    StateQuotaError,
 )
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.ports.inbound import NewTurn, Reply
@@ -51,6 +52,13 @@ class Rig:
 
     def make(self, name: str = "a", **profile: Any) -> Agent:
         return self.agents.create(Agent(name, 1.0, profile=AgentProfile(**profile)))
+
+    def limit_tokens(self, num_tokens: int, name: str = "a") -> None:
+        """Let an agent keep the bytes of so many tokens."""
+        assert self.device.model is not None
+        backend = self.device.model.backend
+        nbytes = backend.spec.bytes_per_context(num_tokens, backend.traits.state_bits)
+        self.agents.update("local", name, lambda agent: replace(agent, quota=Quota(nbytes)))
 
     def turns(self, name: str = "a") -> list[Turn]:
         return self.agents.turns(self.agents.get("local", name))
@@ -160,6 +168,60 @@ async def test_a_message_that_never_fits_is_refused_all_the_same(rig: Rig) -> No
 
     await say(chat, "again")
     assert len(rig.turns()) == 2
+
+
+# -- a quota of bytes -------------------------------------------------------------------------
+
+
+async def test_the_oldest_messages_go_until_a_quota_of_bytes_is_kept(rig: Rig) -> None:
+    rig.make(system="be brief", overflow=Overflow.DROP_OLDEST)
+    rig.limit_tokens(330)
+    chat = rig.chat()
+    await say(chat, "0" * 80)
+    second, _ = await say(chat, "1" * 80)
+
+    reply, finished = await say(chat, "x" * 80, max_tokens=350)
+
+    turn = rig.turns()[0]
+    assert said(turn) == ["be brief", "1" * 80, second, "x" * 80, reply]
+    assert turn.num_dropped == 2
+    assert turn.usage.prompt_tokens <= 0.75 * 330
+    assert finished.usage.completion_tokens == 350  # a reply may go beyond the quota
+
+
+async def test_dropping_goes_on_until_context_and_quota_are_both_kept(rig: Rig) -> None:
+    rig.make(overflow=Overflow.DROP_OLDEST)
+    rig.limit_tokens(400)
+    chat = rig.chat()
+    for text in "0123":
+        await say(chat, text * 80)
+
+    _, finished = await say(chat, "x" * 80, max_tokens=450)
+
+    assert finished.usage.completion_tokens == 450
+    assert finished.usage.prompt_tokens <= LIMIT - 450
+
+
+async def test_a_message_beyond_the_quota_is_refused_all_the_same(rig: Rig) -> None:
+    rig.make(overflow=Overflow.DROP_OLDEST)
+    rig.limit_tokens(100)
+    chat = rig.chat()
+    await say(chat, "hello")
+
+    with pytest.raises(StateQuotaError):
+        await say(chat, "x" * 200)
+
+    assert len(rig.turns()) == 1
+
+
+async def test_without_leave_to_drop_a_full_quota_refuses(rig: Rig) -> None:
+    rig.make()
+    rig.limit_tokens(100)
+    chat = rig.chat()
+    await say(chat, "x" * 60)
+
+    with pytest.raises(StateQuotaError):
+        await say(chat, "y" * 60)
 
 
 # -- the queue --------------------------------------------------------------------------------

@@ -33,9 +33,7 @@ _LOCAL_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 class Settings(BaseSettings):
     """The server's settings; construct them with `load_settings`."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, env_file=".env", extra="forbid", frozen=True
-    )
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
@@ -165,7 +163,7 @@ def load_settings(
     Raises:
         InvalidRequestError: a value is wrong, or a file is missing or unreadable; names it.
     """
-    in_dotenv = DotEnvSettingsSource(Settings).env_vars.get(_ENVIRONMENT.lower())
+    dotenv, in_dotenv = _read_dotenv()
     environment = os.environ.get(_ENVIRONMENT, in_dotenv)
     files = [config_dir / "default.toml"]
     if environment:
@@ -183,16 +181,9 @@ def load_settings(
             dotenv_settings: PydanticBaseSettingsSource,
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            del file_secret_settings
-            if isinstance(dotenv_settings, DotEnvSettingsSource):
-                # Other programs' variables may be in the same file.
-                dotenv_settings.env_vars = {
-                    name: value
-                    for name, value in dotenv_settings.env_vars.items()
-                    if name.startswith(ENV_PREFIX.lower()) and name != _ENVIRONMENT.lower()
-                }
+            del dotenv_settings, file_secret_settings
             toml = TomlConfigSettingsSource(settings_cls, toml_file=files)
-            return init_settings, env_settings, dotenv_settings, toml
+            return init_settings, env_settings, dotenv, toml
 
     try:
         return _Layered(**overrides or {})
@@ -200,6 +191,22 @@ def load_settings(
         raise _refusal(error.errors()[0]) from error
     except ValueError as error:  # a file that is not TOML
         raise InvalidRequestError(f"a configuration file cannot be read: {error}") from error
+
+
+def _read_dotenv() -> tuple[DotEnvSettingsSource, str | None]:
+    """Read `.env` once, as it may be a pipe: settings, and the environment chosen there."""
+    try:
+        dotenv = DotEnvSettingsSource(Settings, env_file=".env")
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(f".env cannot be read: {error}") from error
+    found = dotenv.env_vars
+    # Other programs' variables may be in the same file.
+    dotenv.env_vars = {
+        name: value
+        for name, value in found.items()
+        if name.startswith(ENV_PREFIX.lower()) and name != _ENVIRONMENT.lower()
+    }
+    return dotenv, found.get(_ENVIRONMENT.lower())
 
 
 def misspelled(environment: Mapping[str, str]) -> list[str]:

@@ -96,7 +96,7 @@ class AgentSettings(_Schema):
     ttl_s: _Seconds | None = Field(None, description="forgotten when unused for so long")
     quota: AgentQuota = AgentQuota()
     overflow: Literal["error", "drop_oldest"] = Field(
-        "error", description="what happens when the conversation outgrows the context"
+        "error", description="what happens when the conversation outgrows the context or its quota"
     )
     labels: dict[_Label, _Label] = Field({}, max_length=64)
 

@@ -27,6 +27,7 @@ _HEAD = """<!doctype html>
 <p>{description}
 <p>The same for programs: <a href=openapi.json>openapi.json</a>
 """
+_FILE = "coder.agent"
 
 
 def docs_router(document: Callable[[], dict[str, Any]]) -> APIRouter:
@@ -54,7 +55,8 @@ def _page(document: dict[str, Any], url: str) -> str:
         for _, method, path, operation in group:
             body = _body_of(operation, document)
             parts += _entry(method, path, operation, body)
-            parts.append(f"<pre>{escape(_command(method, url.rstrip('/') + path, body))}</pre>")
+            command = _command(method, url.rstrip("/") + path, body) + _file_of(operation)
+            parts.append(f"<pre>{escape(command)}</pre>")
     return "\n".join(parts)
 
 
@@ -91,3 +93,15 @@ def _command(method: str, url: str, body: dict[str, Any]) -> str:
         given = shlex.quote(json.dumps(example))
         command += f" -H 'content-type: application/json' \\\n  -d {given}"
     return command
+
+
+def _file_of(operation: dict[str, Any]) -> str:
+    """Where a call takes a file from, or where it puts one; empty without."""
+    if _is_file(operation.get("requestBody", {})):
+        return f" --data-binary @{_FILE}"
+    return f" -o {_FILE}" if _is_file(operation["responses"].get("200", {})) else ""
+
+
+def _is_file(described: dict[str, Any]) -> bool:
+    media = described.get("content", {}).values()
+    return any(kind.get("schema", {}).get("format") == "binary" for kind in media)

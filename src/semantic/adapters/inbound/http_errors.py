@@ -8,8 +8,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from semantic.adapters.inbound.anthropic_errors import in_callers_shape
+from semantic.adapters.inbound.disconnects import CLIENT_LEFT
 from semantic.domain import errors
 
 # The first class that fits decides, so subclasses come before their base.
@@ -68,6 +70,7 @@ def error_response(
 
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every refusal, ours or not, in one shape; defects are the access log's."""
+    app.add_exception_handler(ClientDisconnect, _left)
 
     @app.exception_handler(errors.SemanticError)
     async def _semantic(_: Request, error: errors.SemanticError) -> Response:
@@ -101,6 +104,11 @@ def install_error_handlers(app: FastAPI) -> None:
         if error.status_code == 404:
             message = f"there is nothing at {request.method} {request.url.path}."
         return error_response(error.status_code, message, "http_error", headers=error.headers)
+
+
+async def _left(_: Request, __: Exception) -> Response:
+    """Answer a client that left in the middle of its body."""
+    return Response(status_code=CLIENT_LEFT)
 
 
 def _not_json(detail: str = "") -> Response:
