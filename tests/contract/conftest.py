@@ -4,7 +4,7 @@ import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import pytest
 import torch
@@ -111,12 +111,14 @@ def require_mlx() -> None:
     mx.disable_compile()  # which runs a C++ compiler for every new kernel
 
 
-def make_mlx(model: TinyModel) -> ModelBackendPort:
-    """A backend that computes in float32."""
+def make_mlx(
+    model: TinyModel, dtype: Literal["float32", "bfloat16"] = "float32"
+) -> ModelBackendPort:
+    """A backend that computes in a number format."""
     from semantic.adapters.outbound.mlx.loading import MlxOptions
     from semantic.adapters.outbound.mlx_backend import MlxBackend
 
-    return MlxBackend.from_directory(model.directory, model.spec, MlxOptions(dtype="float32"))
+    return MlxBackend.from_directory(model.directory, model.spec, MlxOptions(dtype=dtype))
 
 
 _NAMES = (

@@ -198,12 +198,7 @@ def test_four_bit_models_load_as_they_are(tmp_path: Path) -> None:
 
 
 def test_bfloat16_is_restored_exactly(mlx_model: GetModel) -> None:
-    from semantic.adapters.outbound.mlx.loading import MlxOptions
-    from semantic.adapters.outbound.mlx_backend import MlxBackend
-
-    model = mlx_model("llama")
-    options = MlxOptions(dtype="bfloat16")
-    backend = MlxBackend.from_directory(model.directory, model.spec, options)
+    backend = make_mlx(mlx_model("llama"), "bfloat16")
     assert backend.traits.kv_abi == "mlx.v1.bfloat16"
     run = begin(backend, 0, prompt(12))
     run.finish(3)

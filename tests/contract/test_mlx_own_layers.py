@@ -14,7 +14,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from semantic.domain.spec import LayerKind
 from semantic.ports.outbound import Chunk, Draw, ModelBackendPort, SequenceId
-from tests.contract.conftest import require_mlx
+from tests.contract.conftest import make_mlx, require_mlx
 from tests.contract.driver import GREEDY, prompt, sampled, step
 from tests.contract.models import SIZES, write_model
 from tests.contract.plain_kernels import PlainKernels
@@ -40,6 +40,13 @@ class Watched:
         """Compute a prompt at once, as the library does."""
         self.backend.open(SequenceId(seq), tokens)
         self.feed({seq: (0, tokens)})
+
+    def start(self, num_prompt: int, num_more: int) -> dict[int, list[int]]:
+        """A first sequence: a prompt, then one token a step. Returns its tokens."""
+        runs = {0: prompt(num_prompt)}
+        self.begin(0, runs[0])
+        self.grow(runs, num_more)
+        return runs
 
     def feed(self, chunks: dict[int, tuple[int, list[int]]]) -> None:
         """One step: by sequence, tokens and where they begin."""
@@ -74,18 +81,13 @@ def watched(
     """The kernels where there is a GPU for them, else plain operations in their place."""
     require_mlx()
     from semantic.adapters.outbound.mlx import cuda
-    from semantic.adapters.outbound.mlx.loading import MlxOptions
-    from semantic.adapters.outbound.mlx_backend import MlxBackend
 
     is_real = cuda.is_available()
     if not is_real:
         PlainKernels(monkeypatch)
     model = write_model(tmp_path, CONFIGS[request.param])
-    backend: Any = MlxBackend.from_directory(
-        model.directory, model.spec, MlxOptions(dtype="bfloat16" if is_real else "float32")
-    )
-    kinds = {type(layer).__name__ for layer in backend._runner._model.layers}
-    assert kinds == {"FewRowsBlock"}
+    backend: Any = make_mlx(model, "bfloat16" if is_real else "float32")
+    assert _kinds(backend) == {"FewRowsBlock"}
     assert backend._runner.batching.value == "all rows"
     yield Watched(backend)
     backend.shutdown()
@@ -103,9 +105,7 @@ def test_rows_of_all_lengths(watched: Watched) -> None:
 
 
 def test_forks_go_their_own_ways(watched: Watched) -> None:
-    runs = {0: prompt(300)}
-    watched.begin(0, runs[0])
-    watched.grow(runs, 3)
+    runs = watched.start(300, 3)
     assert watched.backend.fork(SequenceId(0), SequenceId(1), 303)
     assert watched.backend.fork(SequenceId(0), SequenceId(2), 290)
     runs |= {1: [*runs[0]], 2: runs[0][:290]}
@@ -117,9 +117,7 @@ def test_forks_go_their_own_ways(watched: Watched) -> None:
 
 def test_a_fork_is_made_at_once(watched: Watched) -> None:
     """Its source is cut back and goes another way before the fork takes its first step."""
-    runs = {0: prompt(30)}
-    watched.begin(0, runs[0])
-    watched.grow(runs, 20)
+    runs = watched.start(30, 20)
     assert watched.backend.fork(SequenceId(0), SequenceId(1), 50)
     runs[1] = [*runs[0]]
     assert watched.backend.truncate(SequenceId(0), 29) == 29
@@ -131,9 +129,7 @@ def test_a_fork_is_made_at_once(watched: Watched) -> None:
 
 def test_what_is_saved_stays_as_it_was(watched: Watched) -> None:
     """A snapshot that is fetched after the sequence was cut back and went another way."""
-    runs = {0: prompt(40)}
-    watched.begin(0, runs[0])
-    watched.grow(runs, 10)
+    runs = watched.start(40, 10)
     backend = watched.backend
     kept = [*runs[0]]
     ticket = backend.snapshot(SequenceId(0), 0, 50, LayerKind.FULL)
@@ -162,13 +158,10 @@ def test_rows_that_pause(watched: Watched) -> None:
 
 def _load(directory: Path, config: Any, **overrides: Any) -> Any:
     """A backend in float32, whose config says something more."""
-    from semantic.adapters.outbound.mlx.loading import MlxOptions
-    from semantic.adapters.outbound.mlx_backend import MlxBackend
-
     model = write_model(directory, config)
     written = json.loads((directory / "config.json").read_text()) | overrides
     (directory / "config.json").write_text(json.dumps(written))
-    return MlxBackend.from_directory(model.directory, model.spec, MlxOptions(dtype="float32"))
+    return make_mlx(model)
 
 
 def _kinds(backend: Any) -> set[str]:

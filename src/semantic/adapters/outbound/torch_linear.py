@@ -174,7 +174,8 @@ def _quantise(weight: torch.Tensor, weights: Weights) -> _Int8Weight | _Int4Weig
 # -- finding what to replace ----------------------------------------------------------------------
 
 
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Every module below another, which comes first, and its name there."""
     for parent in model.modules():
         for name, child in parent.named_children():
             yield parent, name, child
@@ -220,6 +221,6 @@ def _fuse_mlp(mlp: nn.Module, weights: Weights) -> None:
 
 
 def _pack_linears(model: nn.Module, weights: Weights) -> None:
-    for parent, name, child in list(_children(model)):
+    for parent, name, child in list(children(model)):
         if type(child) is nn.Linear:
             setattr(parent, name, PackedLinear(child.weight, child.bias, weights))

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from semantic.adapters.outbound.torch_linear import children
+
 _LAYER_NORMS = {"input_layernorm", "post_attention_layernorm"}
 _NUM_REFINED = 32
 _NUM_STRIPES = 64
@@ -76,10 +78,9 @@ class RefinedHead(nn.Module):
 
 def replace_norms(model: nn.Module) -> None:
     """Put our norm in place of each that computes the same; mutates the model."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if (norm := _same_norm(child)) is not None:
-                setattr(parent, name, norm)
+    for parent, name, child in list(children(model)):
+        if (norm := _same_norm(child)) is not None:
+            setattr(parent, name, norm)
 
 
 def _same_norm(module: nn.Module) -> RMSNorm | None:

@@ -74,7 +74,7 @@ def _attend_group(
     sinks: Array | None,
 ) -> Array:
     mask = step.mask(part)
-    if mask is None or sinks is not None or not mx.cuda.is_available():
+    if mask is None or sinks is not None or not cuda.is_in_use():
         return mx.fast.scaled_dot_product_attention(*attended, scale=scale, mask=mask, sinks=sinks)
     # CUDA's fused kernels are slower with a mask than the same written out.
     queries, keys, values = attended

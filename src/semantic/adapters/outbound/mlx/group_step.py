@@ -21,7 +21,7 @@ class GroupStep:
     group: Group
     positions: tuple[int, ...]
     start: int
-    _slots: dict[int, Array] = field(default_factory=dict)
+    _known_places: dict[int, Array] = field(default_factory=dict)
     _masks: dict[int, Array | None] = field(default_factory=dict)
 
     @property
@@ -48,16 +48,12 @@ class GroupStep:
         size = self.size(part)
         return [min(position + 1, size) for position in self.positions]
 
-    def slots(self, part: Part) -> list[int]:
-        """Where each row's new token is kept."""
-        ring = part.window or self.group.capacity
-        return [position % ring for position in self.positions]
-
     def write(self, part: Part, arrays: list[Array], news: Sequence[Array]) -> list[Array]:
         """Put the new token's keys and values in their places; returns what to attend over."""
-        num_rows, slots = len(self.positions), self.slots(part)
+        num_rows, slots = len(self.positions), self._slots(part)
+        is_even = len(set(slots)) == 1
         for i, new in enumerate(news):
-            if len(set(slots)) == 1:
+            if is_even:
                 arrays[i][:num_rows, :, slots[0] : slots[0] + 1] = new
             elif num_rows == arrays[i].shape[0]:
                 places = mx.broadcast_to(self._places(part)[:, None, None, None], new.shape)
@@ -68,7 +64,13 @@ class GroupStep:
         is_whole = num_rows == arrays[0].shape[0] and size == arrays[0].shape[2]
         return arrays if is_whole else [array[:num_rows, :, :size] for array in arrays]
 
+    def _slots(self, part: Part) -> list[int]:
+        """Where each row's new token is kept."""
+        ring = part.window or self.group.capacity
+        return [position % ring for position in self.positions]
+
     def _places(self, part: Part) -> Array:
-        if part.window not in self._slots:
-            self._slots[part.window] = mx.array(self.slots(part))
-        return self._slots[part.window]
+        """The same on the device, by window."""
+        if part.window not in self._known_places:
+            self._known_places[part.window] = mx.array(self._slots(part))
+        return self._known_places[part.window]
