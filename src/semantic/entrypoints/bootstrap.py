@@ -52,6 +52,11 @@ class Server:
     transfer: AgentTransfer
     feed: EventFeed
 
+    def problems(self) -> list[str]:
+        """What is wrong although requests are answered, for `/health`."""
+        known = [self.memory.problem]
+        return [problem for problem in known if problem]
+
     def request_stop(self) -> None:
         """End what runs and those who watch; returns at once."""
         self.feed.close()

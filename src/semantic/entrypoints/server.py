@@ -72,7 +72,7 @@ def create_app(server: Server) -> FastAPI:
             server.inference, server.models, PastTurns(server.memory.agents), principal
         )
     )
-    app.include_router(health_router(server.models, lambda: server.memory.problem))
+    app.include_router(health_router(server.models, server.problems))
     app.include_router(
         anthropic_router(server.inference, server.models, server.memory.agents.principal)
     )

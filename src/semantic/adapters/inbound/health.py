@@ -1,6 +1,6 @@
 """Whether the server lives, has started, and can answer: for people and supervisors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -10,13 +10,13 @@ from semantic.ports.inbound import ModelManagementPort, ModelState
 
 
 def health_router(
-    models: ModelManagementPort, problem: Callable[[], str] = lambda: ""
+    models: ModelManagementPort, problems: Callable[[], Sequence[str]] = tuple
 ) -> APIRouter:
     """Serve `/health` and its three probes.
 
     Args:
         models: Whose state is told.
-        problem: What is wrong although requests are answered; empty if nothing is.
+        problems: What is wrong although requests are answered.
     """
     router = APIRouter(tags=["health"])
 
@@ -30,7 +30,7 @@ def health_router(
             "backend": current.backend,
             "state": current.state.value,
             "detail": current.detail,
-            "problem": problem(),
+            "problem": "; ".join(problems()),
         }
         return JSONResponse(body, 200 if is_good else 503)
 
