@@ -63,7 +63,7 @@ class Divergence:
         self.is_same_choice.append(int(p.argmax()) == int(q.argmax()))
 
 
-def listening_backend(directory: Path, dtype: DType = "bfloat16") -> ListeningBackend:
+def listening_backend(directory: Path, dtype: DType = "auto") -> ListeningBackend:
     """The model, by default in the precision the server runs it in."""
     spec = ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
     return ListeningBackend(directory, spec, TorchOptions(dtype=dtype))

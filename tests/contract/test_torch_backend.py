@@ -20,6 +20,7 @@ from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.ports.outbound import Chunk, Draw, ModelBackendPort
 from tests.contract.driver import GREEDY, begin, prompt, restored, sampled, step
 from tests.contract.models import FAMILIES, SIZES, TinyModel, write_model, write_weights
+from tests.number_formats import HAS_BFLOAT16
 
 pytestmark = pytest.mark.contract
 
@@ -66,10 +67,11 @@ def test_logits_are_the_librarys(tiny_model: GetModel, family: str, implementati
             assert value == pytest.approx(float(expected[end - 1, token]), abs=1e-4), (end, token)
 
 
-def test_bfloat16_is_the_default_and_is_restored_exactly(tiny_model: GetModel) -> None:
+def test_state_in_the_format_a_server_chooses_is_restored_exactly(tiny_model: GetModel) -> None:
     model = tiny_model("llama")
     backend = TorchBackend(model.directory, model.spec)
-    assert backend.traits.kv_abi == "torch.v1.bfloat16"
+    assert backend.traits.compute is not None
+    assert backend.traits.kv_abi == f"torch.v1.{backend.traits.compute.dtype}"
     straight, run = begin(backend, 0, prompt(12)), begin(backend, 1, prompt(12))
     run.finish(3)
     assert restored(run, seq=2).finish() == straight.finish()
@@ -106,9 +108,8 @@ def test_payloads_of_another_geometry_are_refused(tiny_model: GetModel, tmp_path
 def test_payloads_of_another_dtype_or_backend_are_refused(tiny_model: GetModel) -> None:
     model = tiny_model("llama")
     backend = _float32(model)
-    assert not _is_loaded(
-        TorchBackend(model.directory, model.spec, TorchOptions(dtype="bfloat16")), backend
-    )
+    other = TorchOptions("bfloat16" if HAS_BFLOAT16 else "float16")
+    assert not _is_loaded(TorchBackend(model.directory, model.spec, other), backend)
     assert not _is_loaded(FakeBackend(fake_spec()), backend)
     assert not _is_loaded(backend, FakeBackend(fake_spec()))
 

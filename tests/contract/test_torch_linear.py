@@ -13,11 +13,9 @@ from semantic.adapters.outbound import torch_linear
 from semantic.adapters.outbound.torch_linear import PackedLinear, Weights
 from tests.contract.driver import prompt
 from tests.contract.models import FAMILIES, TinyModel
+from tests.number_formats import needs_bfloat16
 
-pytestmark = [
-    pytest.mark.contract,
-    pytest.mark.skipif(not torch_linear.is_supported(), reason="this CPU has no bfloat16"),
-]
+pytestmark = [pytest.mark.contract, needs_bfloat16]
 
 
 def load(model: TinyModel) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from semantic.adapters.outbound import torch_linear
 from semantic.adapters.outbound.torch_backend import TorchBackend
 from semantic.adapters.outbound.torch_loading import (
     TorchOptions,
@@ -15,16 +14,26 @@ from semantic.adapters.outbound.torch_loading import (
     choose_threads,
 )
 from semantic.domain.errors import InvalidRequestError
+from semantic.domain.spec import Compute
 from tests.contract.driver import begin, prompt
 from tests.contract.models import TinyModel
+from tests.number_formats import HAS_BFLOAT16, needs_bfloat16
 
 pytestmark = pytest.mark.contract
 
 
 def test_the_dtype_is_measured_unless_given() -> None:
     cpu = torch.device("cpu")
-    assert choose_dtype("float32", cpu) is torch.float32
-    assert choose_dtype("auto", cpu) in (torch.float32, torch.bfloat16)
+    assert choose_dtype("float32", cpu) == (torch.float32, "it was asked for")
+    dtype, reason = choose_dtype("auto", cpu)
+    assert dtype is torch.float32 or HAS_BFLOAT16
+    assert "times as fast as" in reason
+
+
+def test_a_backend_says_how_it_computes(tiny_model: Callable[[str], TinyModel]) -> None:
+    model = tiny_model("llama")
+    backend = TorchBackend(model.directory, model.spec, TorchOptions("float32", num_threads=1))
+    assert backend.traits.compute == Compute("cpu", "float32", 1, "PyTorch", "it was asked for")
 
 
 def test_threads_are_the_process_own_cores_unless_given() -> None:
@@ -47,7 +56,7 @@ def test_quantised_weights_need_bfloat16(tiny_model: Callable[[str], TinyModel])
         TorchBackend(model.directory, model.spec, TorchOptions(dtype="float32", weights="int8"))
 
 
-@pytest.mark.skipif(not torch_linear.is_supported(), reason="this CPU has no bfloat16")
+@needs_bfloat16
 def test_quantised_weights_run_and_have_state_of_their_own(
     tiny_model: Callable[[str], TinyModel],
 ) -> None:

@@ -17,8 +17,9 @@ from semantic.adapters.outbound.torch_rounding import (
 )
 from tests.contract.driver import prompt
 from tests.contract.models import FAMILIES, SIZES, TinyModel, write_weights
+from tests.number_formats import needs_bfloat16
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, needs_bfloat16]
 
 WIDENED = {"llama", "qwen2", "qwen3", "mistral", "gpt-oss"}
 

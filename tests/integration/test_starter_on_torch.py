@@ -1,4 +1,4 @@
-"""The starter model on the torch backend as the server runs it: bfloat16, faster modules."""
+"""The starter model on the torch backend as the server runs it, in the format it chooses."""
 
 import json
 from collections.abc import Iterator
@@ -12,16 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
 from semantic.adapters.outbound.torch_backend import TorchBackend
-from semantic.adapters.outbound.torch_loading import TorchOptions
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, Sampled, SequenceId, Step
+from tests.number_formats import needs_bfloat16
 
 pytestmark = pytest.mark.integration
 
-# What the library answers in bfloat16, greedily.
+# What the library answers greedily, in bfloat16 and in float32.
 RECORDED = {
-    "What is the capital of France?": "The capital of France is Paris.",
     "What is the capital of France? Answer in one sentence.": "The capital of France is Paris.",
     "What is 2 + 2? Answer with one number.": "The answer is 4.",
 }
@@ -32,14 +31,14 @@ QUESTIONS = (
     "Write a Python function that reverses a string.",
     "Name three animals that live in the sea, and say how they breathe.",
     "Translate 'good morning' to Spanish.",
+    "What is the capital of France?",
 )
 
 
 @pytest.fixture(scope="module")
 def backend(starter_model_dir: Path) -> Iterator[TorchBackend]:
     config = json.loads((starter_model_dir / "config.json").read_text())
-    options = TorchOptions(dtype="bfloat16")
-    made = TorchBackend(starter_model_dir, ModelCacheSpec.from_config(config), options)
+    made = TorchBackend(starter_model_dir, ModelCacheSpec.from_config(config))
     yield made
     made.shutdown()
 
@@ -50,8 +49,10 @@ def tokenizer(starter_model_dir: Path) -> HFTokenizer:
 
 
 @pytest.fixture(scope="module")
-def library(starter_model_dir: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(starter_model_dir, dtype=torch.bfloat16).eval()
+def library(starter_model_dir: Path, backend: TorchBackend) -> Any:
+    assert backend.traits.compute is not None
+    dtype = getattr(torch, backend.traits.compute.dtype)
+    return AutoModelForCausalLM.from_pretrained(starter_model_dir, dtype=dtype).eval()
 
 
 def prompt_of(tokenizer: HFTokenizer, question: str) -> list[int]:
@@ -114,16 +115,18 @@ def library_logprobs(library: Any, tokens: list[int]) -> torch.Tensor:
     return logits.float().log_softmax(-1)
 
 
-def test_logits_are_the_librarys_within_bfloat16s_rounding(
+def test_logits_are_the_librarys_within_its_rounding(
     backend: TorchBackend, tokenizer: HFTokenizer, library: Any
 ) -> None:
     """In chunks and at the end of a text: the likeliest tokens and their probabilities agree."""
     tokens = tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 12)
     expected = library_logprobs(library, tokens)
+    tolerance = 0.001 if library.dtype == torch.float32 else 0.35
     for last, token, logprob in top_logprobs(backend, tokens):
-        assert logprob == pytest.approx(float(expected[last, token]), abs=0.35)
+        assert logprob == pytest.approx(float(expected[last, token]), abs=tolerance)
 
 
+@needs_bfloat16
 def test_log_probabilities_are_closer_to_float32_than_the_librarys(
     backend: TorchBackend, tokenizer: HFTokenizer, library: Any, starter_model_dir: Path
 ) -> None:

@@ -36,13 +36,18 @@ def test_it_answers_the_paris_question(starter_home: Path, tmp_path: Path) -> No
                 model=model, messages=QUESTION, temperature=0, stream=True
             )
             streamed = "".join(c.choices[0].delta.content or "" for c in stream)
+        with httpx.Client(trust_env=False) as http:
+            compute = http.get(f"{server.url}/health").json()["compute"]
         assert reply.choices[0].message.content == "The capital of France is Paris."
         assert streamed == reply.choices[0].message.content
         assert reply.choices[0].finish_reason == "stop"
         assert server.stop() == 0
-    for words in ("listening", "smollm2-135m-instruct on torch", "curl ", "ready: "):
+    summary = f"{compute['dtype']} on cpu, {compute['num_threads']} threads"
+    for words in ("listening", "smollm2-135m-instruct on torch", "curl ", "ready: ", summary):
         assert words in server.output
-    assert "Traceback" not in server.output
+    assert "times as fast as" in compute["reason"]
+    for words in ("Traceback", "Warning", "C++"):
+        assert words not in server.output
     assert (starter_home / "logs/server.log").is_file()
 
 

@@ -26,5 +26,6 @@ class ModelRegistry:
                 detail=self._device.detail,
                 max_context=model.backend.spec.max_context if model else 0,
                 created_at=self._created_at,
+                compute=model.backend.traits.compute if model else None,
             ),
         )

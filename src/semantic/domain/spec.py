@@ -10,7 +10,7 @@ from typing import Self
 
 from semantic.domain.spec_extractors import ConfigAttributes, LayerKind, LayerSpec, read_layers
 
-__all__ = ["DEFAULT_BLOCK_TOKENS", "LayerKind", "LayerSpec", "ModelCacheSpec"]
+__all__ = ["DEFAULT_BLOCK_TOKENS", "Compute", "LayerKind", "LayerSpec", "ModelCacheSpec"]
 
 DEFAULT_BLOCK_TOKENS = 256
 
@@ -167,3 +167,31 @@ def _to_bytes(elements: int, bits: int) -> int:
     if bits not in _BITS:
         raise ValueError(f"bits must be one of {_BITS}, not {bits}")
     return -(-elements * bits // 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """How a model is computed, for the log and for `/health`.
+
+    Attributes:
+        dtype: The number format of activations and attention state.
+        num_threads: 0 where the device schedules its own.
+        kernels: What multiplies.
+        reason: Why this dtype.
+    """
+
+    device: str
+    dtype: str
+    num_threads: int
+    kernels: str
+    reason: str
+
+    @property
+    def summary(self) -> str:
+        """In half a line, for people.
+
+        >>> Compute("cpu", "float32", 2, "PyTorch", "it was asked for").summary
+        'float32 on cpu, 2 threads'
+        """
+        threads = f", {self.num_threads} threads" if self.num_threads else ""
+        return f"{self.dtype} on {self.device}{threads}"

@@ -7,9 +7,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
+
+import structlog
 
 from semantic.adapters.config.settings import STARTER_MODEL, Settings
 from semantic.adapters.outbound.agent_file import AgentFile
@@ -30,6 +32,8 @@ from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import ModelCacheSpec
 from semantic.entrypoints.agent_memory import AgentMemory
 from semantic.ports.outbound import ModelBackendPort, TokenizerPort
+
+_log = structlog.get_logger(__name__)
 
 MakeBackend: TypeAlias = Callable[[Path, ModelCacheSpec], ModelBackendPort]
 BackendName = Literal["torch", "mlx", "fake"]
@@ -193,6 +197,8 @@ def _load(
     on_progress(f"loading {directory.name}")
     config = json.loads((directory / "config.json").read_text("utf-8"))
     backend = make(directory, ModelCacheSpec.from_config(config))
+    if backend.traits.compute is not None:
+        _log.info("model loaded", model=directory.name, **asdict(backend.traits.compute))
     name = fingerprint(directory, settings.home_dir / "models" / "fingerprints.json")
     served = _served_id(settings, backend_name)
     return _loaded(served, backend, HFTokenizer(directory), name, memory)

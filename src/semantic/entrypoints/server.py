@@ -225,7 +225,9 @@ def _announce(server: Server, http: uvicorn.Server, failures: list[str]) -> None
         time.sleep(0.05)
     if server.device.state is ModelState.READY:
         elapsed = time.monotonic() - started
-        sys.stdout.write(f"\n  ready: {server.model_id} after {elapsed:.1f} s\n\n")
+        (current,) = server.models.models()
+        how = f" ({current.compute.summary})" if current.compute else ""
+        sys.stdout.write(f"\n  ready: {server.model_id} after {elapsed:.1f} s{how}\n\n")
         sys.stdout.flush()
     elif server.device.state is ModelState.FAILED:
         failures.append(f"the model could not be loaded: {server.device.detail}")

@@ -16,6 +16,7 @@ from semantic.domain.chat import (
     Usage,
 )
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
+from semantic.domain.spec import Compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class ModelStatus:
         detail: Loading step or reason of failure, for people.
         max_context: The model's context length; 0 until it is loaded.
         created_at: When it was asked for, in seconds since the epoch.
+        compute: How it is computed; None until it is loaded.
     """
 
     id: str
@@ -131,6 +133,7 @@ class ModelStatus:
     detail: str
     max_context: int
     created_at: float
+    compute: Compute | None = None
 
 
 class ModelManagementPort(Protocol):

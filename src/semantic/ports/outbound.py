@@ -10,7 +10,7 @@ from typing import Final, Literal, NewType, Protocol, TypeAlias
 from semantic.domain.chat import JsonObject
 from semantic.domain.reply_format import ReplyShape
 from semantic.domain.sampling import SamplingParams, TokenLogprob
-from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.domain.spec import Compute, LayerKind, ModelCacheSpec
 
 SequenceId = NewType("SequenceId", int)
 
@@ -150,12 +150,14 @@ class Traits:
         is_unified_memory: Whether working state and payloads share one memory.
         kv_abi: Changes whenever payloads of this backend become unreadable to it.
         state_bits: Of a number of attention state, as it is computed.
+        compute: None where nothing is computed.
     """
 
     pipeline_depth: Literal[0, 1]
     is_unified_memory: bool
     kv_abi: str
     state_bits: int = 16
+    compute: Compute | None = None
 
 
 @dataclass(frozen=True, slots=True)

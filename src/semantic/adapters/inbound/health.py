@@ -1,6 +1,7 @@
 """Whether the server lives, has started, and can answer: for people and supervisors."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -30,6 +31,7 @@ def health_router(
             "backend": current.backend,
             "state": current.state.value,
             "detail": current.detail,
+            "compute": asdict(current.compute) if current.compute else None,
             "problem": "; ".join(problems()),
         }
         return JSONResponse(body, 200 if is_good else 503)

@@ -69,7 +69,13 @@ class MlxBackend:
             raise loading.refusal(spec, reason)
         kept = next((p for p in layout.parts if p.kind is not LayerKind.STATE), layout.parts[0])
         dtype = str(kept.dtypes[0]).removeprefix("mlx.core.")
-        self._traits = Traits(1, not cuda.is_in_use(), f"mlx.v1.{dtype}", kept.dtypes[0].size * 8)
+        self._traits = Traits(
+            1,
+            not cuda.is_in_use(),
+            f"mlx.v1.{dtype}",
+            kept.dtypes[0].size * 8,
+            loading.describe(dtype, loaded.reason),
+        )
         self._sequences: dict[SequenceId, MlxSequence] = {}
         self._num_steps = 0
 

@@ -62,7 +62,7 @@ class TorchBackend(EagerBackend):
         options = options or TorchOptions()
         torch.set_num_threads(torch_loading.choose_threads(options.num_threads))
         self._device = torch_loading.choose_device(options.device)
-        self._dtype = torch_loading.choose_dtype(options.dtype, self._device)
+        self._dtype, reason = torch_loading.choose_dtype(options.dtype, self._device)
         self._model: Any = torch_loading.load_model(
             directory, spec, self._dtype, self._device, options.weights
         )
@@ -75,7 +75,8 @@ class TorchBackend(EagerBackend):
         if options.weights != "full":
             name = f"{name}.{options.weights}"
         is_unified, num_bits = self._device.type == "cpu", self._dtype.itemsize * 8
-        self._traits = Traits(0, is_unified, f"torch.v1.{name}", num_bits)
+        compute = torch_loading.describe(self._device, self._dtype, options.weights, reason)
+        self._traits = Traits(0, is_unified, f"torch.v1.{name}", num_bits, compute)
         self._sequences: dict[SequenceId, TorchSequence] = {}
         self._check_model()
 

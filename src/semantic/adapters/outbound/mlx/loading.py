@@ -6,6 +6,7 @@ library keeps are those the geometry describes.
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,11 +14,11 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from semantic.adapters.outbound.mlx import tuning
+from semantic.adapters.outbound.mlx import cuda, tuning
 from semantic.adapters.outbound.mlx.layout import leaves, library
 from semantic.adapters.outbound.mlx.runtime import import_library
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.domain.spec import Compute, LayerKind, ModelCacheSpec
 
 _LOG = logging.getLogger(__name__)
 
@@ -43,11 +44,12 @@ class MlxOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedMlx:
-    """A model, its geometry as the library keeps it, and how its caches are made."""
+    """A model, its geometry as the library keeps it, how its caches are made, and why its dtype."""
 
     model: Any
     spec: ModelCacheSpec
     make_caches: Callable[[], list[Any]]
+    reason: str = ""
 
 
 def choose_device(device: Device) -> None:
@@ -76,14 +78,14 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> LoadedMl
         model, _ = utils.load_model(
             directory, lazy=True, model_config=config_in_its_words(config, spec)
         )
-        _convert(model, options.dtype)
+        reason = _convert(model, options.dtype)
         tuning.tune(model)
         mx.eval(model.parameters())
         model.eval()
         spec, make_caches = _agree(model, spec)
     except _UNREADABLE as error:
         raise refusal(spec, str(error)) from error
-    return LoadedMlx(model, spec, make_caches)
+    return LoadedMlx(model, spec, make_caches, reason)
 
 
 def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:
@@ -116,17 +118,32 @@ def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in told.items() if value is not None}
 
 
-def _convert(model: Any, dtype: DType) -> None:
-    """Bring floating-point weights to one number format; quantised ones stay packed."""
-    target = None if dtype == "auto" else getattr(mx, dtype)
-    if dtype == "auto":
-        is_cpu = mx.default_device() == mx.Device(mx.cpu)
-        if is_cpu:
-            target = mx.float32
-        elif _is_wide(model):
-            target = mx.bfloat16
-    if target is not None:
-        model.set_dtype(target)
+def describe(dtype: str, reason: str) -> Compute:
+    """Say how a model that was loaded is computed."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        threads = os.environ.get("OPENBLAS_NUM_THREADS", "")
+        num_threads = int(threads) if threads.isdigit() else os.cpu_count() or 1
+        return Compute("cpu", dtype, num_threads, "MLX", reason)
+    device = "cuda" if cuda.is_in_use() else "metal"
+    kernels = "MLX and our own" if cuda.is_available() else "MLX"
+    return Compute(device, dtype, 0, kernels, reason)
+
+
+def _convert(model: Any, dtype: DType) -> str:
+    """Bring floating-point weights to one number format, and say why that one.
+
+    Quantised weights stay packed.
+    """
+    if dtype != "auto":
+        model.set_dtype(getattr(mx, dtype))
+        return "it was asked for"
+    if mx.default_device() == mx.Device(mx.cpu):
+        model.set_dtype(mx.float32)
+        return "MLX is slow in the others on a CPU"
+    if _is_wide(model):
+        model.set_dtype(mx.bfloat16)
+        return "the model's float32 is wider than a GPU needs"
+    return "the model's own"
 
 
 def _is_wide(model: Any) -> bool:
