@@ -8,6 +8,9 @@ from hypothesis import settings
 
 # As in the server: idle OpenMP threads must sleep, since test processes share few cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+# Threads of two processes on two cores wait for each other at every barrier.
+if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("default", deadline=None)
 settings.register_profile("nightly", deadline=None, max_examples=1000)

@@ -36,8 +36,11 @@ def test_a_backend_says_how_it_computes(tiny_model: Callable[[str], TinyModel]) 
     assert backend.traits.compute == Compute("cpu", "float32", 1, "PyTorch", "it was asked for")
 
 
-def test_threads_are_the_process_own_cores_unless_given() -> None:
+def test_threads_are_the_process_own_cores_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert choose_threads(3) == 3
+    assert choose_threads(0) == 5
+    monkeypatch.delenv("OMP_NUM_THREADS")
     assert choose_threads(0) == len(os.sched_getaffinity(0))
 
 

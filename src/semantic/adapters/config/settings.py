@@ -56,7 +56,9 @@ class Settings(BaseSettings):
     weights: Literal["full", "int8", "int4"] = Field(
         "full", description="fewer bits decode faster on a CPU and answer less exactly"
     )
-    threads: int = Field(0, ge=0, le=1024, description="CPU threads; 0 takes all cores")
+    threads: int = Field(
+        0, ge=0, le=1024, description="CPU threads; 0 takes OMP_NUM_THREADS, else all cores"
+    )
 
     home: Path = Field(Path("~/.semantic"), description="everything the server writes is in here")
     cache_dir: Path | None = Field(

@@ -42,7 +42,7 @@ class TorchOptions:
         dtype: Of weights and attention state; auto takes the faster one on this device.
         device: auto takes CUDA where there is one.
         weights: Fewer bits make few rows faster and less exact; a CPU in bfloat16 only.
-        num_threads: 0 takes as many as the process may use.
+        num_threads: 0 takes OMP_NUM_THREADS, or as many as the process may use.
     """
 
     dtype: DType = "auto"
@@ -77,11 +77,13 @@ def choose_dtype(dtype: DType, device: torch.device) -> tuple[torch.dtype, str]:
 def choose_threads(num_threads: int) -> int:
     """Resolve the thread count.
 
-    All of the process's cores: two threads decode 1.5 times as fast as one, and since idle ones
-    sleep they cost the HTTP side nothing.
+    What OMP_NUM_THREADS says, or all of the process's cores: two threads decode 1.5 times as fast
+    as one, and since idle ones sleep they cost the HTTP side nothing.
     """
     if num_threads:
         return num_threads
+    if (asked := os.environ.get("OMP_NUM_THREADS", "")).isdigit() and int(asked):
+        return int(asked)
     if hasattr(os, "sched_getaffinity"):  # macOS has not
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
