@@ -42,19 +42,25 @@ class Subscription:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                await self._has_news.wait()
+                while (event := self._take()) is None:
+                    await self._has_news.wait()
         except TimeoutError:
             return None
+        return event
+
+    def _take(self) -> FeedEvent | Missed | None:
+        """Take what is next; None if the reader has to wait."""
+        # Put down before looking: what comes later raises it again, and an empty queue is no end.
+        self._has_news.clear()
         with self._lock:
             if self._num_missed:
                 missed, self._num_missed = Missed(self._num_missed), 0
                 return missed
             if self._events:
-                event = self._events.popleft()
-                if not self._events and not self._is_closed:
-                    self._has_news.clear()
-                return event
-        raise StopAsyncIteration
+                return self._events.popleft()
+            if self._is_closed:
+                raise StopAsyncIteration
+        return None
 
     def close(self) -> None:
         """Stop listening; idempotent."""

@@ -26,6 +26,19 @@ async def test_a_reader_hears_what_happens_in_order() -> None:
     thread.join()
 
 
+async def test_an_event_that_comes_while_another_is_read_does_not_end_the_feed() -> None:
+    feed = EventFeed()
+    reader = feed.subscribe("local")
+    feed.publish(event("a"))
+    await asyncio.sleep(0)  # the reader is woken for the first one
+    feed.publish(event("b"))
+
+    assert [await reader.next(5), await reader.next(5)] == [event("a"), event("b")]
+    assert await reader.next(0.001) is None
+    feed.publish(event("c"))
+    assert await reader.next(5) == event("c")
+
+
 async def test_tenants_hear_of_their_own_agents_alone() -> None:
     feed = EventFeed()
     mine, theirs = feed.subscribe("local"), feed.subscribe("acme")
