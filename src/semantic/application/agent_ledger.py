@@ -268,6 +268,10 @@ class AgentLedger:
         """All messages of an agent."""
         return self._log.messages(agent.tenant, agent.head)
 
+    def messages_at(self, tenant: str, turn_id: str) -> list[Message]:
+        """All messages up to a turn."""
+        return self._log.messages(tenant, turn_id)
+
     def tokens(self, agent: Agent) -> list[int]:
         """All tokens of an agent."""
         return self._log.tokens(agent.tenant, agent.head)

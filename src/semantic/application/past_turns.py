@@ -22,7 +22,7 @@ class PastTurns:
         turn = self._turn(request_id, principal)
         if turn is None:
             return None
-        messages = [message for told in self._told(turn, principal) for message in told.messages]
+        messages = self._agents.messages_at(principal.tenant, turn.id)
         if len(messages) != turn.num_messages:
             return None  # the text of a turn before it was removed
         said = tuple(message for message in messages if not message.is_instruction)
@@ -43,13 +43,3 @@ class PastTurns:
         turn = self._agents.turn(principal.tenant, turn_id(request_id))
         is_told = turn is not None and bool(turn.messages)
         return turn if is_told and turn and turn.messages[-1].role is Role.ASSISTANT else None
-
-    def _told(self, turn: Turn, principal: Principal) -> list[Turn]:
-        """The turns that led to one, the first first."""
-        told = [turn]
-        while told[-1].parent is not None:
-            parent = self._agents.turn(principal.tenant, told[-1].parent)
-            if parent is None:
-                break
-            told.append(parent)
-        return told[::-1]

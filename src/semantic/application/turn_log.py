@@ -16,12 +16,12 @@ _UNKNOWN = ""  # no turn has this id
 class TurnLog:
     """All turns of one directory. Thread-safe."""
 
-    def __init__(self, ledger: LedgerPort, held: Callable[[str], Turn | None]) -> None:
+    def __init__(self, ledger: LedgerPort, held: Callable[[str, str], Turn | None]) -> None:
         """Read turns.
 
         Args:
             ledger: Has those that are written.
-            held: Finds those that are not.
+            held: Finds those of a tenant that are not.
         """
         self._ledger = ledger
         self._held = held
@@ -34,11 +34,11 @@ class TurnLog:
 
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
         """Find a turn."""
-        return self._held(turn_id) or self._ledger.turn(tenant, turn_id)
+        return self._held(tenant, turn_id) or self._ledger.turn(tenant, turn_id)
 
     def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
         """Find where a turn ended; what was said in it is not read."""
-        held = self._held(turn_id)
+        held = self._held(tenant, turn_id)
         if held is not None:
             return TurnPlace(held.num_tokens, held.pointer)
         return self._ledger.place(tenant, turn_id)
@@ -47,7 +47,7 @@ class TurnLog:
         """The turns that led to `head`, the latest first."""
         found: list[Turn] = []
         while head is not None and len(found) < limit:
-            held = self._held(head)
+            held = self._held(tenant, head)
             if held is None:
                 return [*found, *self._ledger.turns(tenant, head, limit=limit - len(found))]
             found.append(held)

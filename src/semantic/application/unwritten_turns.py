@@ -25,23 +25,23 @@ class UnwrittenTurns:
     def __init__(self, write: WriteChanges) -> None:
         self._write = write
         self._lock = threading.Lock()
-        self._turns: dict[str, Turn] = {}
+        self._turns: dict[tuple[str, str], Turn] = {}
         self._moves: OrderedDict[BlockName, BlockName] = OrderedDict()
 
-    def get(self, turn_id: str) -> Turn | None:
-        """Find a turn that is not written yet."""
+    def get(self, tenant: str, turn_id: str) -> Turn | None:
+        """Find a tenant's turn that is not written yet."""
         with self._lock:
-            turn = self._turns.get(turn_id)
+            turn = self._turns.get((tenant, turn_id))
             return self._located(turn) if turn else None
 
     def put(self, tenant: str, turn: Turn, agent: Agent | None = None) -> tuple[Turn, Future[None]]:
         """Write a turn and the agent that has it now, if any; returns it as it is written."""
         with self._lock:
             turn = self._located(turn)
-            self._turns[turn.id] = turn
+            self._turns[tenant, turn.id] = turn
             changes = (PutTurn(tenant, turn), *((PutAgent(agent),) if agent else ()))
             done = self._write(*changes)
-        done.add_done_callback(lambda written: self._forget(turn.id, written))
+        done.add_done_callback(lambda written: self._forget((tenant, turn.id), written))
         return turn, done
 
     def move(self, old: BlockName, new: BlockName) -> None:
@@ -58,10 +58,10 @@ class UnwrittenTurns:
             turn = replace(turn, pointer=replace(turn.pointer, block=block))
         return turn
 
-    def _forget(self, turn_id: str, written: Future[None]) -> None:
+    def _forget(self, key: tuple[str, str], written: Future[None]) -> None:
         """Turns that are written can be read there; those before one were written before it."""
         if written.exception() is not None:
             return
         with self._lock:
-            while turn_id in self._turns:
+            while key in self._turns:
                 del self._turns[next(iter(self._turns))]

@@ -1,5 +1,7 @@
 """Turns found again by their request, and agents by the turn they go on from."""
 
+from concurrent.futures import Future
+
 import pytest
 
 from semantic.adapters.outbound.memory_ledger import MemoryLedger
@@ -7,7 +9,7 @@ from semantic.application.agent_ledger import AgentLedger, Exchange, write_at_on
 from semantic.application.identity import Identities
 from semantic.application.past_turns import PastTurns, turn_id
 from semantic.domain.agents import Principal, Reuse
-from semantic.domain.chat import AgentHint, Message, Role, TextPart, Usage
+from semantic.domain.chat import AgentHint, Continuation, Message, Role, TextPart, Usage
 
 pytestmark = pytest.mark.unit
 
@@ -33,6 +35,7 @@ def commit(
     messages: tuple[Message, ...],
     *,
     is_stored: bool = True,
+    continuation: Continuation | None = None,
 ) -> None:
     """Log a turn; a message is as many tokens as it has characters."""
     *asked, reply = ([*m.text.encode()] for m in messages)
@@ -45,6 +48,7 @@ def commit(
         reuse=Reuse(),
         turn_id=turn_id(name),
         is_stored=is_stored,
+        continuation=continuation,
     )
     agents.commit("local", agent_id, exchange)
 
@@ -67,6 +71,28 @@ def test_other_tenants_and_unknown_turns_are_not_found(agents: AgentLedger) -> N
     assert turns.find("1", Principal(tenant="other")) is None
     assert not turns.forget("1", Principal(tenant="other"))
     assert turns.find("1", OWNER) is not None
+
+
+def test_other_tenants_do_not_find_a_turn_before_it_is_written() -> None:
+    ledger = MemoryLedger()
+    agents = AgentLedger(ledger, ledger.load(), lambda *_: Future())
+    commit(agents, "a", "1", said("one", "two"))
+    turns = PastTurns(agents)
+    assert turns.find("1", OWNER) is not None
+    assert turns.find("1", Principal(tenant="other")) is None
+    assert not turns.forget("1", Principal(tenant="other"))
+
+
+def test_a_turn_whose_oldest_messages_were_dropped_is_found(agents: AgentLedger) -> None:
+    messages = said("one", "two", "three", "four", "five", "six")
+    commit(agents, "a", "1", messages[:2])
+    edited = Continuation(turn_id("1"), is_edited=True, num_dropped=2)
+    commit(agents, "a", "2", messages[2:4], continuation=edited)
+    commit(agents, "a", "3", messages[2:], continuation=Continuation(turn_id("2")))
+    for name, expected in (("2", messages[2:4]), ("3", messages[2:])):
+        past = PastTurns(agents).find(name, OWNER)
+        assert past is not None
+        assert past.messages == expected
 
 
 def test_text_that_is_forgotten_is_missing_in_what_followed(agents: AgentLedger) -> None:
