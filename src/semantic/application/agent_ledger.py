@@ -92,7 +92,10 @@ class AgentLedger:
         """
         self._write = write
         self._now = now
-        self._lock = threading.RLock()
+        # Changes come one after another, and may read turns meanwhile. The other lock is held for a
+        # look into memory alone: the event loop takes it, and never waits for the disk.
+        self._changes = threading.RLock()
+        self._lock = threading.Lock()
         self._agents = {(agent.tenant, agent.id): agent for agent in state.agents}
         self._tenants = {tenant.id: tenant for tenant in state.tenants}
         self._unwritten = UnwrittenTurns(write)
@@ -152,8 +155,8 @@ class AgentLedger:
         Raises:
             ConflictError: there is one of this name.
         """
-        with self._lock:
-            if (agent.tenant, agent.id) in self._agents:
+        with self._changes:
+            if self.find(agent.tenant, agent.id) is not None:
                 raise ConflictError(f"there is an agent {agent.id!r} already.", param="id")
             self._log.link(agent.tenant, turns)
             for turn in turns:
@@ -162,8 +165,8 @@ class AgentLedger:
 
     def ensure(self, tenant: str, agent_id: str, *, is_anonymous: bool = False) -> Agent:
         """Find an agent, or make one with no past; one that nobody named expires."""
-        with self._lock:
-            known = self._agents.get((tenant, agent_id))
+        with self._changes:
+            known = self.find(tenant, agent_id)
             if known is not None:
                 return known
             now = self._now()
@@ -185,7 +188,7 @@ class AgentLedger:
         Raises:
             AgentNotFoundError: it is gone.
         """
-        with self._lock:
+        with self._changes:
             known = self.get(tenant, agent_id)
             edited = edit(known)
             return self._put(replace(edited, head=known.head, num_turns=known.num_turns))
@@ -199,15 +202,23 @@ class AgentLedger:
             AgentNotFoundError: no such agent, or it has no such turn.
             ConflictError: the new name is taken.
         """
-        with self._lock:
+        with self._changes:
             source = self.get(tenant, agent_id)
             if turn_id is not None:
                 source = self._rewound(source, turn_id)
             for new_id in new_ids:
-                if (tenant, new_id) in self._agents or new_ids.count(new_id) > 1:
+                if self.find(tenant, new_id) is not None or new_ids.count(new_id) > 1:
                     raise ConflictError(f"there is an agent {new_id!r} already.", param="ids")
             now = self._now()
             return [self.create(source.fork(new_id, at=now)) for new_id in new_ids]
+
+    def forked(self, agent: Agent, new_id: str, turn_id: str) -> Agent:
+        """What a fork of an agent at one of its turns would be; it is not made.
+
+        Raises:
+            AgentNotFoundError: it has no such turn.
+        """
+        return self._rewound(agent, turn_id).fork(new_id, at=self._now())
 
     def rewind(self, tenant: str, agent_id: str, turn_id: str | None) -> Agent:
         """Take an agent back to an earlier turn; None goes back before the first.
@@ -215,7 +226,7 @@ class AgentLedger:
         Raises:
             AgentNotFoundError: no such agent, or it has no such turn.
         """
-        with self._lock:
+        with self._changes:
             return self._put(self._rewound(self.get(tenant, agent_id), turn_id))
 
     def delete(self, tenant: str, agent_id: str) -> Agent:
@@ -224,17 +235,18 @@ class AgentLedger:
         Raises:
             AgentNotFoundError: there is none.
         """
-        with self._lock:
+        with self._changes:
             agent = self.get(tenant, agent_id)
-            del self._agents[(tenant, agent_id)]
+            with self._lock:
+                del self._agents[(tenant, agent_id)]
             self._write(DropAgent(tenant, agent_id))
             return agent
 
     def expire(self) -> list[Agent]:
         """Remove the agents that outlived their time."""
         now = self._now()
-        with self._lock:
-            late = [agent for agent in self._agents.values() if agent.is_expired(now)]
+        with self._changes:
+            late = [agent for agent in self.recent() if agent.is_expired(now)]
             return [self.delete(agent.tenant, agent.id) for agent in late]
 
     # -- turns ----------------------------------------------------------------------------------
@@ -258,8 +270,7 @@ class AgentLedger:
         Raises:
             AgentNotFoundError: it has no such turn.
         """
-        with self._lock:
-            back = self._rewound(agent, turn_id)
+        back = self._rewound(agent, turn_id)
         turn = self._log.turn(agent.tenant, turn_id)
         parent = turn.parent if turn else None
         return back.rewind(parent, back.num_turns - 1, at=agent.last_used)
@@ -291,20 +302,34 @@ class AgentLedger:
             raise QuotaExceededError(f"agent {agent.id} may have {limit} turns and has had them.")
 
     def commit(
-        self, tenant: str, agent_id: str, exchange: Exchange, *, is_anonymous: bool = False
+        self,
+        tenant: str,
+        agent_id: str,
+        exchange: Exchange,
+        *,
+        is_anonymous: bool = False,
+        fork: Agent | None = None,
     ) -> tuple[Turn, Future[None]]:
         """Log a turn and move its agent there; the future tells when it is written.
 
         Where the client keeps the conversation, the turn continues the agent's latest one that the
         prompt begins with: where the client went back, so does the agent.
 
+        Args:
+            tenant: Whose.
+            agent_id: Its agent.
+            exchange: What was said.
+            is_anonymous: Nobody named the agent.
+            fork: What the agent begins as if it is not there; None begins with no past.
+
         Raises:
             AgentNotFoundError: the server keeps the conversation, and the agent is gone.
             ConflictError: it does, and the agent has gone elsewhere meanwhile.
         """
-        with self._lock:
+        with self._changes:
             if exchange.continuation is None:
-                agent = self.ensure(tenant, agent_id, is_anonymous=is_anonymous)
+                agent = self.find(tenant, agent_id) or fork
+                agent = agent or self.ensure(tenant, agent_id, is_anonymous=is_anonymous)
                 parent, depth = self._continued(agent, exchange.prompt)
             else:
                 agent = self.get(tenant, agent_id)
@@ -313,7 +338,8 @@ class AgentLedger:
             self._log.link(tenant, [turn])
             back = agent.rewind(turn.parent, depth, at=agent.last_used)
             agent = back.advance(turn.id, at=turn.created_at)
-            self._agents[(tenant, agent.id)] = agent
+            with self._lock:
+                self._agents[(tenant, agent.id)] = agent
             return self._unwritten.put(tenant, turn, agent)
 
     def move(self, old: BlockName, new: BlockName) -> None:
@@ -324,10 +350,11 @@ class AgentLedger:
         """Remove what was said in a turn; its place and its attention state stay."""
         self._unwritten.put(tenant, replace(turn, messages=(), tokens=()))
 
-    # -- inside the lock ------------------------------------------------------------------------
+    # -- inside ---------------------------------------------------------------------------------
 
     def _put(self, agent: Agent) -> Agent:
-        self._agents[(agent.tenant, agent.id)] = agent
+        with self._lock:
+            self._agents[(agent.tenant, agent.id)] = agent
         self._write(PutAgent(agent))
         return agent
 

@@ -1,13 +1,16 @@
 """Agents and their turns: what a commit continues, and who may have how much."""
 
+import contextlib
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from semantic.adapters.outbound.memory_ledger import MemoryLedger
+from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.application.agent_ledger import AgentLedger, Exchange, write_at_once
 from semantic.domain.agents import LOCAL_TENANT, Agent, Pointer, Quota, Reuse, Turn
 from semantic.domain.blocks import BlockName
@@ -134,6 +137,73 @@ def test_a_turn_that_is_not_written_yet_follows_its_block(ledger: MemoryLedger) 
         done.set_result(None)
     assert any(isinstance(change, PutTurn) for changes, _ in queue for change in changes)
     assert pointer_of(agents, turn) == NEW
+
+
+# -- a slow disk --------------------------------------------------------------------------------
+
+
+class StuckLedger(SqliteLedger):
+    """Its turns cannot be read until the gate is open."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.gate, self.is_read = threading.Event(), threading.Event()
+        self.gate.set()
+
+    def turn(self, tenant: str, turn_id: str) -> Turn | None:
+        self._wait()
+        return super().turn(tenant, turn_id)
+
+    def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
+        self._wait()
+        return super().turns(tenant, head, limit=limit)
+
+    def ancestry(self, tenant: str, head: str, *, until: str = "") -> tuple[str, ...]:
+        self._wait()
+        return super().ancestry(tenant, head, until=until)
+
+    def _wait(self) -> None:
+        self.is_read.set()
+        assert self.gate.wait(60)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda agents, turn: agents.commit(LOCAL_TENANT, "ann", exchange([1, 2, 3, 4], [5], 4)),
+        lambda agents, turn: agents.fork(LOCAL_TENANT, "ann", ["bob"], turn.id),
+        lambda agents, turn: agents.rewind(LOCAL_TENANT, "ann", turn.id),
+        lambda agents, turn: agents.before(ann(agents), turn.id),
+    ],
+)
+def test_who_looks_up_an_agent_never_waits_for_the_disk(
+    tmp_path: Path, change: Callable[[AgentLedger, Turn], object]
+) -> None:
+    ledger = StuckLedger(tmp_path)
+    with contextlib.closing(ledger), ThreadPoolExecutor(2) as pool:
+        first = AgentLedger(ledger, ledger.load(), write_at_once(ledger))
+        first.principal()
+        turn = commit(first, [1, 2], [3])
+        agents = AgentLedger(ledger, ledger.load(), write_at_once(ledger))
+        ledger.gate.clear()
+        ledger.is_read.clear()
+        changing = pool.submit(change, agents, turn)
+        try:
+            assert ledger.is_read.wait(60)
+            looks: list[Callable[[], object]] = [
+                lambda: ann(agents),
+                lambda: agents.find(LOCAL_TENANT, "ann"),
+                lambda: agents.agents(LOCAL_TENANT),
+                agents.recent,
+                agents.principal,
+                agents.principals,
+            ]
+            for look in looks:
+                assert pool.submit(look).result(5)
+            assert not changing.done()
+        finally:
+            ledger.gate.set()
+        assert changing.result(60)
 
 
 # -- agents -------------------------------------------------------------------------------------
