@@ -28,30 +28,38 @@ class FrozenDates:
     def of(self, root: bytes, request: ChatRequest) -> date:
         """Return the day a prompt shall show: today's for who speaks for the first time.
 
+        Changes nothing: a day is kept once its conversation is logged.
+
         Args:
             root: The root of the names of a tenant's blocks, under which the day is kept.
             request: Names its agent, or is known by how the conversation begins.
         """
-        hint = request.agent
-        agent = hint.agent_id or hint.session or hint.client_key
-        if agent:
-            key = _key(_AGENT_TAG, root, agent)
-            return self._kept(key) or self._keep_today(key)
-        beginning = _beginning(request)
-        key = _key(_BEGINNING_TAG, root, [message.text for message in beginning])
         # Who begins anew as somebody did on another day is somebody else.
-        if len(beginning) == len(request.messages):
-            return self._keep_today(key)
-        return self._kept(key) or self._today()
+        key = None if _is_new(request) else _key_of(root, request)
+        kept = self._store.peek(key) if key else None
+        return date.fromordinal(kept[0]) if kept else self._today()
 
-    def _kept(self, key: ReplayKey) -> date | None:
-        kept = self._store.lookup(key)
-        return date.fromordinal(kept[0]) if kept else None
+    def keep(self, root: bytes, request: ChatRequest, day: date) -> None:
+        """Let a request's agent, or the conversation it begins, go on with the day it was shown."""
+        key = _key_of(root, request)
+        if _is_new(request) or self._store.lookup(key) is None:
+            self._store.remember(key, (day.toordinal(),))
 
-    def _keep_today(self, key: ReplayKey) -> date:
-        day = self._today()
-        self._store.remember(key, (day.toordinal(),))
-        return day
+
+def _name(request: ChatRequest) -> str | None:
+    hint = request.agent
+    return hint.agent_id or hint.session or hint.client_key
+
+
+def _is_new(request: ChatRequest) -> bool:
+    """Whether nobody named the conversation and it has no reply yet."""
+    return not _name(request) and len(_beginning(request)) == len(request.messages)
+
+
+def _key_of(root: bytes, request: ChatRequest) -> ReplayKey:
+    if name := _name(request):
+        return _key(_AGENT_TAG, root, name)
+    return _key(_BEGINNING_TAG, root, [message.text for message in _beginning(request)])
 
 
 def _beginning(request: ChatRequest) -> list[Message]:

@@ -3,13 +3,12 @@
 import asyncio
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 
 from semantic.application.agent_ledger import AgentLedger, Exchange
 from semantic.application.device_thread import DeviceThread, LoadedModel
-from semantic.application.identity import Identities
+from semantic.application.identity import BusyAgents, Claim, Identities
 from semantic.application.parsing import ReplyParser
 from semantic.application.past_turns import turn_id
 from semantic.application.preparation import Preparation, Prepared
@@ -72,21 +71,26 @@ class InferenceService:
         self._request_timeout_s = request_timeout_s
         self._is_synced = is_synced
         self._watch = watch
-        self._busy: Counter[str] = Counter()
+        self._busy = BusyAgents()
 
     async def start(self, request: ChatRequest, principal: Principal) -> Reply:
         """Render, tokenise, check and queue a request."""
         model = self._model(request)
 
-        def is_busy(agent_id: str) -> bool:
-            return self._busy[f"{principal.tenant}/{agent_id}"] > 0
+        claim = self._busy.claim(principal.tenant)
+        try:
+            # A long prompt takes a while to tokenise; other streams go on meanwhile.
+            prepared = await asyncio.to_thread(
+                self._preparation.prepare, request, principal, model, claim
+            )
+            return self._submit(prepared, claim)
+        except BaseException:
+            claim.release()
+            raise
 
-        # A long prompt takes a while to tokenise; other streams go on meanwhile.
-        prepared = await asyncio.to_thread(
-            self._preparation.prepare, request, principal, model, is_busy
-        )
+    def _submit(self, prepared: Prepared, claim: Claim) -> Reply:
         job, shape = prepared.job, prepared.shape
-        started = Started(job.id, model.id, Usage(prompt_tokens=len(job.tokens)))
+        started = Started(job.id, prepared.model.id, Usage(prompt_tokens=len(job.tokens)))
         parser = ReplyParser(
             shape.format,
             shape.offered,
@@ -99,18 +103,17 @@ class InferenceService:
             self._device.cancel,
             parser,
             on_finish=lambda finished: self._log_turn(prepared, finished),
-            on_end=lambda: self._leave(job.agent),
+            on_end=claim.release,
         )
         reply.span = prepared.span
-        self._busy[job.agent] += 1
         try:
             self._device.submit(job)
         except SemanticError:
             self._hub.discard(job.id)
-            self._leave(job.agent)
             raise
         if self._watch is not None:
-            self._watch.watch(reply, started, principal.tenant, prepared.identity.agent_id)
+            tenant, agent_id = prepared.principal.tenant, prepared.identity.agent_id
+            self._watch.watch(reply, started, tenant, agent_id)
         return reply
 
     async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:
@@ -130,11 +133,6 @@ class InferenceService:
                 f"the model {request.model!r} is not served here; this server serves {model.id!r}."
             )
         return model
-
-    def _leave(self, agent: str) -> None:
-        self._busy[agent] -= 1
-        if self._busy[agent] <= 0:
-            del self._busy[agent]
 
     async def _log_turn(self, prepared: Prepared, finished: FinishedReply) -> None:
         """Log a turn, and keep its tokens for when the client sends the reply again."""
@@ -170,7 +168,11 @@ class InferenceService:
         )
         identity = prepared.identity
         turn, done = self._agents.commit(
-            tenant, identity.agent_id, exchange, is_anonymous=identity.is_anonymous
+            tenant,
+            identity.agent_id,
+            exchange,
+            is_anonymous=identity.is_anonymous,
+            fork=identity.fork,
         )
         self._identities.note(tenant, identity.agent_id, turn)
         return done
@@ -186,3 +188,4 @@ class InferenceService:
         prompt = prompt_digest(prepared.job.root, prepared.job.tokens)
         for key in keys_to_remember(prompt, finished.message):
             self._replays.remember(key, tokens)
+        self._preparation.keep_day(prepared)

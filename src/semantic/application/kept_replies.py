@@ -39,16 +39,24 @@ class KeptReplies:
         """Return a reply's tokens; None if it is unknown."""
         tokens = self._book.lookup(key)
         if tokens is None:
-            try:
-                tokens = self._ledger.replay(_TENANT, key.prompt + key.message)
-            except CachePersistenceError:
-                return None  # it is rendered anew then
+            tokens = self._read(key)
             if tokens is None:
                 return None
             self._book.remember(key, tokens)
         if not self._is_written_today(key):
             self._put(key, tokens)  # it is of use: it lives on
         return tokens
+
+    def peek(self, key: ReplayKey) -> tuple[int, ...] | None:
+        """Return what `lookup` would, and let it get no younger."""
+        tokens = self._book.peek(key)
+        return self._read(key) if tokens is None else tokens
+
+    def _read(self, key: ReplayKey) -> tuple[int, ...] | None:
+        try:
+            return self._ledger.replay(_TENANT, key.prompt + key.message)
+        except CachePersistenceError:
+            return None  # it is rendered anew then
 
     def _put(self, key: ReplayKey, tokens: Sequence[int]) -> None:
         with self._lock:

@@ -1,16 +1,17 @@
 """From a request to a job: render, identify, constrain and check, before anything is queued."""
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import date
 
 from semantic.application.agent_ledger import AgentLedger
 from semantic.application.device_thread import DeviceThread, LoadedModel
 from semantic.application.frozen_dates import FrozenDates
 from semantic.application.generation import Job, monotonic
-from semantic.application.identity import Identities, Identity
+from semantic.application.identity import Claim, Identities, Identity
 from semantic.application.rendering import Prompt, Renderer
-from semantic.application.replay import Replay, ReplayStore
+from semantic.application.replay import Peek, Replay, ReplayStore
 from semantic.application.thinking_budget import ThinkingBudget, ThinkingSpan
 from semantic.domain.agents import Agent, Principal
 from semantic.domain.chat import ChatRequest, RawPrompt, require_whole_characters
@@ -30,6 +31,7 @@ class Prepared:
         shape: What its reply must look like.
         identity: Whose turn it is.
         span: Counts the reply's thinking; None if the model has none.
+        day: The date its prompt shows; None if it shows none.
     """
 
     request: ChatRequest
@@ -39,6 +41,7 @@ class Prepared:
     shape: ReplyShape
     identity: Identity
     span: ThinkingSpan | None = None
+    day: date | None = None
 
 
 class Preparation:
@@ -66,9 +69,11 @@ class Preparation:
         request: ChatRequest,
         principal: Principal,
         model: LoadedModel,
-        is_busy: Callable[[str], bool],
+        claim: Claim,
     ) -> Prepared:
-        """Render, identify, constrain and check.
+        """Render, identify, constrain and check; the agent whose turn it is is claimed.
+
+        Nothing is written: a request may still be refused.
 
         Raises:
             InvalidRequestError: a part cannot be shown to the model, or cannot be enforced.
@@ -76,11 +81,13 @@ class Preparation:
             QuotaExceededError: its agent has had all its turns.
             StateQuotaError: its agent may not keep that much.
         """
-        prompt = self._render(request, principal, model)
+        root = model.root(principal)
+        day = self._day(request, root, model)
+        prompt = self._render(request, model, day, Replay(root, self._replays))
         identity = self._identities.identify(
-            principal.tenant, request.agent, prompt.tokens, prompt.num_head, is_busy
+            principal.tenant, request.agent, prompt.tokens, prompt.num_head, claim
         )
-        agent = self._agents.find(principal.tenant, identity.agent_id)
+        agent = identity.fork or self._agents.find(principal.tenant, identity.agent_id)
         max_kept = self._max_kept(agent, len(prompt.tokens), model) if agent else None
         is_plain = prompt.has_tool_markup or request.raw_prompt is not None
         reply_format = ReplyFormat() if is_plain else model.reply_format
@@ -105,7 +112,7 @@ class Preparation:
         job = Job(
             id=job_id,
             agent=f"{principal.tenant}/{identity.agent_id}",
-            root=model.root(principal),
+            root=root,
             tokens=prompt.tokens,
             sampling=replace(request.sampling, seed=secrets.randbits(63) if seed is None else seed),
             stop=request.stop,
@@ -120,21 +127,37 @@ class Preparation:
             max_kept=max_kept,
         )
         span = _span(shape, model, visible)
-        return Prepared(request, principal, model, job, shape, identity, span)
+        return Prepared(request, principal, model, job, shape, identity, span, day)
 
     def count_tokens(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> int:
-        """Count the tokens of the prompt that `prepare` would make."""
-        return len(self._render(request, principal, model).tokens)
+        """Count the tokens of the prompt that `prepare` would make; changes nothing."""
+        root = model.root(principal)
+        day = self._day(request, root, model)
+        return len(self._render(request, model, day, Replay(root, Peek(self._replays))).tokens)
 
-    def _render(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> Prompt:
+    def keep_day(self, prepared: Prepared) -> None:
+        """Let the agent of a request that was answered go on with the date it was shown."""
+        if prepared.day is not None:
+            self._dates.keep(prepared.job.root, prepared.request, prepared.day)
+
+    def _day(self, request: ChatRequest, root: bytes, model: LoadedModel) -> date | None:
+        """The date to show in a prompt; None if it shows none."""
+        if request.raw_prompt is not None or not self._renderer_of(model).traits.shows_date:
+            return None
+        return self._dates.of(root, request)
+
+    def _render(
+        self, request: ChatRequest, model: LoadedModel, day: date | None, replay: Replay
+    ) -> Prompt:
         if request.raw_prompt is not None:
             return Prompt(_raw_tokens(request.raw_prompt, model))
+        return self._renderer_of(model).render(request, today=day, replay=replay)
+
+    def _renderer_of(self, model: LoadedModel) -> Renderer:
         renderer = self._renderer
         if renderer is None or renderer.tokenizer is not model.tokenizer:
             renderer = self._renderer = Renderer(model.tokenizer)
-        root = model.root(principal)
-        today = self._dates.of(root, request) if renderer.traits.shows_date else None
-        return renderer.render(request, today=today, replay=Replay(root, self._replays))
+        return renderer
 
     def _max_kept(self, agent: Agent, num_prompt: int, model: LoadedModel) -> int | None:
         """How many tokens an agent may keep; refuses a turn that its quota does not allow."""

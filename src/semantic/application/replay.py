@@ -42,9 +42,24 @@ class ReplayLookup(Protocol):
 class ReplayStore(ReplayLookup, Protocol):
     """Where replies are kept. Safe on any thread; what it forgets costs time only."""
 
+    def peek(self, key: ReplayKey) -> tuple[int, ...] | None:
+        """Return what `lookup` would, and let it get no younger."""
+        ...
+
     def remember(self, key: ReplayKey, tokens: Sequence[int]) -> None:
         """Keep a reply's tokens."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Peek:
+    """A `ReplayLookup` that changes nothing in a store."""
+
+    store: ReplayStore
+
+    def lookup(self, key: ReplayKey) -> tuple[int, ...] | None:
+        """Return the reply's tokens; None if unknown."""
+        return self.store.peek(key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +102,12 @@ class ReplayBook:
                 return None
             self._entries.move_to_end(key)
             return tuple(tokens)
+
+    def peek(self, key: ReplayKey) -> tuple[int, ...] | None:
+        """Return what `lookup` would, and let it get no younger."""
+        with self._lock:
+            tokens = self._entries.get(key)
+            return None if tokens is None else tuple(tokens)
 
 
 class PromptDigest:

@@ -170,7 +170,7 @@ class StuckLedger(SqliteLedger):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda agents, turn: agents.commit(LOCAL_TENANT, "ann", exchange([1, 2, 3, 4], [5], 4)),
+        lambda agents, _: agents.commit(LOCAL_TENANT, "ann", exchange([1, 2, 3, 4], [5], 4)),
         lambda agents, turn: agents.fork(LOCAL_TENANT, "ann", ["bob"], turn.id),
         lambda agents, turn: agents.rewind(LOCAL_TENANT, "ann", turn.id),
         lambda agents, turn: agents.before(ann(agents), turn.id),

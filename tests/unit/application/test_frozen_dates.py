@@ -26,10 +26,17 @@ class Days:
         self.dates = FrozenDates(ReplayBook(), lambda: self.today)
 
     def asked(self, *texts: str, agent: AgentHint | None = None, root: bytes = ROOT) -> date:
-        """The date of a conversation of these messages, the user's first."""
-        roles = (Role.USER, Role.ASSISTANT)
-        said = tuple(Message.of(roles[i % 2], text) for i, text in enumerate(texts))
-        return self.dates.of(root, ChatRequest("m", said, agent=agent or AgentHint()))
+        """The date of a conversation of these messages, the user's first; it is answered."""
+        request = asking(*texts, agent=agent)
+        day = self.dates.of(root, request)
+        self.dates.keep(root, request, day)
+        return day
+
+
+def asking(*texts: str, agent: AgentHint | None = None) -> ChatRequest:
+    roles = (Role.USER, Role.ASSISTANT)
+    said = tuple(Message.of(roles[i % 2], text) for i, text in enumerate(texts))
+    return ChatRequest("m", said, agent=agent or AgentHint())
 
 
 @pytest.mark.parametrize(
@@ -60,12 +67,28 @@ def test_a_conversation_that_begins_like_an_older_one_has_its_own_day() -> None:
     assert days.asked("hi") == TUESDAY
 
 
+@pytest.mark.parametrize("hint", [AgentHint(agent_id="a"), AgentHint()])
+def test_who_was_not_answered_has_no_day_yet(hint: AgentHint) -> None:
+    days = Days()
+    assert days.dates.of(ROOT, asking("hi", agent=hint)) == MONDAY
+    days.today = TUESDAY
+    assert days.dates.of(ROOT, asking("hi", "ho", "hi", agent=hint)) == TUESDAY
+
+
+def test_an_answer_that_comes_after_midnight_keeps_the_day_of_its_prompt() -> None:
+    days, request = Days(), asking("hi")
+    day = days.dates.of(ROOT, request)
+    days.today = TUESDAY
+    days.dates.keep(ROOT, request, day)
+    assert days.asked("hi", "ho", "and now?") == MONDAY
+
+
 def test_days_survive_a_restart() -> None:
     ledger = MemoryLedger()
-    request = ChatRequest("m", (Message.of(Role.USER, "hi"),), agent=AgentHint(agent_id="a"))
+    request = asking("hi", agent=AgentHint(agent_id="a"))
 
     def dates(today: date) -> FrozenDates:
         return FrozenDates(KeptReplies(ledger, write_at_once(ledger)), lambda: today)
 
-    assert dates(MONDAY).of(ROOT, request) == MONDAY
+    dates(MONDAY).keep(ROOT, request, MONDAY)
     assert dates(TUESDAY).of(ROOT, request) == MONDAY

@@ -1,14 +1,21 @@
 """Whose turn it is: named, hinted at, known by content, or nobody's yet."""
 
-from collections.abc import Iterable
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 import pytest
 
 from semantic.adapters.outbound.memory_ledger import MemoryLedger
+from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.application.agent_ledger import AgentLedger, Exchange, write_at_once
-from semantic.application.identity import Identities, Identity
-from semantic.domain.agents import Reuse
-from semantic.domain.chat import AgentHint, Message, Role, Usage
+from semantic.application.identity import BusyAgents, Claim, Identities, Identity
+from semantic.domain.agents import Reuse, Turn
+from semantic.domain.chat import AgentHint, Continuation, Message, Role, Usage
+from semantic.domain.errors import CachePersistenceError
+from semantic.ports.persistence import LedgerPort
 
 pytestmark = pytest.mark.unit
 
@@ -18,16 +25,24 @@ HEAD = [1, 2, 3]
 class Town:
     """Agents, and conversations they have."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: LedgerPort | None = None) -> None:
         self.now = 100.0
-        ledger = MemoryLedger()
+        ledger = ledger or MemoryLedger()
         self.agents = AgentLedger(ledger, ledger.load(), write_at_once(ledger), lambda: self.now)
         self.identities = Identities(self.agents)
+        self.requests = BusyAgents()
         self.busy: set[str] = set()
 
     def who(self, tokens: list[int], hint: AgentHint | None = None, head: int = 3) -> Identity:
-        hint = hint or AgentHint()
-        return self.identities.identify("local", hint, tokens, head, self.busy.__contains__)
+        """Whose turn it is while those who are busy are; the request is over at once."""
+        with contextlib.ExitStack() as ended:
+            for agent_id in self.busy:
+                other = self.requests.claim("local")
+                other.share(agent_id)
+                ended.callback(other.release)
+            claim = self.requests.claim("local")
+            ended.callback(claim.release)
+            return self.identities.identify("local", hint or AgentHint(), tokens, head, claim)
 
     def talk(self, prompt: list[int], reply: list[int], hint: AgentHint | None = None) -> str:
         """One request, answered and logged; returns whose it was."""
@@ -42,7 +57,11 @@ class Town:
             reuse=Reuse(),
         )
         turn, _ = self.agents.commit(
-            "local", identity.agent_id, exchange, is_anonymous=identity.is_anonymous
+            "local",
+            identity.agent_id,
+            exchange,
+            is_anonymous=identity.is_anonymous,
+            fork=identity.fork,
         )
         self.identities.note("local", identity.agent_id, turn)
         return identity.agent_id
@@ -160,7 +179,8 @@ def test_of_two_that_said_the_same_the_idle_one_used_last_goes_on() -> None:
 def test_tenants_do_not_meet() -> None:
     town = Town()
     agent = town.talk([*HEAD, 10], [11])
-    other = town.identities.identify("other", AgentHint(), [*HEAD, 10, 11, 20], 3, lambda _: False)
+    claim = town.requests.claim("other")
+    other = town.identities.identify("other", AgentHint(), [*HEAD, 10, 11, 20], 3, claim)
     assert other.agent_id != agent
 
 
@@ -186,3 +206,126 @@ def names(identities: Iterable[Identity]) -> set[str]:
 def test_nobody_is_a_new_one_each_time() -> None:
     town = Town()
     assert len(names(town.who([*HEAD, 10]) for _ in range(3))) == 3
+
+
+# -- who is busy --------------------------------------------------------------------------------
+
+
+def test_of_two_requests_that_name_one_agent_at_once_one_becomes_it() -> None:
+    town, hint = Town(), AgentHint(agent_id="coder")
+    claims = [town.requests.claim("local") for _ in range(8)]
+    barrier = threading.Barrier(len(claims))
+
+    def identify(claim: Claim) -> Identity:
+        barrier.wait(60)
+        return town.identities.identify("local", hint, HEAD, 3, claim)
+
+    with ThreadPoolExecutor(len(claims)) as pool:
+        found = list(pool.map(identify, claims))
+    assert [identity.agent_id for identity in found].count("coder") == 1
+    assert len(names(found)) == len(claims)
+    for claim in claims:
+        claim.release()
+    assert town.who(HEAD, hint).agent_id == "coder"
+
+
+def test_a_request_that_was_given_up_while_it_was_prepared_holds_nobody() -> None:
+    town, hint = Town(), AgentHint(agent_id="coder")
+    claim = town.requests.claim("local")
+    claim.release()
+    town.identities.identify("local", hint, HEAD, 3, claim)
+    assert town.who(HEAD, hint).agent_id == "coder"
+
+
+def test_whoever_waited_for_its_turn_is_its_agent_beside_others() -> None:
+    town, hint = Town(), AgentHint(agent_id="coder", continuation=Continuation(None))
+    town.busy = {"coder"}
+    assert town.who(HEAD, hint).agent_id == "coder"
+    town.busy = set()
+    claim = town.requests.claim("local")
+    town.identities.identify("local", hint, HEAD, 3, claim)
+    assert town.who(HEAD, AgentHint(agent_id="coder")).agent_id != "coder"
+    claim.release()
+    claim.release()
+    assert town.who(HEAD, AgentHint(agent_id="coder")).agent_id == "coder"
+
+
+def test_a_fork_is_made_when_its_turn_is_logged() -> None:
+    town = Town()
+    agent = town.talk([*HEAD, 10], [11])
+    town.busy = {agent}
+    fork = town.who([*HEAD, 10, 11, 40]).fork
+    assert fork is not None
+    assert (fork.head, fork.num_turns) == (town.agents.get("local", agent).head, 1)
+    assert [known.id for known in town.agents.agents("local")] == [agent]
+
+
+# -- what is remembered -------------------------------------------------------------------------
+
+
+class FaultyLedger(SqliteLedger):
+    """Reads turns only while its gate is open; fails if it is told to."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.gate, self.is_read, self.is_broken = threading.Event(), threading.Event(), False
+        self.gate.set()
+
+    def turn(self, tenant: str, turn_id: str) -> Turn | None:
+        self.is_read.set()
+        assert self.gate.wait(60)
+        if self.is_broken:
+            raise CachePersistenceError("the disk is gone.")
+        return super().turn(tenant, turn_id)
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Iterator[FaultyLedger]:
+    with contextlib.closing(FaultyLedger(tmp_path)) as ledger:
+        yield ledger
+
+
+def test_who_asks_while_agents_are_being_learnt_waits_for_it(faulty: FaultyLedger) -> None:
+    town = Town(faulty)
+    agent = town.talk([*HEAD, 10], [11])
+    identities = Identities(town.agents)
+
+    def identify() -> Identity:
+        claim = BusyAgents().claim("local")
+        return identities.identify("local", AgentHint(), [*HEAD, 10, 11, 20], 3, claim)
+
+    faulty.gate.clear()
+    faulty.is_read.clear()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(identify)
+        try:
+            assert faulty.is_read.wait(60)
+            second = pool.submit(identify)
+            wait([second], timeout=0.2)  # it has the time to go on with what is not there yet
+        finally:
+            faulty.gate.set()
+    assert names([first.result(), second.result()]) == {agent}
+
+
+def test_agents_that_could_not_be_learnt_are_learnt_later(faulty: FaultyLedger) -> None:
+    town = Town(faulty)
+    agent = town.talk([*HEAD, 10], [11])
+    town.identities = Identities(town.agents)
+    faulty.is_broken = True
+    assert town.who([*HEAD, 10, 11, 20]).agent_id != agent
+    faulty.is_broken = False
+    assert town.who([*HEAD, 10, 11, 20]).agent_id == agent
+
+
+def test_agents_that_all_said_the_same_are_not_remembered_without_end() -> None:
+    town = Town()
+    for _ in range(300):
+        town.talk([*HEAD, 10], [11], AgentHint(client_key="one"))
+    assert town.identities.num_known == 1
+    for index in range(300):
+        town.talk([*HEAD, 10], [11], AgentHint(client_key=str(index)))
+    assert town.identities.num_known < 300
+    for agent in town.agents.agents("local"):
+        town.agents.delete("local", agent.id)
+    town.who([*HEAD, 10, 11, 20])
+    assert town.identities.num_known == 0

@@ -1,8 +1,10 @@
 """The service between protocols and the engine, on a real device thread with the fake backend."""
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import date
 
 import pytest
 
@@ -11,15 +13,15 @@ from semantic.adapters.outbound.grammar import LLGuidanceGrammar
 from semantic.adapters.outbound.memory_ledger import MemoryLedger
 from semantic.application.agent_ledger import AgentLedger, write_at_once
 from semantic.application.device_thread import DeviceThread, LoadedModel
-from semantic.application.identity import Identities
+from semantic.application.identity import BusyAgents, Identities
 from semantic.application.inference import InferenceService
 from semantic.application.model_registry import ModelRegistry
 from semantic.application.preparation import Preparation
 from semantic.application.rendering import render
-from semantic.application.replay import ReplayBook
+from semantic.application.replay import ReplayBook, ReplayKey
 from semantic.application.replies import ReplyHub
 from semantic.application.scheduler import EngineLimits
-from semantic.domain.agents import Principal
+from semantic.domain.agents import Agent, Principal, Quota
 from semantic.domain.chat import (
     AgentHint,
     ChatRequest,
@@ -27,6 +29,7 @@ from semantic.domain.chat import (
     Failed,
     Finished,
     ImagePart,
+    JsonObject,
     Message,
     RawPrompt,
     RegexFormat,
@@ -44,6 +47,7 @@ from semantic.domain.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     OverloadedError,
+    QuotaExceededError,
 )
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.inbound import ModelState, Reply
@@ -90,7 +94,7 @@ def test_how_long_a_reply_may_be_that_nobody_limits(
     identities = Identities(agents)
     preparation = Preparation(thread, agents, identities, ReplayBook(), request_timeout_s=60)
     model = thread.ready_model()
-    job = preparation.prepare(REQUEST, Principal(), model, lambda _: False).job
+    job = preparation.prepare(REQUEST, Principal(), model, BusyAgents().claim("local")).job
     fitting = min(model.backend.spec.max_context, thread.longest_sequence) - len(job.tokens)
     assert job.max_tokens == (default or fitting)
 
@@ -302,3 +306,122 @@ async def test_a_session_key_that_cannot_name_an_agent_is_hashed(
     names = {agent.id for agent in agents.agents("local")}
     assert "plain-one" in names
     assert any(name.startswith("session-") for name in names)
+
+
+# -- whose turn it is, and what a request that is refused leaves behind -------------------------
+
+
+async def test_of_requests_that_name_one_agent_at_once_one_becomes_it(
+    service: InferenceService, agents: AgentLedger
+) -> None:
+    request = replace(REQUEST, agent=AgentHint(agent_id="coder"))
+    replies = await asyncio.gather(*(service.start(request, Principal()) for _ in range(8)))
+    await asyncio.gather(*map(read, replies))
+    assert len(agents.agents("local")) == 8
+    await read(await service.start(request, Principal()))
+    assert len(agents.agents("local")) == 8
+
+
+async def test_a_request_that_is_cancelled_while_it_is_prepared_leaves_its_agent_free(
+    device: tuple[DeviceThread, ReplyHub], agents: AgentLedger
+) -> None:
+    replays = StuckReplays()
+    service = InferenceService(*device, agents, replays, request_timeout_s=60)
+    said = (*REQUEST.messages, Message.of(Role.ASSISTANT, "yes"), *REQUEST.messages)
+    request = replace(REQUEST, messages=said, agent=AgentHint(agent_id="coder"))
+    starting = asyncio.create_task(service.start(request, Principal()))
+    try:
+        assert await asyncio.to_thread(replays.is_read.wait, 60)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+    finally:
+        replays.gate.set()
+    await read(await service.start(request, Principal()))
+    assert [agent.id for agent in agents.agents("local")] == ["coder"]
+
+
+class StuckReplays(ReplayBook):
+    """Finds nothing until its gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.is_read = threading.Event(), threading.Event()
+
+    def lookup(self, key: ReplayKey) -> tuple[int, ...] | None:
+        self.is_read.set()
+        assert self.gate.wait(60)
+        return super().lookup(key)
+
+
+async def test_a_request_that_does_not_fit_leaves_no_fork_behind(
+    service: InferenceService, agents: AgentLedger
+) -> None:
+    text = text_of(await read(await service.start(REQUEST, Principal())))
+    said = (*REQUEST.messages, Message.of(Role.ASSISTANT, text), *REQUEST.messages)
+    endless = StopRules(max_tokens=100_000, ignore_eos=True)
+    going_on = replace(REQUEST, messages=said, stop=endless)
+    running = await service.start(going_on, Principal())
+    too_long = replace(going_on, stop=StopRules(max_tokens=200_000))
+    with pytest.raises(ContextLengthError):
+        await service.start(too_long, Principal())
+    assert len(agents.agents("local")) == 1
+    fork = replace(going_on, stop=StopRules(max_tokens=1))
+    await read(await service.start(fork, Principal()))
+    assert {agent.num_turns for agent in agents.agents("local")} == {1, 2}
+    running.cancel()
+    await read(running)
+
+
+async def test_a_request_over_the_quota_leaves_no_fork_behind(
+    service: InferenceService, agents: AgentLedger
+) -> None:
+    agents.create(Agent("coder", 0.0, quota=Quota(max_turns=1)))
+    request = replace(REQUEST, agent=AgentHint(agent_id="coder"))
+    text = text_of(await read(await service.start(request, Principal())))
+    said = (*REQUEST.messages, Message.of(Role.ASSISTANT, text), *REQUEST.messages)
+    with pytest.raises(QuotaExceededError):
+        await service.start(replace(REQUEST, messages=said), Principal())
+    assert [agent.id for agent in agents.agents("local")] == ["coder"]
+
+
+class DatedTokenizer(FakeTokenizer):
+    """Its template shows the date."""
+
+    def render_chat(
+        self,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] = (),
+        *,
+        add_generation_prompt: bool = True,
+        today: date | None = None,
+        is_thinking: bool | None = None,
+    ) -> str:
+        text = super().render_chat(
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            today=today,
+            is_thinking=is_thinking,
+        )
+        return f"{today}{text}"
+
+
+@pytest.mark.parametrize("hint", [AgentHint(), AgentHint(agent_id="coder")])
+async def test_only_who_was_answered_has_a_date_of_its_own(
+    agents: AgentLedger, hint: AgentHint
+) -> None:
+    replays = ReplayBook()
+    request = replace(REQUEST, agent=hint)
+    with running_device(LoadedModel("fake", FakeBackend(), DatedTokenizer())) as device:
+        service = InferenceService(*device, agents, replays, request_timeout_s=60)
+        num_prompt = await service.count_tokens(request, Principal())
+        with pytest.raises(ContextLengthError):
+            await service.start(replace(request, stop=StopRules(200_000)), Principal())
+        assert replays.num_tokens == 0
+        final = (await read(await service.start(request, Principal())))[-1]
+        assert isinstance(final, Finished)
+        assert final.usage.prompt_tokens == num_prompt
+        num_kept = replays.num_tokens
+        await service.count_tokens(request, Principal())
+    assert replays.num_tokens == num_kept > 0

@@ -49,6 +49,18 @@ def test_a_reply_that_is_of_use_is_not_forgotten() -> None:
     assert shelf.replies.lookup(OTHER) is None
 
 
+def test_a_reply_that_is_only_looked_at_gets_no_younger() -> None:
+    shelf = Shelf()
+    shelf.replies.remember(KEY, [1, 2])
+    shelf.restart()
+    shelf.now += REPLAY_TTL_S - 1
+    assert shelf.replies.peek(KEY) == (1, 2)
+    assert shelf.replies.peek(OTHER) is None
+    shelf.now += 2
+    shelf.collect()
+    assert shelf.replies.peek(KEY) is None
+
+
 def test_it_is_written_once_a_day() -> None:
     shelf, written = Shelf(), 0
 

@@ -6,7 +6,7 @@ import pytest
 
 from semantic.adapters.outbound.memory_ledger import MemoryLedger
 from semantic.application.agent_ledger import AgentLedger, Exchange, write_at_once
-from semantic.application.identity import Identities
+from semantic.application.identity import BusyAgents, Identities, Identity
 from semantic.application.past_turns import PastTurns, turn_id
 from semantic.domain.agents import Principal, Reuse
 from semantic.domain.chat import AgentHint, Continuation, Message, Role, TextPart, Usage
@@ -123,9 +123,11 @@ def test_a_turn_after_an_unstored_one_holds_what_that_does_not(agents: AgentLedg
 
 
 class TestWhoGoesOn:
-    def going_on(self, agents: AgentLedger, turn: str, *busy: str) -> str:
-        hint = AgentHint(client_key="any", previous_turn=turn_id(turn))
-        return Identities(agents).identify("local", hint, [1], 0, lambda a: a in busy).agent_id
+    def going_on(self, agents: AgentLedger, turn: str, *busy: str) -> Identity:
+        hint, requests = AgentHint(client_key="any", previous_turn=turn_id(turn)), BusyAgents()
+        for agent_id in busy:
+            requests.claim("local").share(agent_id)
+        return Identities(agents).identify("local", hint, [1], 0, requests.claim("local"))
 
     @pytest.fixture
     def known(self, agents: AgentLedger) -> AgentLedger:
@@ -135,29 +137,34 @@ class TestWhoGoesOn:
         return agents
 
     def test_from_the_head_it_is_the_agent(self, known: AgentLedger) -> None:
-        assert self.going_on(known, "2") == "a"
+        assert self.going_on(known, "2").agent_id == "a"
 
     def test_from_elsewhere_it_is_a_fork_that_stands_there(self, known: AgentLedger) -> None:
-        fork = known.get("local", self.going_on(known, "1"))
+        fork = self.going_on(known, "1").fork
+        assert fork is not None
         assert fork.id != "a"
         assert (fork.head, fork.num_turns) == (turn_id("1"), 1)
         assert known.get("local", "a").head == turn_id("2")
 
     def test_from_a_busy_head_it_is_a_fork(self, known: AgentLedger) -> None:
-        fork = known.get("local", self.going_on(known, "2", "a"))
+        fork = self.going_on(known, "2", "a").fork
+        assert fork is not None
         assert fork.id != "a"
         assert fork.head == turn_id("2")
 
     def test_a_fork_is_found_when_its_source_is_gone(self, known: AgentLedger) -> None:
         known.fork("local", "a", ["b"], turn_id("1"))
         known.delete("local", "a")
-        assert self.going_on(known, "1") == "b"
+        assert self.going_on(known, "1").agent_id == "b"
 
     def test_from_a_turn_that_nobody_holds_it_is_somebody_new(self, known: AgentLedger) -> None:
         known.delete("local", "a")
-        assert self.going_on(known, "1").startswith("anon-")
+        identity = self.going_on(known, "1")
+        assert identity.agent_id.startswith("anon-")
+        assert identity.fork is None
 
     def test_a_name_decides_first(self, known: AgentLedger) -> None:
         hint = AgentHint(agent_id="me", previous_turn=turn_id("2"))
-        identity = Identities(known).identify("local", hint, [1], 0, lambda _: False)
+        claim = BusyAgents().claim("local")
+        identity = Identities(known).identify("local", hint, [1], 0, claim)
         assert identity.agent_id == "me"
