@@ -71,9 +71,7 @@ class Preparation:
         model: LoadedModel,
         claim: Claim,
     ) -> Prepared:
-        """Render, identify, constrain and check; the agent whose turn it is is claimed.
-
-        Nothing is written: a request may still be refused.
+        """Render, identify, constrain and check; claims the agent, and writes nothing yet.
 
         Raises:
             InvalidRequestError: a part cannot be shown to the model, or cannot be enforced.
@@ -82,8 +80,7 @@ class Preparation:
             StateQuotaError: its agent may not keep that much.
         """
         root = model.root(principal)
-        day = self._day(request, root, model)
-        prompt = self._render(request, model, day, Replay(root, self._replays))
+        prompt, day = self._render(request, model, Replay(root, self._replays))
         identity = self._identities.identify(
             principal.tenant, request.agent, prompt.tokens, prompt.num_head, claim
         )
@@ -108,9 +105,8 @@ class Preparation:
         if budget is not None:
             constraint = _within(budget, shape, model, visible, constraint)
         seed = request.sampling.seed
-        job_id = secrets.token_hex(12)
         job = Job(
-            id=job_id,
+            id=secrets.token_hex(12),
             agent=f"{principal.tenant}/{identity.agent_id}",
             root=root,
             tokens=prompt.tokens,
@@ -131,33 +127,26 @@ class Preparation:
 
     def count_tokens(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> int:
         """Count the tokens of the prompt that `prepare` would make; changes nothing."""
-        root = model.root(principal)
-        day = self._day(request, root, model)
-        return len(self._render(request, model, day, Replay(root, Peek(self._replays))).tokens)
+        replay = Replay(model.root(principal), Peek(self._replays))
+        prompt, _ = self._render(request, model, replay)
+        return len(prompt.tokens)
 
     def keep_day(self, prepared: Prepared) -> None:
         """Let the agent of a request that was answered go on with the date it was shown."""
         if prepared.day is not None:
             self._dates.keep(prepared.job.root, prepared.request, prepared.day)
 
-    def _day(self, request: ChatRequest, root: bytes, model: LoadedModel) -> date | None:
-        """The date to show in a prompt; None if it shows none."""
-        if request.raw_prompt is not None or not self._renderer_of(model).traits.shows_date:
-            return None
-        return self._dates.of(root, request)
-
     def _render(
-        self, request: ChatRequest, model: LoadedModel, day: date | None, replay: Replay
-    ) -> Prompt:
+        self, request: ChatRequest, model: LoadedModel, replay: Replay
+    ) -> tuple[Prompt, date | None]:
+        """Write the prompt; returns the date it shows too, if it shows one."""
         if request.raw_prompt is not None:
-            return Prompt(_raw_tokens(request.raw_prompt, model))
-        return self._renderer_of(model).render(request, today=day, replay=replay)
-
-    def _renderer_of(self, model: LoadedModel) -> Renderer:
+            return Prompt(_raw_tokens(request.raw_prompt, model)), None
         renderer = self._renderer
         if renderer is None or renderer.tokenizer is not model.tokenizer:
             renderer = self._renderer = Renderer(model.tokenizer)
-        return renderer
+        today = self._dates.of(replay.root, request) if renderer.traits.shows_date else None
+        return renderer.render(request, today=today, replay=replay), today
 
     def _max_kept(self, agent: Agent, num_prompt: int, model: LoadedModel) -> int | None:
         """How many tokens an agent may keep; refuses a turn that its quota does not allow."""
