@@ -12,8 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from semantic.application.generation import common_prefix
-from semantic.application.turn_log import TurnLog
-from semantic.application.unwritten_turns import UnwrittenTurns, WriteChanges
+from semantic.application.turn_log import TurnLog, WriteChanges
 from semantic.domain.agents import (
     LOCAL_TENANT,
     Agent,
@@ -73,7 +72,11 @@ class Exchange:
 
 
 class AgentLedger:
-    """All agents of one directory. Thread-safe."""
+    """All agents of one directory. Thread-safe.
+
+    Attributes:
+        log: Their turns.
+    """
 
     def __init__(
         self,
@@ -98,8 +101,7 @@ class AgentLedger:
         self._lock = threading.Lock()
         self._agents = {(agent.tenant, agent.id): agent for agent in state.agents}
         self._tenants = {tenant.id: tenant for tenant in state.tenants}
-        self._unwritten = UnwrittenTurns(write)
-        self._log = TurnLog(ledger, self._unwritten.get)
+        self.log = TurnLog(ledger, write)
 
     # -- tenants --------------------------------------------------------------------------------
 
@@ -158,9 +160,8 @@ class AgentLedger:
         with self._changes:
             if self.find(agent.tenant, agent.id) is not None:
                 raise ConflictError(f"there is an agent {agent.id!r} already.", param="id")
-            self._log.link(agent.tenant, turns)
             for turn in turns:
-                self._unwritten.put(agent.tenant, turn)
+                self.log.put(agent.tenant, turn)
             return self._put(agent)
 
     def ensure(self, tenant: str, agent_id: str, *, is_anonymous: bool = False) -> Agent:
@@ -253,16 +254,16 @@ class AgentLedger:
 
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
         """Find a turn."""
-        return self._log.turn(tenant, turn_id)
+        return self.log.turn(tenant, turn_id)
 
     def place(self, agent: Agent) -> TurnPlace:
         """Where an agent's conversation ends; cheap, however long it is."""
-        place = self._log.place(agent.tenant, agent.head) if agent.head else None
+        place = self.log.place(agent.tenant, agent.head) if agent.head else None
         return place or TurnPlace(0, None)
 
     def turns(self, agent: Agent, limit: int = _MAX_WALK) -> list[Turn]:
         """The turns of an agent, the latest first."""
-        return self._log.turns(agent.tenant, agent.head, limit)
+        return self.log.turns(agent.tenant, agent.head, limit)
 
     def before(self, agent: Agent, turn_id: str) -> Agent:
         """An agent as it was before one of its turns.
@@ -271,25 +272,21 @@ class AgentLedger:
             AgentNotFoundError: it has no such turn.
         """
         back = self._rewound(agent, turn_id)
-        turn = self._log.turn(agent.tenant, turn_id)
+        turn = self.log.turn(agent.tenant, turn_id)
         parent = turn.parent if turn else None
         return back.rewind(parent, back.num_turns - 1, at=agent.last_used)
 
     def conversation(self, agent: Agent) -> list[Message]:
         """All messages of an agent."""
-        return self._log.messages(agent.tenant, agent.head)
-
-    def messages_at(self, tenant: str, turn_id: str) -> list[Message]:
-        """All messages up to a turn."""
-        return self._log.messages(tenant, turn_id)
+        return self.log.messages(agent.tenant, agent.head)
 
     def tokens(self, agent: Agent) -> list[int]:
         """All tokens of an agent."""
-        return self._log.tokens(agent.tenant, agent.head)
+        return self.log.tokens(agent.tenant, agent.head)
 
     def tokens_at(self, tenant: str, turn_id: str) -> list[int]:
         """All tokens up to a turn."""
-        return self._log.tokens(tenant, turn_id)
+        return self.log.tokens(tenant, turn_id)
 
     def check_quota(self, agent: Agent) -> None:
         """See that an agent may have another turn.
@@ -335,20 +332,15 @@ class AgentLedger:
                 agent = self.get(tenant, agent_id)
                 parent, depth = self._named(agent, exchange.continuation), agent.num_turns
             turn = self._turn(agent, parent, exchange)
-            self._log.link(tenant, [turn])
             back = agent.rewind(turn.parent, depth, at=agent.last_used)
             agent = back.advance(turn.id, at=turn.created_at)
             with self._lock:
                 self._agents[(tenant, agent.id)] = agent
-            return self._unwritten.put(tenant, turn, agent)
+            return self.log.put(tenant, turn, agent)
 
     def move(self, old: BlockName, new: BlockName) -> None:
         """Let turns that point at one block point into another; never waits for the disk."""
-        self._unwritten.move(old, new)
-
-    def forget_text(self, tenant: str, turn: Turn) -> None:
-        """Remove what was said in a turn; its place and its attention state stay."""
-        self._unwritten.put(tenant, replace(turn, messages=(), tokens=()))
+        self.log.move(old, new)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -362,7 +354,7 @@ class AgentLedger:
         if turn_id is None:
             return agent.rewind(None, 0, at=self._now())
         for index, known_id in enumerate(
-            self._log.ancestry(agent.tenant, agent.head, until=turn_id)
+            self.log.ancestry(agent.tenant, agent.head, until=turn_id)
         ):
             if known_id == turn_id:
                 return agent.rewind(turn_id, agent.num_turns - index, at=self._now())
@@ -405,7 +397,7 @@ class AgentLedger:
         head = self.turn(agent.tenant, agent.head) if agent.head else None
         if head is None or _begins_with(prompt, head):
             return None
-        return Divergence(head.id, common_prefix(self._log.tokens(agent.tenant, head.id), prompt))
+        return Divergence(head.id, common_prefix(self.log.tokens(agent.tenant, head.id), prompt))
 
     def _continued(self, agent: Agent, prompt: Sequence[int]) -> tuple[Turn | None, int]:
         """The latest turn that a prompt goes on from, and how many turns led there."""

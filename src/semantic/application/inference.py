@@ -10,7 +10,6 @@ from semantic.application.agent_ledger import AgentLedger, Exchange
 from semantic.application.device_thread import DeviceThread, LoadedModel
 from semantic.application.identity import BusyAgents, Claim, Identities
 from semantic.application.parsing import ReplyParser
-from semantic.application.past_turns import turn_id
 from semantic.application.preparation import Preparation, Prepared
 from semantic.application.replay import (
     ReplayStore,
@@ -19,6 +18,7 @@ from semantic.application.replay import (
     prompt_digest,
 )
 from semantic.application.replies import FinishedReply, ReplyHub
+from semantic.application.turn_log import turn_id
 from semantic.application.turn_watch import TurnWatch
 from semantic.domain.agents import Pointer, Principal
 from semantic.domain.chat import ChatRequest, Started, Usage

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from semantic.application.replay import ReplayBook, ReplayKey
-from semantic.application.unwritten_turns import WriteChanges
+from semantic.application.turn_log import WriteChanges
 from semantic.domain.errors import CachePersistenceError
 from semantic.ports.persistence import LedgerPort, PutReplay
 

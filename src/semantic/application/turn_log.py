@@ -1,44 +1,84 @@
-"""Turns as they are read: from the ledger, or from memory while they wait to be written."""
+"""Turns: on their way to the ledger, read again, and found by the request that made them.
+
+A turn is read from memory while it waits to be written. It may be logged after the block it points
+at went into a longer one: then the row that would repoint it came too early. So what was replaced
+is remembered for a while.
+"""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
 from itertools import pairwise
+from typing import TypeAlias
 
-from semantic.domain.agents import Turn
-from semantic.domain.chat import Message
-from semantic.ports.persistence import LedgerPort, TurnPlace
+from semantic.domain.agents import Agent, Principal, Turn
+from semantic.domain.blocks import BlockName
+from semantic.domain.chat import Message, Role
+from semantic.ports.inbound import PastTurn
+from semantic.ports.persistence import LedgerPort, PutAgent, PutTurn, Repoint, TurnPlace
 
+WriteChanges: TypeAlias = Callable[..., Future[None]]
+_Key: TypeAlias = tuple[str, str]  # tenant, turn
 _PAGE = 256
 _MAX_LINKS = 50_000
+_MAX_MOVES = 256  # a turn is logged right after its last block was sealed
 _UNKNOWN = ""  # no turn has this id
 
 
-class TurnLog:
-    """All turns of one directory. Thread-safe."""
+def turn_id(request_id: str) -> str:
+    """What the turn of a request is called."""
+    return f"turn_{request_id}"
 
-    def __init__(self, ledger: LedgerPort, held: Callable[[str, str], Turn | None]) -> None:
-        """Read turns.
+
+class TurnLog:
+    """All turns of one directory. Thread-safe; writing never waits for the disk."""
+
+    def __init__(self, ledger: LedgerPort, write: WriteChanges) -> None:
+        """Begin with what is written.
 
         Args:
-            ledger: Has those that are written.
-            held: Finds those of a tenant that are not.
+            ledger: Where turns are read.
+            write: Makes changes in order; its future tells when they are written.
         """
         self._ledger = ledger
-        self._held = held
+        self._write = write
         self._lock = threading.Lock()
-        self._parents: dict[tuple[str, str], str | None] = {}
+        self._turns: dict[_Key, Turn] = {}  # not written yet
+        self._parents: dict[_Key, str | None] = {}
+        self._moves: OrderedDict[BlockName, BlockName] = OrderedDict()
 
-    def link(self, tenant: str, turns: Sequence[Turn]) -> None:
-        """Remember which turns new ones follow."""
-        self._link(tenant, ((turn.id, turn.parent) for turn in turns))
+    # -- writing --------------------------------------------------------------------------------
+
+    def put(self, tenant: str, turn: Turn, agent: Agent | None = None) -> tuple[Turn, Future[None]]:
+        """Write a turn and the agent that has it now, if any; returns it as it is written."""
+        self._link(tenant, [(turn.id, turn.parent)])
+        with self._lock:
+            turn = self._located(turn)
+            self._turns[tenant, turn.id] = turn
+            changes = (PutTurn(tenant, turn), *((PutAgent(agent),) if agent else ()))
+            done = self._write(*changes)
+        done.add_done_callback(lambda written: self._forget((tenant, turn.id), written))
+        return turn, done
+
+    def move(self, old: BlockName, new: BlockName) -> None:
+        """Let all turns that point at `old`, those to come too, point into `new`."""
+        with self._lock:
+            self._moves[old] = new
+            if len(self._moves) > _MAX_MOVES:
+                self._moves.popitem(last=False)
+            self._write(Repoint(old, new))
+
+    # -- reading --------------------------------------------------------------------------------
 
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
         """Find a turn."""
-        return self._held(tenant, turn_id) or self._ledger.turn(tenant, turn_id)
+        return self._unwritten(tenant, turn_id) or self._ledger.turn(tenant, turn_id)
 
     def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
         """Find where a turn ended; what was said in it is not read."""
-        held = self._held(tenant, turn_id)
+        held = self._unwritten(tenant, turn_id)
         if held is not None:
             return TurnPlace(held.num_tokens, held.pointer)
         return self._ledger.place(tenant, turn_id)
@@ -47,7 +87,7 @@ class TurnLog:
         """The turns that led to `head`, the latest first."""
         found: list[Turn] = []
         while head is not None and len(found) < limit:
-            held = self._held(tenant, head)
+            held = self._unwritten(tenant, head)
             if held is None:
                 return [*found, *self._ledger.turns(tenant, head, limit=limit - len(found))]
             found.append(held)
@@ -77,6 +117,8 @@ class TurnLog:
         turns = self._back_to(tenant, head, lambda turn: turn.holds_all_messages)
         return [message for turn in turns for message in turn.messages]
 
+    # -- inside ---------------------------------------------------------------------------------
+
     def _back_to(
         self, tenant: str, head: str | None, is_first: Callable[[Turn], bool]
     ) -> list[Turn]:
@@ -91,6 +133,25 @@ class TurnLog:
             head = page[-1].parent if page else None
         return found[::-1]
 
+    def _unwritten(self, tenant: str, turn_id: str) -> Turn | None:
+        with self._lock:
+            turn = self._turns.get((tenant, turn_id))
+            return self._located(turn) if turn else None
+
+    def _located(self, turn: Turn) -> Turn:
+        while turn.pointer is not None and turn.pointer.block in self._moves:
+            block = self._moves[turn.pointer.block]
+            turn = replace(turn, pointer=replace(turn.pointer, block=block))
+        return turn
+
+    def _forget(self, key: _Key, written: Future[None]) -> None:
+        """Turns that are written can be read there; those before one were written before it."""
+        if written.exception() is not None:
+            return
+        with self._lock:
+            while key in self._turns:
+                del self._turns[next(iter(self._turns))]
+
     def _link(self, tenant: str, links: Iterable[tuple[str, str | None]]) -> None:
         """Remember which turn follows which; that never changes."""
         with self._lock:
@@ -98,3 +159,40 @@ class TurnLog:
                 self._parents[tenant, turn_id] = parent
             while len(self._parents) > _MAX_LINKS:
                 del self._parents[next(iter(self._parents))]
+
+
+class PastTurns:
+    """`PastTurnsPort` over the log. Thread-safe."""
+
+    def __init__(self, log: TurnLog) -> None:
+        self._log = log
+
+    def find(self, request_id: str, principal: Principal) -> PastTurn | None:
+        """Find the turn that a request made; None if it is unknown, or its text is not kept."""
+        turn = self._turn(request_id, principal)
+        if turn is None:
+            return None
+        messages = self._log.messages(principal.tenant, turn.id)
+        if len(messages) != turn.num_messages:
+            return None  # the text of a turn before it was removed
+        said = tuple(message for message in messages if not message.is_instruction)
+        return PastTurn(
+            *(turn.id, said, messages[-1], turn.usage),
+            *(turn.created_at, turn.model, turn.reason),
+        )
+
+    def forget(self, request_id: str, principal: Principal) -> bool:
+        """Remove what was said in a turn; False if there is nothing to remove.
+
+        Its place and its attention state stay.
+        """
+        turn = self._turn(request_id, principal)
+        if turn is None:
+            return False
+        self._log.put(principal.tenant, replace(turn, messages=(), tokens=()))
+        return True
+
+    def _turn(self, request_id: str, principal: Principal) -> Turn | None:
+        turn = self._log.turn(principal.tenant, turn_id(request_id))
+        is_told = turn is not None and bool(turn.messages)
+        return turn if is_told and turn and turn.messages[-1].role is Role.ASSISTANT else None

@@ -4,8 +4,8 @@ import threading
 from dataclasses import replace
 
 from semantic.application.event_feed import EventFeed
-from semantic.application.past_turns import turn_id
 from semantic.application.replies import LiveReply
+from semantic.application.turn_log import turn_id
 from semantic.domain.agents import Reuse
 from semantic.domain.chat import Event, Failed, Finished, Started
 from semantic.domain.feed import TurnEnded, TurnStarted

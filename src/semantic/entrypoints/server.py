@@ -28,7 +28,7 @@ from semantic.adapters.inbound.openai_api import openai_router
 from semantic.adapters.inbound.responses_api import responses_router
 from semantic.adapters.inbound.security import AccessLog, BodyLimit, LocalHosts
 from semantic.adapters.inbound.transfer_api import IMPORT_PATH, TransferApi
-from semantic.application.past_turns import PastTurns
+from semantic.application.turn_log import PastTurns
 from semantic.domain.errors import InvalidRequestError, ModelSwapError
 from semantic.entrypoints.bootstrap import Server
 from semantic.ports.inbound import ModelState
@@ -69,7 +69,7 @@ def create_app(server: Server) -> FastAPI:
     app.include_router(completions_router(server.inference, principal))
     app.include_router(
         responses_router(
-            server.inference, server.models, PastTurns(server.memory.agents), principal
+            server.inference, server.models, PastTurns(server.memory.agents.log), principal
         )
     )
     app.include_router(health_router(server.models, server.problems))

@@ -15,7 +15,7 @@ from semantic.adapters.inbound.disconnects import CLIENT_LEFT, unless_disconnect
 from semantic.adapters.inbound.http_errors import openai_body
 from semantic.adapters.inbound.reply_set import answer, with_heartbeats
 from semantic.application.parsing import MessageFold
-from semantic.application.past_turns import turn_id
+from semantic.application.turn_log import turn_id
 from semantic.domain.agents import Principal, Reuse, Turn
 from semantic.domain.chat import (
     Event,

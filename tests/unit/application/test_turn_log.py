@@ -7,7 +7,7 @@ import pytest
 from semantic.adapters.outbound.memory_ledger import MemoryLedger
 from semantic.application.agent_ledger import AgentLedger, Exchange, write_at_once
 from semantic.application.identity import BusyAgents, Identities, Identity
-from semantic.application.past_turns import PastTurns, turn_id
+from semantic.application.turn_log import PastTurns, turn_id
 from semantic.domain.agents import Principal, Reuse
 from semantic.domain.chat import AgentHint, Continuation, Message, Role, TextPart, Usage
 
@@ -57,7 +57,7 @@ def test_a_turn_holds_the_whole_conversation_without_instructions(agents: AgentL
     messages = said("one", "two", "three", "four")
     commit(agents, "a", "1", (INSTRUCTION, *messages[:2]))
     commit(agents, "a", "2", (INSTRUCTION, *messages))
-    past = PastTurns(agents).find("2", OWNER)
+    past = PastTurns(agents.log).find("2", OWNER)
     assert past is not None
     assert past.messages == messages
     assert past.reply == messages[-1]
@@ -66,7 +66,7 @@ def test_a_turn_holds_the_whole_conversation_without_instructions(agents: AgentL
 
 def test_other_tenants_and_unknown_turns_are_not_found(agents: AgentLedger) -> None:
     commit(agents, "a", "1", said("one", "two"))
-    turns = PastTurns(agents)
+    turns = PastTurns(agents.log)
     assert turns.find("2", OWNER) is None
     assert turns.find("1", Principal(tenant="other")) is None
     assert not turns.forget("1", Principal(tenant="other"))
@@ -77,7 +77,7 @@ def test_other_tenants_do_not_find_a_turn_before_it_is_written() -> None:
     ledger = MemoryLedger()
     agents = AgentLedger(ledger, ledger.load(), lambda *_: Future())
     commit(agents, "a", "1", said("one", "two"))
-    turns = PastTurns(agents)
+    turns = PastTurns(agents.log)
     assert turns.find("1", OWNER) is not None
     assert turns.find("1", Principal(tenant="other")) is None
     assert not turns.forget("1", Principal(tenant="other"))
@@ -90,7 +90,7 @@ def test_a_turn_whose_oldest_messages_were_dropped_is_found(agents: AgentLedger)
     commit(agents, "a", "2", messages[2:4], continuation=edited)
     commit(agents, "a", "3", messages[2:], continuation=Continuation(turn_id("2")))
     for name, expected in (("2", messages[2:4]), ("3", messages[2:])):
-        past = PastTurns(agents).find(name, OWNER)
+        past = PastTurns(agents.log).find(name, OWNER)
         assert past is not None
         assert past.messages == expected
 
@@ -99,7 +99,7 @@ def test_text_that_is_forgotten_is_missing_in_what_followed(agents: AgentLedger)
     messages = said("one", "two", "three", "four")
     commit(agents, "a", "1", messages[:2])
     commit(agents, "a", "2", messages)
-    turns = PastTurns(agents)
+    turns = PastTurns(agents.log)
     assert turns.forget("1", OWNER)
     assert not turns.forget("1", OWNER)
     assert turns.find("1", OWNER) is None
@@ -111,7 +111,7 @@ def test_a_turn_after_an_unstored_one_holds_what_that_does_not(agents: AgentLedg
     commit(agents, "a", "1", messages[:2])
     commit(agents, "a", "2", messages[:4], is_stored=False)
     commit(agents, "a", "3", messages)
-    turns = PastTurns(agents)
+    turns = PastTurns(agents.log)
     assert turns.find("2", OWNER) is None
     unstored = agents.turn("local", turn_id("2"))
     assert unstored is not None
