@@ -56,10 +56,11 @@ class TurnLog:
         self._link(tenant, [(turn.id, turn.parent)])
         with self._lock:
             turn = self._located(turn)
+            self._turns.pop((tenant, turn.id), None)
             self._turns[tenant, turn.id] = turn
             changes = (PutTurn(tenant, turn), *((PutAgent(agent),) if agent else ()))
             done = self._write(*changes)
-        done.add_done_callback(lambda written: self._forget((tenant, turn.id), written))
+        done.add_done_callback(lambda written: self._forget(tenant, turn, written))
         return turn, done
 
     def move(self, old: BlockName, new: BlockName) -> None:
@@ -144,12 +145,13 @@ class TurnLog:
             turn = replace(turn, pointer=replace(turn.pointer, block=block))
         return turn
 
-    def _forget(self, key: _Key, written: Future[None]) -> None:
+    def _forget(self, tenant: str, turn: Turn, written: Future[None]) -> None:
         """Turns that are written can be read there; those before one were written before it."""
         if written.exception() is not None:
             return
         with self._lock:
-            while key in self._turns:
+            # One that was put again meanwhile is not written yet.
+            while self._turns.get((tenant, turn.id)) is turn:
                 del self._turns[next(iter(self._turns))]
 
     def _link(self, tenant: str, links: Iterable[tuple[str, str | None]]) -> None:

@@ -10,6 +10,7 @@ from semantic.application.identity import BusyAgents, Identities, Identity
 from semantic.application.turn_log import PastTurns, turn_id
 from semantic.domain.agents import Principal, Reuse
 from semantic.domain.chat import AgentHint, Continuation, Message, Role, TextPart, Usage
+from semantic.ports.persistence import LedgerChange
 
 pytestmark = pytest.mark.unit
 
@@ -104,6 +105,24 @@ def test_text_that_is_forgotten_is_missing_in_what_followed(agents: AgentLedger)
     assert not turns.forget("1", OWNER)
     assert turns.find("1", OWNER) is None
     assert turns.find("2", OWNER) is None
+
+
+def test_text_that_is_forgotten_before_it_is_written_stays_so() -> None:
+    ledger = MemoryLedger()
+    queue: list[tuple[tuple[LedgerChange, ...], Future[None]]] = []
+
+    def write(*changes: LedgerChange) -> Future[None]:
+        queue.append((changes, Future()))
+        return queue[-1][1]
+
+    agents = AgentLedger(ledger, ledger.load(), write)
+    commit(agents, "a", "1", said("one", "two"))
+    turns = PastTurns(agents.log)
+    assert turns.forget("1", OWNER)
+    for changes, done in queue:
+        ledger.apply(changes, is_synced=False)
+        done.set_result(None)
+        assert turns.find("1", OWNER) is None
 
 
 def test_a_turn_after_an_unstored_one_holds_what_that_does_not(agents: AgentLedger) -> None:
