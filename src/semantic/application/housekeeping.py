@@ -13,9 +13,9 @@ from semantic.application.agent_ledger import AgentLedger
 from semantic.application.agent_store import AgentCacheStore
 from semantic.application.block_index import BlockNode
 from semantic.application.disk_tier import DiskTier
-from semantic.application.kept_replies import REPLAY_TTL_S
 from semantic.application.old_boundaries import OldBoundaries
 from semantic.application.recall import WantedPart
+from semantic.application.replay import REPLAY_TTL_S
 from semantic.domain.agents import Agent, Pointer, Tier
 from semantic.domain.blocks import BlockName, BlockPart, pack_tokens
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError

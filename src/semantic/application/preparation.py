@@ -11,7 +11,7 @@ from semantic.application.frozen_dates import FrozenDates
 from semantic.application.generation import Job, monotonic
 from semantic.application.identity import Claim, Identities, Identity
 from semantic.application.rendering import Prompt, Renderer
-from semantic.application.replay import Peek, Replay, ReplayStore
+from semantic.application.replay import Replay, ReplayStore
 from semantic.application.thinking_budget import ThinkingBudget, ThinkingSpan
 from semantic.domain.agents import Agent, Principal
 from semantic.domain.chat import ChatRequest, RawPrompt, require_whole_characters
@@ -127,7 +127,7 @@ class Preparation:
 
     def count_tokens(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> int:
         """Count the tokens of the prompt that `prepare` would make; changes nothing."""
-        replay = Replay(model.root(principal), Peek(self._replays))
+        replay = Replay(model.root(principal), self._replays, is_used=False)
         prompt, _ = self._render(request, model, replay)
         return len(prompt.tokens)
 

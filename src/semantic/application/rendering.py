@@ -11,8 +11,7 @@ from datetime import date
 from semantic.application.composing import Composer, Conversation, num_leading_system
 from semantic.application.encoding import RunEncoder, TokenWalk
 from semantic.application.generation import common_prefix
-from semantic.application.replay import Replay
-from semantic.application.replaying import Places, Replayer, head_digest
+from semantic.application.replay import Places, Replay, Replayer, head_digest
 from semantic.application.special_text import SpecialText
 from semantic.application.template_traits import lost_generation_prompt, probe
 from semantic.domain.chat import ChatRequest, Message, Role, require_whole_characters

@@ -23,7 +23,7 @@ from semantic.application.cache_service import OpenCache
 from semantic.application.device_thread import LoadedModel
 from semantic.application.disk_tier import DiskLimits, DiskTier
 from semantic.application.housekeeping import Housekeeping
-from semantic.application.kept_replies import KeptReplies
+from semantic.application.replay import KeptReplies
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.block_pool import BlockPool
 from semantic.domain.errors import CachePersistenceError, DrainingError

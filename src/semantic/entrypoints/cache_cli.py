@@ -17,7 +17,7 @@ from semantic.adapters.outbound.safetensors_cache import TEMPORARY, SafetensorsC
 from semantic.adapters.outbound.sqlite_ledger import LEDGER_FILE, SqliteLedger
 from semantic.application.agent_ledger import AgentLedger, write_at_once
 from semantic.application.block_index import BlockIndex
-from semantic.application.kept_replies import REPLAY_TTL_S
+from semantic.application.replay import REPLAY_TTL_S
 from semantic.domain.agents import Agent
 from semantic.domain.blocks import BlockPart
 from semantic.domain.errors import (

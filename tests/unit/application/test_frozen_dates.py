@@ -7,8 +7,7 @@ import pytest
 from semantic.adapters.outbound.memory_ledger import MemoryLedger
 from semantic.application.agent_ledger import write_at_once
 from semantic.application.frozen_dates import FrozenDates
-from semantic.application.kept_replies import KeptReplies
-from semantic.application.replay import ReplayBook
+from semantic.application.replay import KeptReplies, ReplayBook
 from semantic.domain.chat import AgentHint, ChatRequest, Message, Role
 
 pytestmark = pytest.mark.unit
