@@ -61,17 +61,7 @@ class CacheService:
     def state(self, agent: Agent) -> StateView:
         """See where an agent's state is; nowhere before the model is loaded."""
         opened = self._opened()
-        if opened is None:
-            return StateView()
-        found = opened.housekeeping.footprint(agent)
-        return StateView(
-            tier=found.tier,
-            num_tokens=found.num_tokens,
-            memory_tokens=found.memory_tokens,
-            disk_tokens=found.disk_tokens,
-            memory_bytes=found.memory_bytes,
-            disk_bytes=found.disk_bytes,
-        )
+        return opened.housekeeping.footprint(agent) if opened else StateView()
 
     def repin(self) -> None:
         """Let pins follow the agents that are pinned now."""
@@ -105,8 +95,7 @@ class CacheService:
 
     def verify(self) -> Iterator[CheckProgress]:
         """Read and check every file."""
-        for progress in self._ready().housekeeping.verify():
-            yield CheckProgress(progress.num_checked, progress.num_total, progress.num_bad)
+        return self._ready().housekeeping.verify()
 
     def sample(self) -> tuple[CacheCounts, str]:
         """Read the counters and the memory's pressure."""

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from semantic.application.agent_ledger import AgentLedger
 from semantic.application.agent_store import AgentCacheStore
@@ -20,6 +20,8 @@ from semantic.domain.agents import Agent, Pointer, Tier
 from semantic.domain.blocks import BlockName, BlockPart, pack_tokens
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
 from semantic.domain.spec import LayerKind
+from semantic.ports.cache import CheckProgress
+from semantic.ports.inbound import StateView
 from semantic.ports.persistence import (
     BlockFilesPort,
     LedgerPort,
@@ -31,33 +33,6 @@ from semantic.ports.persistence import (
 _log = logging.getLogger(__name__)
 
 _WARM_SHARE = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """Where an agent's attention state is, in tokens and bytes."""
-
-    num_tokens: int
-    memory_tokens: int
-    disk_tokens: int
-    memory_bytes: int
-    disk_bytes: int
-
-    @property
-    def tier(self) -> Tier:
-        """The tier its next turn starts from."""
-        if self.memory_tokens:
-            return Tier.HOT
-        return Tier.WARM if self.disk_tokens else Tier.COLD
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyProgress:
-    """How far a check of all files has come."""
-
-    num_checked: int
-    num_total: int
-    num_bad: int
 
 
 class Housekeeping:
@@ -89,14 +64,16 @@ class Housekeeping:
 
     # -- agents ---------------------------------------------------------------------------------
 
-    def footprint(self, agent: Agent) -> Footprint:
+    def footprint(self, agent: Agent) -> StateView:
         """See where an agent's state is."""
         pointer = self._pointer(agent)
         nodes = self._known(agent, pointer)
         with self._store.lock:
             memory = _leading(nodes, lambda node: LayerKind.FULL in node.payloads)
             disk = _leading(nodes, lambda node: LayerKind.FULL in node.files)
-            return Footprint(
+            tier = Tier.HOT if memory else Tier.WARM if disk else Tier.COLD
+            return StateView(
+                tier=tier,
                 num_tokens=pointer.num_tokens if pointer else 0,
                 memory_tokens=memory[-1].end if memory else 0,
                 disk_tokens=disk[-1].end if disk else 0,
@@ -175,12 +152,12 @@ class Housekeeping:
             self._store.drop_payloads(parts)
         return freed + self._boundaries.drop(unused_since=before)
 
-    def verify(self) -> Iterator[VerifyProgress]:
+    def verify(self) -> Iterator[CheckProgress]:
         """Read every file; what is bad is dropped and made anew when it is needed."""
         with self._store.lock:
             parts = [WantedPart(n, kind) for n in self._store.index for kind in tuple(n.files)]
         num_bad = 0
-        yield VerifyProgress(0, len(parts), 0)
+        yield CheckProgress(0, len(parts), 0)
         for count, wanted in enumerate(parts, start=1):
             part = wanted.node.files.get(wanted.kind)
             if part is not None and self._disk is not None:
@@ -194,7 +171,7 @@ class Housekeeping:
                     _log.warning("block %s is bad: %s", part.name.short, error.message)
                     num_bad += 1
                     self._store.discard([wanted])
-            yield VerifyProgress(count, len(parts), num_bad)
+            yield CheckProgress(count, len(parts), num_bad)
 
     # -- the background -------------------------------------------------------------------------
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from semantic.adapters.outbound.fake_backend import fake_spec
-from semantic.application.housekeeping import Footprint
 from semantic.application.recall import WantedPart
 from semantic.domain.agents import LOCAL_TENANT, Agent, Tier
 from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.ports.inbound import StateView
 from tests.unit.application.engine_rig import ROOT
 from tests.unit.application.memory_rig import MemoryRig, RigLimits, fetch
 
@@ -38,7 +38,7 @@ def who(rig: MemoryRig, name: str) -> Agent:
     return rig.agents.get(LOCAL_TENANT, name)
 
 
-def where(rig: MemoryRig, name: str) -> Footprint:
+def where(rig: MemoryRig, name: str) -> StateView:
     rig.flush()
     return rig.housekeeping.footprint(who(rig, name))
 
