@@ -9,7 +9,7 @@ import hashlib
 import struct
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -156,58 +156,6 @@ class BlockPart:
 
 
 PartKey: TypeAlias = tuple[BlockName, LayerKind]
-
-
-@dataclass(frozen=True, slots=True)
-class AgentBlocks:
-    """A chain of blocks from the root: the attention state of one conversation.
-
-    Any block may be shorter than `block_tokens`: a chain is also cut at boundaries worth sharing.
-    """
-
-    root: BlockName
-    blocks: tuple[KVBlock, ...] = ()
-
-    def __post_init__(self) -> None:
-        parent = self.root
-        for block in self.blocks:
-            if block.parent != parent:
-                raise ValueError(f"block {block.name.short} does not follow {parent.short}")
-            parent = block.name
-
-    @property
-    def head(self) -> BlockName:
-        """The name of the last block, or the root of an empty chain."""
-        return self.blocks[-1].name if self.blocks else self.root
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in all blocks."""
-        return sum(block.num_tokens for block in self.blocks)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return sum(block.nbytes for block in self.blocks)
-
-    def tokens(self) -> Iterator[int]:
-        """Yield the token ids from the first to the last."""
-        for block in self.blocks:
-            yield from block.tokens
-
-    def append(self, tokens: Sequence[int], nbytes: int) -> "AgentBlocks":
-        """Return the chain extended by one block."""
-        return AgentBlocks(self.root, (*self.blocks, KVBlock.of(self.head, tokens, nbytes)))
-
-    def truncate(self, num_tokens: int) -> "AgentBlocks":
-        """Return the longest chain of whole blocks with at most `num_tokens` tokens."""
-        kept, total = 0, 0
-        for block in self.blocks:
-            total += block.num_tokens
-            if total > num_tokens:
-                break
-            kept += 1
-        return AgentBlocks(self.root, self.blocks[:kept])
 
 
 def block_end(start: int, block_tokens: int, boundaries: Sequence[int] = ()) -> int:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from semantic.domain.block_pool import BlockPool, PoolUsage, Pressure
-from semantic.domain.blocks import AgentBlocks, BlockName, BlockNamespace, KVBlock
+from semantic.domain.blocks import BlockName, BlockNamespace, KVBlock
 from semantic.domain.errors import PoolExhaustedError
 from semantic.domain.sampling import uniform
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
@@ -23,10 +23,11 @@ def spec_of(block_tokens: int) -> ModelCacheSpec:
 
 
 def chain_of(num_blocks: int, nbytes: int = 10, first_token: int = 0) -> tuple[KVBlock, ...]:
-    chain = AgentBlocks(ROOT)
+    chain: list[KVBlock] = []
     for index in range(num_blocks):
-        chain = chain.append((first_token + index,), nbytes)
-    return chain.blocks
+        parent = chain[-1].name if chain else ROOT
+        chain.append(KVBlock.of(parent, (first_token + index,), nbytes))
+    return tuple(chain)
 
 
 def names(blocks: tuple[KVBlock, ...]) -> list[BlockName]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from semantic.domain.block_pool import BlockPool, PoolUsage
-from semantic.domain.blocks import AgentBlocks, BlockName, BlockNamespace, KVBlock
+from semantic.domain.blocks import BlockName, BlockNamespace, KVBlock
 from semantic.domain.errors import PoolExhaustedError
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 
@@ -141,10 +141,19 @@ def outcome(operation: Callable[[], object]) -> object:
 
 def make_universe() -> tuple[KVBlock, ...]:
     """Two conversations that begin alike, with blocks of many sizes."""
-    trunk = AgentBlocks(ROOT).append((1,), 10).append((2, 3), 20)
-    left = trunk.append((4, 5, 6, 7), 0).append((8,), 35).append((9, 10, 11), 50)
-    right = trunk.append((4,), 5).append((8, 9, 10, 11), 40)
-    return (*left.blocks, *right.blocks[2:])
+    trunk = following(ROOT, ((1,), 10), ((2, 3), 20))
+    left = following(trunk[-1].name, ((4, 5, 6, 7), 0), ((8,), 35), ((9, 10, 11), 50))
+    right = following(trunk[-1].name, ((4,), 5), ((8, 9, 10, 11), 40))
+    return (*trunk, *left, *right)
+
+
+def following(parent: BlockName, *runs: tuple[tuple[int, ...], int]) -> list[KVBlock]:
+    """Blocks of these tokens and sizes, one after another."""
+    blocks: list[KVBlock] = []
+    for tokens, nbytes in runs:
+        blocks.append(KVBlock.of(parent, tokens, nbytes))
+        parent = blocks[-1].name
+    return blocks
 
 
 UNIVERSE = make_universe()

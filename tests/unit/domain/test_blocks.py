@@ -7,7 +7,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from semantic.domain.blocks import (
-    AgentBlocks,
     BlockName,
     BlockNamespace,
     KVBlock,
@@ -28,7 +27,6 @@ NameInputs: TypeAlias = tuple[str, str, bytes, Chain]
 
 token_ids = st.integers(0, 2**32 - 1)
 token_runs = st.lists(token_ids, min_size=1, max_size=8)
-runs_and_sizes = st.lists(st.tuples(token_runs, st.integers(0, 10**9)), max_size=8)
 # Few values, so that equal and nearly equal inputs are drawn often.
 few_runs = st.lists(st.sampled_from([0, 1, 256]), min_size=1, max_size=3).map(tuple)
 name_inputs = st.tuples(
@@ -50,13 +48,6 @@ def name_of(inputs: NameInputs) -> BlockName:
     for tokens in chain:
         name = block_name(name, tokens)
     return name
-
-
-def chain_of(runs: list[tuple[list[int], int]]) -> AgentBlocks:
-    chain = AgentBlocks(ROOT)
-    for tokens, nbytes in runs:
-        chain = chain.append(tokens, nbytes)
-    return chain
 
 
 # -- names ------------------------------------------------------------------------------------
@@ -183,89 +174,6 @@ def test_blocks_are_values() -> None:
 def test_a_block_of_negative_size_is_refused() -> None:
     with pytest.raises(ValueError, match="nbytes must not be negative, got -1"):
         KVBlock.of(ROOT, (1,), -1)
-
-
-# -- chains -----------------------------------------------------------------------------------
-
-
-def test_the_empty_chain_ends_at_its_root() -> None:
-    chain = AgentBlocks(ROOT)
-
-    assert chain.head == ROOT
-    assert (chain.num_tokens, chain.nbytes, list(chain.tokens())) == (0, 0, [])
-
-
-@quick
-@given(runs_and_sizes)
-def test_a_chain_is_the_sum_of_its_blocks(runs: list[tuple[list[int], int]]) -> None:
-    chain = chain_of(runs)
-
-    assert list(chain.tokens()) == [token for tokens, _ in runs for token in tokens]
-    assert chain.num_tokens == len(list(chain.tokens()))
-    assert chain.nbytes == sum(nbytes for _, nbytes in runs)
-    assert len(chain.blocks) == len(runs)
-
-
-@quick
-@given(runs_and_sizes, token_runs, st.integers(0, 10**9))
-def test_append_adds_one_block_and_leaves_the_chain_alone(
-    runs: list[tuple[list[int], int]], tokens: list[int], nbytes: int
-) -> None:
-    chain = chain_of(runs)
-    before = chain.blocks
-
-    longer = chain.append(tokens, nbytes)
-
-    assert longer.blocks == (*before, KVBlock.of(chain.head, tokens, nbytes))
-    assert longer.head == block_name(chain.head, tokens)
-    assert chain.blocks is before
-
-
-@quick
-@given(runs_and_sizes, st.integers(-3, 70))
-def test_truncate_keeps_the_most_whole_blocks_that_fit(
-    runs: list[tuple[list[int], int]], num_tokens: int
-) -> None:
-    chain = chain_of(runs)
-
-    kept = chain.truncate(num_tokens)
-
-    num_kept = len(kept.blocks)
-    assert kept.blocks == chain.blocks[:num_kept]
-    assert kept.num_tokens <= max(num_tokens, 0)
-    if num_kept < len(chain.blocks):
-        assert kept.num_tokens + chain.blocks[num_kept].num_tokens > num_tokens
-
-
-@quick
-@given(runs_and_sizes)
-def test_truncate_to_a_blocks_end_undoes_append(runs: list[tuple[list[int], int]]) -> None:
-    chain = chain_of(runs)
-
-    assert chain.append((1,), 1).truncate(chain.num_tokens) == chain
-    assert chain.truncate(chain.num_tokens) == chain
-
-
-def test_broken_chains_are_refused() -> None:
-    first, second, third = chain_of([([1], 1), ([2], 1), ([3], 1)]).blocks
-    other_root = BlockNamespace("model@2", "bf16", b"salt").root()
-
-    for root, blocks in [
-        (ROOT, (second,)),
-        (ROOT, (second, first)),
-        (ROOT, (first, third)),
-        (ROOT, (first, first)),
-        (other_root, (first, second)),
-    ]:
-        with pytest.raises(ValueError, match="does not follow"):
-            AgentBlocks(root, blocks)
-
-
-def test_the_first_gap_is_named() -> None:
-    first, second, third = chain_of([([1], 1), ([2], 1), ([3], 1)]).blocks
-
-    with pytest.raises(ValueError, match=f"{third.name.short} does not follow {first.name.short}"):
-        AgentBlocks(ROOT, (first, third, second))
 
 
 # -- cutting tokens into blocks ---------------------------------------------------------------
