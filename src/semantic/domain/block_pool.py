@@ -2,7 +2,7 @@
 
 A block in the pool is in one of three states:
 
-    held    referenced by a running sequence or an agent, or pinned; never evicted
+    held    referenced by a running sequence; never evicted
     idle    cached: nobody holds it; evicted in LRU order when room is needed
     absent  evicted, or never there
 
@@ -13,7 +13,7 @@ the payloads drops those of the blocks that an operation reports as evicted.
 
 import enum
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -64,11 +64,10 @@ class PoolUsage:
 class _Entry:
     block: KVBlock
     num_refs: int = 0
-    num_pins: int = 0
 
     @property
     def is_held(self) -> bool:
-        return self.num_refs > 0 or self.num_pins > 0
+        return self.num_refs > 0
 
 
 class BlockPool:
@@ -79,12 +78,9 @@ class BlockPool:
     """
 
     def __init__(self, spec: ModelCacheSpec, budget_bytes: int) -> None:
-        self._lock = threading.Lock()
-        self._reset(spec, budget_bytes)
-
-    def _reset(self, spec: ModelCacheSpec, budget_bytes: int) -> None:
         if budget_bytes < 0:
             raise ValueError(f"budget_bytes must not be negative, got {budget_bytes}")
+        self._lock = threading.Lock()
         self._spec = spec
         self._budget = budget_bytes
         self._entries: dict[BlockName, _Entry] = {}
@@ -121,7 +117,7 @@ class BlockPool:
                 self._entries[name] = _Entry(block)
                 self._held_bytes += block.nbytes
             for block in blocks:
-                self._change(block.name, refs=1)
+                self._change(block.name, by=1)
             return evicted
 
     def acquire(self, names: Iterable[BlockName]) -> tuple[KVBlock, ...]:
@@ -136,7 +132,7 @@ class BlockPool:
                     break
                 found.append(self._entries[name].block)
             for block in found:
-                self._change(block.name, refs=1)
+                self._change(block.name, by=1)
             return tuple(found)
 
     def free(self, names: Sequence[BlockName]) -> None:
@@ -148,33 +144,12 @@ class BlockPool:
             ValueError: a name is absent or freed more often than it was referenced.
         """
         with self._lock:
-            self._check_counts(names, "num_refs", "reference")
+            for name, times in Counter(names).items():
+                entry = self._entries.get(name)
+                if entry is None or entry.num_refs < times:
+                    raise ValueError(f"block {name.short} has no reference to give back")
             for name in reversed(names):
-                self._change(name, refs=-1)
-
-    def pin(self, names: Sequence[BlockName]) -> None:
-        """Keep blocks whether referenced or not, until unpinned as often.
-
-        Raises:
-            ValueError: a name is absent.
-        """
-        with self._lock:
-            for name in names:
-                if name not in self._entries:
-                    raise ValueError(f"block {name.short} is not in the pool")
-            for name in names:
-                self._change(name, pins=1)
-
-    def unpin(self, names: Sequence[BlockName]) -> None:
-        """Undo one `pin` of each.
-
-        Raises:
-            ValueError: a name is absent or was not pinned as often.
-        """
-        with self._lock:
-            self._check_counts(names, "num_pins", "pin")
-            for name in reversed(names):
-                self._change(name, pins=-1)
+                self._change(name, by=-1)
 
     def touch(self, names: Iterable[BlockName]) -> None:
         """Mark blocks as just used, from the chain's end; absent and held ones are passed over."""
@@ -223,45 +198,12 @@ class BlockPool:
         with self._lock:
             return tuple(self._remove(name) for name in names if name in self._idle)
 
-    def resize(self, budget_bytes: int) -> tuple[KVBlock, ...]:
-        """Change the budget, evicting what no longer fits.
-
-        Raises:
-            PoolExhaustedError: held and working bytes alone exceed the new budget.
-        """
-        with self._lock:
-            excess = self._used() - budget_bytes
-            if excess > self._idle_bytes:
-                raise PoolExhaustedError(
-                    f"{self._used() - self._idle_bytes} bytes are in use; "
-                    f"the budget cannot shrink to {budget_bytes}"
-                )
-            self._budget = budget_bytes
-            return self._drop(excess)
-
-    def reconfigure(self, spec: ModelCacheSpec, budget_bytes: int) -> tuple[KVBlock, ...]:
-        """Empty the pool for another model; pins end with it.
-
-        Returns:
-            Every block that was there.
-
-        Raises:
-            PoolExhaustedError: a block is still referenced or working bytes are reserved.
-        """
-        with self._lock:
-            if self._working_bytes or any(e.num_refs for e in self._entries.values()):
-                raise PoolExhaustedError("attention state is in use; drain the engine first")
-            dropped = tuple(entry.block for entry in self._entries.values())
-            self._reset(spec, budget_bytes)
-            return dropped
-
     # -- readings -----------------------------------------------------------------------------
 
     @property
     def spec(self) -> ModelCacheSpec:
-        """The geometry the pool is configured for."""
-        with self._lock:
-            return self._spec
+        """The geometry of the blocks."""
+        return self._spec
 
     def get(self, name: BlockName) -> KVBlock | None:
         """Return a block without referencing it."""
@@ -295,7 +237,7 @@ class BlockPool:
         with self._lock:
             held = [e for e in self._entries.values() if e.is_held]
             idle = [e for e in self._entries.values() if not e.is_held]
-            counts = [n for e in self._entries.values() for n in (e.num_refs, e.num_pins)]
+            counts = [entry.num_refs for entry in self._entries.values()]
             checks = {
                 "counts are not negative": min(counts, default=0) >= 0,
                 "idle are exactly the unheld": {e.block.name for e in idle} == set(self._idle),
@@ -314,20 +256,10 @@ class BlockPool:
     def _used(self) -> int:
         return self._held_bytes + self._idle_bytes + self._working_bytes
 
-    def _check_counts(self, names: Sequence[BlockName], count: str, what: str) -> None:
-        wanted: dict[BlockName, int] = {}
-        for name in names:
-            wanted[name] = wanted.get(name, 0) + 1
-        for name, times in wanted.items():
-            entry = self._entries.get(name)
-            if entry is None or getattr(entry, count) < times:
-                raise ValueError(f"block {name.short} has no {what} to give back")
-
-    def _change(self, name: BlockName, *, refs: int = 0, pins: int = 0) -> None:
+    def _change(self, name: BlockName, *, by: int) -> None:
         entry = self._entries[name]
         was_idle = name in self._idle
-        entry.num_refs += refs
-        entry.num_pins += pins
+        entry.num_refs += by
         if entry.is_held and was_idle:
             del self._idle[name]
             self._idle_bytes -= entry.block.nbytes

@@ -214,15 +214,6 @@ def test_double_free_is_refused(pool: BlockPool) -> None:
     assert pool.num_refs(second.name) == 1
 
 
-def test_a_pin_is_no_reference_to_free(pool: BlockPool) -> None:
-    (block,) = chain_of(1)
-    put_idle(pool, block)
-    pool.pin((block.name,))
-
-    with pytest.raises(ValueError, match=f"{block.name.short} has no reference"):
-        pool.free((block.name,))
-
-
 # -- acquire ----------------------------------------------------------------------------------
 
 
@@ -300,12 +291,7 @@ def touched(pool: BlockPool, chain: list[BlockName]) -> None:
     pool.touch(chain)
 
 
-def unpinned(pool: BlockPool, chain: list[BlockName]) -> None:
-    pool.pin(chain)
-    pool.unpin(chain)
-
-
-@pytest.mark.parametrize("use", [freed, touched, unpinned])
+@pytest.mark.parametrize("use", [freed, touched])
 def test_tails_go_before_heads(
     pool: BlockPool, use: Callable[[BlockPool, list[BlockName]], None]
 ) -> None:
@@ -317,17 +303,15 @@ def test_tails_go_before_heads(
     assert idle_order(pool) == (*other, *reversed(chain))
 
 
-def test_neither_referenced_nor_pinned_blocks_are_evicted(pool: BlockPool) -> None:
-    referenced, pinned, idle = chain_of(3)
-    put_idle(pool, pinned, idle)
-    pool.pin((pinned.name,))
+def test_referenced_blocks_are_not_evicted(pool: BlockPool) -> None:
+    referenced, idle = chain_of(2)
+    put_idle(pool, idle)
     pool.allocate((referenced,))
 
     assert pool.evict(1000) == (idle,)
     with pytest.raises(PoolExhaustedError):
-        pool.reserve(81)
-    assert pool.resize(20) == ()
-    assert pool.usage() == PoolUsage(total=20, held=20, idle=0, working=0, num_blocks=2)
+        pool.reserve(91)
+    assert pool.usage() == PoolUsage(total=100, held=10, idle=0, working=0, num_blocks=1)
 
 
 def test_evict_takes_whole_blocks(pool: BlockPool) -> None:
@@ -347,49 +331,7 @@ def test_evict_takes_blocks_without_bytes_too(pool: BlockPool) -> None:
     assert pool.evict(1) == chain
 
 
-# -- pins -------------------------------------------------------------------------------------
-
-
-def test_a_block_is_kept_until_unpinned_as_often(pool: BlockPool) -> None:
-    (block,) = chain_of(1)
-    put_idle(pool, block)
-
-    pool.pin((block.name, block.name))
-    pool.unpin((block.name,))
-    assert pool.evict(10) == ()
-    pool.unpin((block.name,))
-    assert pool.evict(10) == (block,)
-
-
-def test_a_pin_outlives_the_reference(pool: BlockPool) -> None:
-    (block,) = chain_of(1)
-    pool.allocate((block,))
-    pool.pin((block.name,))
-    pool.free((block.name,))
-    assert pool.usage().held == 10
-
-    pool.unpin((block.name,))
-    assert pool.usage().idle == 10
-
-
-def test_refused_pins_change_nothing(pool: BlockPool) -> None:
-    a, b = chain_of(2)
-    put_idle(pool, a, b)
-    pool.pin((b.name,))
-    before = pool.usage()
-
-    with pytest.raises(ValueError, match=f"{ABSENT.short} is not in the pool"):
-        pool.pin((a.name, ABSENT))
-    for unpinned_names in [(b.name, b.name), (b.name, a.name), (b.name, ABSENT)]:
-        with pytest.raises(ValueError, match="no pin to give back"):
-            pool.unpin(unpinned_names)
-
-    assert pool.usage() == before
-    pool.unpin((b.name,))
-    assert idle_order(pool) == (a, b)
-
-
-# -- working bytes, resize, reconfigure -------------------------------------------------------
+# -- working bytes ----------------------------------------------------------------------------
 
 
 def test_reserve_evicts_and_release_gives_back(pool: BlockPool) -> None:
@@ -417,53 +359,6 @@ def test_refused_reservations_change_nothing(pool: BlockPool) -> None:
             pool.release(nbytes)
 
     assert pool.usage() == before
-    assert idle_order(pool) == (a, b)
-
-
-def test_resize(pool: BlockPool) -> None:
-    old = chain_of(4)
-    put_idle(pool, *old)
-    pool.reserve(20)
-
-    assert pool.resize(200) == ()
-    assert pool.resize(45) == old[:2]
-    for budget in (19, -1):
-        with pytest.raises(PoolExhaustedError, match=f"20 bytes are in use.* to {budget}"):
-            pool.resize(budget)
-    assert pool.usage() == PoolUsage(total=45, held=0, idle=20, working=20, num_blocks=2)
-    assert pool.resize(20) == old[2:]
-
-
-def test_reconfigure_empties_the_pool_and_ends_pins(pool: BlockPool) -> None:
-    a, b = chain_of(2)
-    put_idle(pool, a, b)
-    pool.pin((a.name,))
-
-    assert set(pool.reconfigure(spec_of(8), 50)) == {a, b}
-
-    assert pool.usage() == PoolUsage(total=50, held=0, idle=0, working=0, num_blocks=0)
-    assert pool.spec == spec_of(8)
-    put_idle(pool, a)
-    assert pool.evict(10) == (a,)
-
-
-def test_a_refused_reconfiguration_changes_nothing(pool: BlockPool) -> None:
-    a, b = chain_of(2)
-    put_idle(pool, a)
-
-    pool.reserve(1)
-    with pytest.raises(PoolExhaustedError, match="drain the engine"):
-        pool.reconfigure(spec_of(8), 50)
-    pool.release(1)
-    pool.allocate((b,))
-    with pytest.raises(PoolExhaustedError, match="drain the engine"):
-        pool.reconfigure(spec_of(8), 50)
-    pool.free((b.name,))
-    with pytest.raises(ValueError, match="budget_bytes"):
-        pool.reconfigure(spec_of(8), -1)
-
-    assert pool.spec == spec_of(4)
-    assert pool.usage() == PoolUsage(total=100, held=0, idle=20, working=0, num_blocks=2)
     assert idle_order(pool) == (a, b)
 
 
@@ -536,7 +431,6 @@ def hammer(pool: BlockPool, worker: int, start: threading.Barrier) -> int:
         length = 1 + int(4 * uniform(worker, step))
         blocks = (shared if step % 2 else own)[:length]
         num_evicted += len(pool.allocate(blocks))
-        pool.pin(names(blocks))
         num_evicted += len(pool.reserve(length))
         found = pool.acquire(names(blocks))
         assert found == blocks, "held blocks stay"
@@ -546,7 +440,6 @@ def hammer(pool: BlockPool, worker: int, start: threading.Barrier) -> int:
         pool.free(names(found))
         pool.touch(names(own))
         pool.release(length)
-        pool.unpin(names(blocks))
         pool.free(names(blocks))
         num_evicted += len(pool.evict(7 * (step % 3)))
     pool.allocate(shared[:1])

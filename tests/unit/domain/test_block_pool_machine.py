@@ -37,12 +37,11 @@ class PoolModel:
         self.block_tokens, self.budget, self.working = block_tokens, budget, 0
         self.blocks: dict[BlockName, KVBlock] = {}
         self.refs: dict[BlockName, int] = {}
-        self.pins: dict[BlockName, int] = {}
         self.idle_since: dict[BlockName, int] = {}
         self.clock = 0
 
     def is_held(self, name: BlockName) -> bool:
-        return self.refs[name] + self.pins[name] > 0
+        return self.refs[name] > 0
 
     def usage(self) -> PoolUsage:
         held = sum(b.nbytes for b in self.blocks.values() if self.is_held(b.name))
@@ -57,12 +56,12 @@ class PoolModel:
         self.clock += 1
         self.idle_since[name] = self.clock
 
-    def count(self, counts: dict[BlockName, int], given: list[BlockName], by: int) -> None:
+    def count(self, given: list[BlockName], by: int) -> None:
         for name in given:
-            if counts.get(name, 0) + by * given.count(name) < 0 or name not in self.blocks:
+            if self.refs.get(name, 0) + by * given.count(name) < 0 or name not in self.blocks:
                 raise ValueError(name.short)
         for name in given if by > 0 else reversed(given):
-            counts[name] += by
+            self.refs[name] += by
             if not self.is_held(name):
                 self.stamp(name)
 
@@ -74,7 +73,7 @@ class PoolModel:
             if block not in spared:
                 victims.append(block)
         for victim in victims:
-            del self.blocks[victim.name], self.refs[victim.name], self.pins[victim.name]
+            del self.blocks[victim.name], self.refs[victim.name]
         return tuple(victims)
 
     def make_room(self, nbytes: int, spared: tuple[KVBlock, ...] = ()) -> tuple[KVBlock, ...]:
@@ -90,14 +89,14 @@ class PoolModel:
         evicted = self.make_room(sum(block.nbytes for block in new), blocks)
         for block in new:
             self.blocks[block.name] = block
-            self.refs[block.name] = self.pins[block.name] = 0
-        self.count(self.refs, names(blocks), by=1)
+            self.refs[block.name] = 0
+        self.count(names(blocks), by=1)
         return evicted
 
     def acquire(self, given: list[BlockName]) -> tuple[KVBlock, ...]:
         absent = [index for index, name in enumerate(given) if name not in self.blocks]
         found = given[: absent[0]] if absent else given
-        self.count(self.refs, found, by=1)
+        self.count(found, by=1)
         return tuple(self.blocks[name] for name in found)
 
     def touch(self, given: list[BlockName]) -> None:
@@ -115,20 +114,6 @@ class PoolModel:
         if nbytes < 0 or nbytes > self.working:
             raise ValueError("not reserved")
         self.working -= nbytes
-
-    def resize(self, budget: int) -> tuple[KVBlock, ...]:
-        if self.usage().held + self.working > budget:
-            raise PoolExhaustedError("in use")
-        self.budget = budget
-        return self.drop(self.usage().used - budget)
-
-    def reconfigure(self, block_tokens: int, budget: int) -> frozenset[KVBlock]:
-        if self.working or any(self.refs.values()):
-            raise PoolExhaustedError("in use")
-        dropped = frozenset(self.blocks.values())
-        self.block_tokens, self.budget = block_tokens, budget
-        self.blocks, self.refs, self.pins = {}, {}, {}
-        return dropped
 
 
 def outcome(operation: Callable[[], object]) -> object:
@@ -162,7 +147,6 @@ name_lists = block_lists.map(names)
 # All but the last block fit.
 BUDGET = sum(block.nbytes for block in UNIVERSE) - 1
 amounts = st.integers(-5, 60)
-budgets = st.integers(BUDGET // 2, 2 * BUDGET)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -191,7 +175,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(given=name_lists)
     def free(self, given: list[BlockName]) -> None:
-        expected = outcome(lambda: self.model.count(self.model.refs, given, by=-1))
+        expected = outcome(lambda: self.model.count(given, by=-1))
         assert outcome(lambda: self.pool.free(given)) == expected
 
     @precondition(lambda self: any(self.model.refs.values()))
@@ -199,22 +183,6 @@ class PoolMachine(RuleBasedStateMachine):
     def free_referenced(self, data: st.DataObject) -> None:
         referenced = [name for name, count in self.model.refs.items() if count]
         self.free(data.draw(st.lists(st.sampled_from(referenced), min_size=1, max_size=4)))
-
-    @rule(given=name_lists)
-    def pin(self, given: list[BlockName]) -> None:
-        expected = outcome(lambda: self.model.count(self.model.pins, given, by=1))
-        assert outcome(lambda: self.pool.pin(given)) == expected
-
-    @rule(given=name_lists)
-    def unpin(self, given: list[BlockName]) -> None:
-        expected = outcome(lambda: self.model.count(self.model.pins, given, by=-1))
-        assert outcome(lambda: self.pool.unpin(given)) == expected
-
-    @precondition(lambda self: any(self.model.pins.values()))
-    @rule(data=st.data())
-    def unpin_pinned(self, data: st.DataObject) -> None:
-        pinned = [name for name, count in self.model.pins.items() if count]
-        self.unpin(data.draw(st.lists(st.sampled_from(pinned), min_size=1, max_size=4)))
 
     @rule(given=name_lists)
     def touch(self, given: list[BlockName]) -> None:
@@ -240,17 +208,6 @@ class PoolMachine(RuleBasedStateMachine):
     def release(self, nbytes: int) -> None:
         expected = outcome(lambda: self.model.release(nbytes))
         assert outcome(lambda: self.pool.release(nbytes)) == expected
-
-    @rule(budget=budgets | amounts)
-    def resize(self, budget: int) -> None:
-        expected = outcome(lambda: self.model.resize(budget))
-        assert outcome(lambda: self.pool.resize(budget)) == expected
-
-    @rule(block_tokens=st.sampled_from([2, 4]), budget=budgets)
-    def reconfigure(self, block_tokens: int, budget: int) -> None:
-        expected = outcome(lambda: self.model.reconfigure(block_tokens, budget))
-        spec = spec_of(block_tokens)
-        assert outcome(lambda: frozenset(self.pool.reconfigure(spec, budget))) == expected
 
     @invariant()
     def counts_agree(self) -> None:
