@@ -31,7 +31,6 @@ class Job:
         sampling: With the seed set.
         stop: Strings and tokens that end the reply.
         max_tokens: The most tokens to generate; prompt and reply fit the context.
-        is_stateful: Stateful jobs of one agent run one after another.
         deadline: On the engine's clock; None waits for ever.
         constraint: Restricts the tokens of the reply; the engine advances it.
         visible: Special tokens that count as text; see `ReplyFormat.visible_ids`.
@@ -46,7 +45,6 @@ class Job:
     stop: StopRules
     max_tokens: int
     boundaries: tuple[int, ...] = ()
-    is_stateful: bool = False
     service_class: ServiceClass = ServiceClass.INTERACTIVE
     weight: float = 1.0
     deadline: float | None = None

@@ -114,7 +114,6 @@ class Preparation:
             stop=request.stop,
             max_tokens=max_tokens,
             boundaries=_block_ends(prompt, model.backend.spec),
-            is_stateful=request.agent.continuation is not None,
             service_class=request.service_class,
             weight=principal.weight,
             deadline=monotonic() + self._request_timeout_s,

@@ -210,18 +210,10 @@ class ConcurrentScheduler:
         self._clock.leave(generation.job.agent)
 
     def candidates(self, now: float) -> Iterator[Generation]:
-        """Waiting requests that may be admitted, the most urgent first, while there is room.
-
-        Of an agent's stateful requests only the oldest is one, and only while none runs.
-        """
-        busy = {g.job.agent for g in self._running if g.job.is_stateful}
+        """Waiting requests that may be admitted, the most urgent first, while there is room."""
         for generation in sorted(self._waiting, key=lambda g: self._urgency(g, now)):
             if len(self._running) >= self.limits.max_batch_size:
                 return
-            if generation.job.is_stateful:
-                if generation.job.agent in busy or self._has_older_stateful(generation):
-                    continue
-                busy.add(generation.job.agent)
             yield generation
 
     def plan(self, now: float) -> list[Portion]:
@@ -261,7 +253,6 @@ class ConcurrentScheduler:
             "a request is listed twice": len({id(g) for g in everyone}) != len(everyone),
             "a request that ended is listed": any(g.is_done for g in everyone),
             "a waiting request has rows": any(g.num_rows for g in self._waiting),
-            "an agent's stateful requests run at once": self._has_stateful_clash(),
         }
         found = [what for what, is_so in problems.items() if is_so]
         if found:
@@ -306,15 +297,3 @@ class ConcurrentScheduler:
         else:
             ends.extend(b for b in generation.job.boundaries if b > start)
         return min(ends) - start
-
-    def _has_older_stateful(self, generation: Generation) -> bool:
-        return any(
-            other.job.is_stateful
-            and other.job.agent == generation.job.agent
-            and other.order < generation.order
-            for other in self._waiting
-        )
-
-    def _has_stateful_clash(self) -> bool:
-        agents = [g.job.agent for g in self._running if g.job.is_stateful]
-        return len(set(agents)) != len(agents)

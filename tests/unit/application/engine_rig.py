@@ -133,7 +133,6 @@ class JobOptions(TypedDict, total=False):
     stop: StopRules
     agent: str
     service_class: ServiceClass
-    is_stateful: bool
     boundaries: tuple[int, ...]
     weight: float
     deadline: float | None

@@ -6,7 +6,7 @@ import pytest
 from semantic.adapters.outbound.fake_backend import END_TOKEN, fake_spec
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace
-from semantic.domain.chat import Failed, Finished, PrefillProgress, ServiceClass, TextDelta
+from semantic.domain.chat import Failed, Finished, PrefillProgress, ServiceClass
 from semantic.domain.errors import BackendError, GenerationTimeoutError, PoolExhaustedError
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.domain.spec import ModelCacheSpec
@@ -388,21 +388,6 @@ def test_what_was_found_is_told_before_the_first_token() -> None:
     assert isinstance(final, Finished)
     assert first.done == first.reused == final.usage.cache_read_tokens == 35
     assert first.total - first.reused == final.usage.cache_creation_tokens
-
-
-def test_stateful_requests_of_one_agent_run_in_order() -> None:
-    rig = make_rig()
-    for i in range(3):
-        rig.submit(make_job(f"t{i}", f"turn {i}", agent="coder", is_stateful=True))
-    rig.submit(make_job("side", "stateless", agent="coder"))
-    order: list[str] = []
-    while rig.engine.has_work:
-        rig.step()
-        for name, events in rig.events.items():
-            if any(isinstance(e, TextDelta) for e in events) and name not in order:
-                order.append(name)
-    assert [name for name in order if name != "side"] == ["t0", "t1", "t2"]
-    assert order.index("side") < 2, "a stateless request does not wait for the agent"
 
 
 def test_limits_change_while_it_runs() -> None:

@@ -44,7 +44,6 @@ job_options: st.SearchStrategy[JobOptions] = st.fixed_dictionaries(
         "stop": stops,
         "max_tokens": st.integers(1, 25),
         "agent": st.sampled_from(["x", "y", "z"]),
-        "is_stateful": st.booleans(),
         "service_class": st.sampled_from(ServiceClass),
     }
 )  # type: ignore[assignment]

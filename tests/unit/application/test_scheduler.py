@@ -67,14 +67,6 @@ def test_being_served_ends_the_wait() -> None:
     assert (first, second) == (["a"], ["b"])
 
 
-def test_an_agents_turns_keep_their_order_whatever_their_class() -> None:
-    scheduler = ConcurrentScheduler(EngineLimits())
-    background = ServiceClass.BACKGROUND
-    scheduler.add(generation("old", 0, agent="x", is_stateful=True, service_class=background))
-    scheduler.add(generation("new", 1, agent="x", is_stateful=True))
-    assert names(scheduler.candidates(now=0.0)) == ["old"]
-
-
 def test_a_suspect_goes_before_those_that_are_not() -> None:
     scheduler = ConcurrentScheduler(EngineLimits())
     scheduler.add(generation("free", 0))
