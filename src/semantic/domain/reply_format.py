@@ -80,11 +80,6 @@ class ReplyFormat:
     is_native: bool = False
 
     @property
-    def has_thinking(self) -> bool:
-        """Whether replies may hold thinking."""
-        return self.thinking is not None or self.tools is ToolFormat.HARMONY
-
-    @property
     def thinking_markers(self) -> Markers | None:
         """What stands around thinking, in channels too; None if there is none."""
         return _ANALYSIS if self.tools is ToolFormat.HARMONY else self.thinking

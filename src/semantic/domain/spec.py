@@ -111,11 +111,6 @@ class ModelCacheSpec:
         """What one more token adds while no window has wrapped."""
         return _to_bytes(sum(layer.elements_per_token for layer in self.layers), bits)
 
-    def bytes_per_block(self, bits: int = 16) -> int:
-        """A full block: FULL and WINDOW layers, all of its tokens."""
-        elements = sum(layer.elements_per_token for layer in self.layers)
-        return _to_bytes(elements * self.block_tokens, bits)
-
     def bytes_per_context(self, num_tokens: int, bits: int = 16) -> int:
         """What a context of so many tokens takes at rest: the sum of its three parts."""
         return (
@@ -147,11 +142,6 @@ class ModelCacheSpec:
     def state_bytes(self, bits: int = 16) -> int:
         """The STATE layers' part: the same for every length."""
         return _to_bytes(sum(layer.state_elements for layer in self.layers), bits)
-
-    def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens, the last one perhaps not full."""
-        _check_tokens(num_tokens)
-        return -(-num_tokens // self.block_tokens)
 
     def _of_kind(self, kind: LayerKind) -> list[LayerSpec]:
         return [layer for layer in self.layers if layer.kind is kind]

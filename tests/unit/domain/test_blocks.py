@@ -200,14 +200,6 @@ def test_ranges_cover_all_tokens_and_cut_at_every_boundary(
         assert end in wanted or end == len(tokens) or end - start == spec.block_tokens
 
 
-@quick
-@given(st.integers(0, 60), st.integers(1, 12).map(spec_of))
-def test_without_boundaries_there_are_as_many_blocks_as_the_spec_says(
-    num_tokens: int, spec: ModelCacheSpec
-) -> None:
-    assert len(split_tokens(range(num_tokens), spec)) == spec.num_blocks(num_tokens)
-
-
 def test_order_and_repetition_of_boundaries_do_not_matter() -> None:
     spec = spec_of(4)
 

@@ -216,7 +216,6 @@ def test_real_models(config: Mapping[str, object], pattern: str, bytes_per_token
     assert (spec.num_full, spec.num_window, spec.num_state) == tuple(map(pattern.count, "FWS"))
     assert spec.bytes_per_token() == bytes_per_token
     assert spec.bytes_per_token(bits=8) == bytes_per_token // 2
-    assert spec.bytes_per_block() == bytes_per_token * DEFAULT_BLOCK_TOKENS
 
 
 def test_llama_spec_in_full() -> None:
@@ -229,7 +228,6 @@ def test_llama_spec_in_full() -> None:
         max_context=131072,
         block_tokens=DEFAULT_BLOCK_TOKENS,
     )
-    assert spec.bytes_per_block() == 32 * MIB
 
 
 def test_gemma3_12b_at_8k_is_512_and_320_megabytes() -> None:
@@ -241,7 +239,6 @@ def test_gemma3_12b_at_8k_is_512_and_320_megabytes() -> None:
     assert spec.window_bytes(8192) == 320 * MIB
     assert spec.bytes_per_context(8192) == 832 * MIB
     assert spec.bytes_per_context(8192, bits=8) == 416 * MIB
-    assert spec.bytes_per_block() == spec.num_layers * 2 * MIB
 
 
 def test_gemma3_4b_relies_on_the_familys_defaults() -> None:
@@ -514,7 +511,7 @@ def test_a_spec_that_makes_no_sense() -> None:
 def test_negative_tokens_and_odd_bits_are_refused() -> None:
     spec = ModelCacheSpec("tiny", (FULL_LAYER,), 10, 10)
 
-    for method in (spec.bytes_per_context, spec.full_bytes, spec.window_bytes, spec.num_blocks):
+    for method in (spec.bytes_per_context, spec.full_bytes, spec.window_bytes):
         with pytest.raises(ValueError, match="num_tokens must not be negative"):
             method(-1)
     for bits in (0, 3, -8, 64):
@@ -528,7 +525,6 @@ def test_half_bytes_are_rounded_up_once_per_part() -> None:
     spec = ModelCacheSpec("tiny", (FULL_LAYER, FULL_LAYER, window, state), 10, 10, block_tokens=3)
 
     assert spec.bytes_per_token(bits=4) == 8  # 15 numbers
-    assert spec.bytes_per_block(bits=4) == 23  # 45 numbers
     assert spec.full_bytes(3, bits=4) == 15  # 30 numbers
     assert spec.window_bytes(3, bits=4) == 3  # 5 numbers
     assert spec.state_bytes(bits=4) == 4  # 7 numbers
@@ -591,11 +587,6 @@ def test_full_layers_grow_by_the_token(spec: ModelCacheSpec, length: int, bits: 
     assert spec.bytes_per_context(length, bits) == length * spec.bytes_per_token(bits)
 
 
-@given(specs(full_layers | window_layers), st.sampled_from([8, 16, 32]))
-def test_a_block_is_its_tokens(spec: ModelCacheSpec, bits: int) -> None:
-    assert spec.bytes_per_block(bits) == spec.block_tokens * spec.bytes_per_token(bits)
-
-
 @given(specs(window_layers), st.integers(0, 10**6), widths)
 def test_windows_are_capped(spec: ModelCacheSpec, extra: int, bits: int) -> None:
     narrowest = min(layer.window for layer in spec.layers)
@@ -603,11 +594,3 @@ def test_windows_are_capped(spec: ModelCacheSpec, extra: int, bits: int) -> None
 
     assert spec.window_bytes(widest + extra, bits) == spec.window_bytes(widest, bits)
     assert spec.window_bytes(narrowest, 8) == narrowest * spec.bytes_per_token(8)
-
-
-@given(any_specs, lengths)
-def test_blocks_hold_all_tokens_and_none_is_spare(spec: ModelCacheSpec, length: int) -> None:
-    num_blocks = spec.num_blocks(length)
-
-    assert num_blocks * spec.block_tokens >= length
-    assert num_blocks == 0 or (num_blocks - 1) * spec.block_tokens < length
