@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from semantic.domain.chat import JsonObject
@@ -61,9 +63,10 @@ class ChatTemplate:
                 **switches,
                 **self._values,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # noqa: BLE001 - a stranger's code may raise whatever it likes
+            reason = str(error) or type(error).__name__
             raise InvalidRequestError(
-                f"the model's chat template refuses this conversation: {error}", param="messages"
+                f"the model's chat template refuses this conversation: {reason}", param="messages"
             ) from error
 
 
@@ -101,13 +104,27 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
 
+class _GenerationTag(Extension):
+    """`{% generation %}`: marks what training counts as the model's own; here it shows its body."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Read up to the end tag; variables set in between end with it."""
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=lineno)
+
+
 def _compile(source: str) -> jinja2.Template:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     try:
         return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
+    except Exception as error:  # noqa: BLE001 - Jinja raises more than it declares, e.g. when deep
         raise InvalidRequestError(
             f"the model's chat template is not valid: {error}", param="model"
         ) from error
