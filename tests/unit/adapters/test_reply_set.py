@@ -102,17 +102,20 @@ async def test_whoever_stops_reading_cancels_all() -> None:
     assert all(reply.is_cancelled for reply in replies)
 
 
-async def test_if_one_is_refused_none_runs() -> None:
+@pytest.mark.parametrize(
+    "error", [OverloadedError("full."), RuntimeError("a defect"), asyncio.CancelledError()]
+)
+async def test_if_one_does_not_start_none_runs(error: BaseException) -> None:
     made: list[CannedReply] = []
 
     class Full(CannedInference):
         async def start(self, request: ChatRequest, principal: Principal) -> CannedReply:
             if len(made) == 2:
-                raise OverloadedError("full.")
+                raise error
             made.append(await super().start(request, principal))
             return made[-1]
 
-    with pytest.raises(OverloadedError):
+    with pytest.raises(type(error)):
         await start_all(Full(), times(REQUEST, 3), Principal())
     assert [reply.is_cancelled for reply in made] == [True, True]
 

@@ -33,7 +33,11 @@ def completions_router(inference: InferencePort, principal: Callable[[], Princip
         except InvalidRequestError as error:
             error.param = body.spelled(error.param)
             raise
-        echoes = [await _echo(body, prompt, inference) for prompt in body.prompts]
+        try:
+            echoes = [await _echo(body, prompt, inference) for prompt in body.prompts]
+        except BaseException:
+            replies.cancel()
+            raise
         if body.stream:
             return sse.event_stream(stream_completions(replies, body, echoes), replies)
         return await answer(http, collect_completions(replies, body, echoes), replies)

@@ -17,7 +17,6 @@ from semantic.adapters.inbound.disconnects import (
 )
 from semantic.domain.agents import Principal
 from semantic.domain.chat import ChatRequest, Event, PrefillProgress
-from semantic.domain.errors import SemanticError
 from semantic.ports.inbound import InferencePort, Reply
 
 Json: TypeAlias = dict[str, object]
@@ -116,7 +115,7 @@ def times(request: ChatRequest, num_replies: int) -> list[ChatRequest]:
 async def start_all(
     inference: InferencePort, requests: Iterable[ChatRequest], principal: Principal
 ) -> ReplySet:
-    """Start requests; if one is refused, none runs.
+    """Start requests; if one is refused or fails to start, none runs.
 
     Raises:
         SemanticError: see `InferencePort.start`.
@@ -125,7 +124,7 @@ async def start_all(
     try:
         for request in requests:
             replies.append(await inference.start(request, principal))  # noqa: PERF401
-    except SemanticError:
+    except BaseException:
         ReplySet(replies).cancel()
         raise
     return ReplySet(replies)
