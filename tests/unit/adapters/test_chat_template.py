@@ -21,7 +21,7 @@ def rendered(source: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("source", "reason"),
+    "source, reason",
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[0].nothing.more }}", "nothing"),

@@ -63,7 +63,7 @@ class ChatTemplate:
                 **switches,
                 **self._values,
             )
-        except Exception as error:  # noqa: BLE001 - a stranger's code may raise whatever it likes
+        except Exception as error:  # a stranger's code may raise whatever it likes
             reason = str(error) or type(error).__name__
             raise InvalidRequestError(
                 f"the model's chat template refuses this conversation: {reason}", param="messages"
@@ -124,7 +124,7 @@ def _compile(source: str) -> jinja2.Template:
     environment.globals["raise_exception"] = _raise
     try:
         return environment.from_string(source)
-    except Exception as error:  # noqa: BLE001 - Jinja raises more than it declares, e.g. when deep
+    except Exception as error:  # Jinja raises more than it declares
         raise InvalidRequestError(
             f"the model's chat template is not valid: {error}", param="model"
         ) from error
