@@ -169,7 +169,7 @@ def responses_router(
 async def _in_background(run: ResponseRun, book: ResponseBook, *, is_streamed: bool) -> Response:
     """Go on with a response, whether its client stays or not."""
     log = run.log = FrameLog() if is_streamed else None
-    book.keep_running(run)
+    book.keep_running(run, log)
     if log is not None:
         return sse.event_stream(log.read())
     await run.is_begun.wait()

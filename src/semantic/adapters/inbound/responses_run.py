@@ -9,7 +9,7 @@ from semantic.adapters.inbound.frame_log import FrameLog
 from semantic.adapters.inbound.reply_set import Json, ReplySet
 from semantic.adapters.inbound.responses_writer import ResponseWriter
 from semantic.domain.chat import Failed, PrefillProgress
-from semantic.domain.errors import SemanticError
+from semantic.domain.errors import GenerationTimeoutError, SemanticError
 
 _MAX_KEPT = 1024
 _MAX_LOGS = 16  # a log is some hundred bytes a token
@@ -20,7 +20,7 @@ class ResponseRun:
     """One response on its way. Used on the event loop's thread.
 
     Attributes:
-        log: Its events, where they are kept.
+        log: Its events, where they are kept for those who come late.
     """
 
     def __init__(
@@ -43,15 +43,11 @@ class ResponseRun:
         return {**made, "output": list(output) if isinstance(output, list) else []}
 
     async def frames(self) -> AsyncIterator[str]:
-        """Write it as server-sent events."""
-        progress = ""
-        async for item in self._told():
-            if isinstance(item, sse.Heartbeat):
-                yield sse.comment(progress or "waiting")
-            elif isinstance(item, PrefillProgress):
-                progress = _written(item)
-            else:
-                yield _frame(item)
+        """Write it as server-sent events; it goes on and ends however slowly they are read."""
+        log = FrameLog()
+        self._book.keep_running(self, log)
+        async for frame in log.read():
+            yield frame
 
     async def collect(self) -> Json:
         """Wait for its end.
@@ -65,32 +61,37 @@ class ResponseRun:
             raise self._failure
         return self.response
 
-    async def in_background(self) -> None:
-        """Wait for its end, and fill its log; a failure is told by the response itself."""
+    async def fill(self, log: FrameLog | None) -> None:
+        """Wait for its end, and write its events down; a failure is told by the response itself."""
         try:
             async for item in self._told():
-                if self.log is None or isinstance(item, sse.Heartbeat):
+                if log is None:
                     continue
                 if isinstance(item, PrefillProgress):
-                    self.log.progress = _written(item)
+                    log.progress = f"prefill {item.done}/{item.total}"
                 else:
-                    self.log.append(_frame(item))
+                    log.append(sse.named(str(item["type"]), item))
         finally:
-            if self.log is not None:
-                self.log.end()
+            if log is not None:
+                log.end()
 
     async def cancel(self) -> None:
-        """Stop it, and wait until it has ended."""
-        self._replies.cancel()
-        await asyncio.wait_for(self.is_ended.wait(), _CANCEL_TIMEOUT_S)
+        """Stop it, and wait until it has ended.
 
-    async def _told(self) -> AsyncIterator[Json | PrefillProgress | sse.Heartbeat]:
+        Raises:
+            GenerationTimeoutError: the device does not let it go.
+        """
+        self._replies.cancel()
         try:
-            async for item in self._replies.events_and_heartbeats():
-                if isinstance(item, sse.Heartbeat):
-                    yield item
-                    continue
-                _, event = item
+            await asyncio.wait_for(self.is_ended.wait(), _CANCEL_TIMEOUT_S)
+        except TimeoutError as error:
+            raise GenerationTimeoutError(
+                "the response was told to stop, and has not yet."
+            ) from error
+
+    async def _told(self) -> AsyncIterator[Json | PrefillProgress]:
+        try:
+            async for _, event in self._replies.events():
                 if isinstance(event, PrefillProgress):
                     yield event
                     continue
@@ -106,14 +107,6 @@ class ResponseRun:
         if not self.is_begun.is_set():
             self._book.enter(self)
             self.is_begun.set()
-
-
-def _written(progress: PrefillProgress) -> str:
-    return f"prefill {progress.done}/{progress.total}"
-
-
-def _frame(event: Json) -> str:
-    return sse.named(str(event["type"]), event)
 
 
 class ResponseBook:
@@ -143,9 +136,9 @@ class ResponseBook:
                 if len(self._logs) > _MAX_LOGS:
                     self._logs.popitem(last=False)
 
-    def keep_running(self, run: ResponseRun) -> None:
-        """Go on with a response though nobody waits for it."""
-        task = asyncio.create_task(run.in_background())
+    def keep_running(self, run: ResponseRun, log: FrameLog | None) -> None:
+        """Go on with a response though nobody waits for it; its events go to a log."""
+        task = asyncio.create_task(run.fill(log))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
