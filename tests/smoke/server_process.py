@@ -52,10 +52,21 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def serve(home: Path, log: Path, *arguments: str) -> Iterator[ServerProcess]:
-    """Start a server on a free port and wait until it listens; kills it at the end."""
+def serve(
+    home: Path, log: Path, *arguments: str, max_files: int | None = None
+) -> Iterator[ServerProcess]:
+    """Start a server on a free port and wait until it listens; kills it at the end.
+
+    Args:
+        home: Its `--home`.
+        log: Where its output goes.
+        arguments: More of its command line.
+        max_files: How many files it may open.
+    """
     fixed = ["--port", "0", "--home", str(home)]
     command = [sys.executable, "-m", "semantic", "serve", *fixed, *arguments]
+    if max_files is not None:
+        command = ["/bin/sh", "-c", f'ulimit -n {max_files}; exec "$@"', "sh", *command]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SEMANTIC_")}
     environment["HF_HUB_OFFLINE"] = "1"
     with log.open("w") as sink:

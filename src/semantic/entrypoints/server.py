@@ -16,9 +16,17 @@ import uvicorn
 from fastapi import FastAPI
 
 from semantic import __version__
+from semantic.adapters.config.settings import Settings
 from semantic.adapters.inbound.anthropic_api import anthropic_router
 from semantic.adapters.inbound.cache_api import CacheApi
 from semantic.adapters.inbound.completions_api import completions_router
+from semantic.adapters.inbound.connections import (
+    ConnectionLimits,
+    FullHouse,
+    Listener,
+    OpenConnections,
+    raise_descriptor_limit,
+)
 from semantic.adapters.inbound.direct_api import DirectApi
 from semantic.adapters.inbound.direct_generate import GenerateApi
 from semantic.adapters.inbound.docs_page import docs_router
@@ -84,6 +92,7 @@ def create_app(server: Server) -> FastAPI:
     )
     if not server.settings.allow_remote:
         app.add_middleware(LocalHosts)
+    app.add_middleware(FullHouse)
     app.add_middleware(AccessLog)
     return app
 
@@ -163,12 +172,17 @@ def _close_memory(server: Server) -> None:
 
 def _serve(server: Server) -> int:
     settings = server.settings
-    listener = _listen(settings.host, settings.port)
+    connections = _open_connections(settings)
+    listener = _listen(settings.host, settings.port, connections)
     url = f"http://{_url_host(settings.host)}:{listener.getsockname()[1]}"
     config = uvicorn.Config(
         create_app(server),
         log_config=None,
         access_log=False,
+        loop="asyncio",  # the listener and the connections are made for it
+        http=connections.protocol(),
+        ws="none",
+        timeout_keep_alive=settings.keep_alive_s,
         timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout_s) + _CUT_S,
     )
     sys.stdout.write(_banner(server, url))
@@ -182,9 +196,19 @@ def _serve(server: Server) -> int:
     return 0
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _open_connections(settings: Settings) -> OpenConnections:
+    limits = ConnectionLimits.within(
+        raise_descriptor_limit(),
+        settings.max_connections,
+        read_timeout_s=settings.read_timeout_s,
+        write_timeout_s=settings.request_timeout_s,
+    )
+    return OpenConnections(limits)
+
+
+def _listen(host: str, port: int, connections: OpenConnections) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = Listener(family, connections)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -39,6 +39,15 @@ class Settings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     allow_remote: bool = Field(False, description="permit an address other machines can reach")
     max_body_mb: float = Field(32, gt=0, description="largest request body")
+    max_connections: int = Field(
+        1024, ge=1, description="most open connections; less if the limit of open files is low"
+    )
+    read_timeout_s: float = Field(
+        30, gt=0, description="longest wait for a request's headers, or for more of its body"
+    )
+    keep_alive_s: int = Field(
+        60, ge=1, description="how long a connection may be idle between requests"
+    )
     shutdown_timeout_s: float = Field(3, gt=0, description="longest wait for a clean stop")
 
     model: str = Field(

@@ -107,7 +107,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 class _GenerationTag(Extension):
     """`{% generation %}`: marks what training counts as the model's own; here it shows its body."""
 
-    tags = frozenset({"generation"})
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         """Read up to the end tag; variables set in between end with it."""

@@ -1,0 +1,142 @@
+"""Clients that take connections and keep them: a real server process goes on for the others."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.smoke.server_process import ServerProcess, serve
+
+pytestmark = pytest.mark.smoke
+
+HALF_A_REQUEST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+HALF_A_BODY = HALF_A_REQUEST + b"content-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+
+
+@contextlib.contextmanager
+def fake_server(
+    tmp_path: Path, *, max_files: int | None = None, **settings: object
+) -> Iterator[ServerProcess]:
+    """Serve the fake model; the log is empty at first."""
+    config = tmp_path / "config.toml"
+    config.write_text("".join(f"{name} = {value}\n" for name, value in settings.items()))
+    arguments = ("--backend", "fake", "--durability", "sync", "--config", str(config))
+    with serve(tmp_path / "home", tmp_path / "log", *arguments, max_files=max_files) as server:
+        server.await_ready()
+        yield server
+
+
+def connect(server: ServerProcess, content: bytes = b"") -> socket.socket:
+    url = urlsplit(server.url)
+    opened = socket.create_connection((url.hostname or "", url.port or 0), timeout=30)
+    with contextlib.suppress(OSError):  # it may be closed at once
+        opened.sendall(content)
+    return opened
+
+
+def ask(server: ServerProcess, method: str, path: str, **options: Any) -> httpx.Response:
+    """Ask on a connection of its own."""
+    with httpx.Client(trust_env=False, timeout=60) as http:
+        return http.request(method, f"{server.url}{path}", **options)
+
+
+def is_closed(opened: socket.socket) -> bool:
+    """Whether a connection is ended by the server, within the socket's timeout."""
+    try:
+        return opened.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def drips(opened: socket.socket) -> bool:
+    """Send one more header; returns whether the server has ended the connection."""
+    try:
+        opened.sendall(b"x: y\r\n")
+        return is_closed(opened)
+    except TimeoutError:
+        return False
+    except BrokenPipeError:
+        return True
+
+
+def test_silent_connections_cost_no_turn(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as silent:
+        with fake_server(tmp_path, max_files=256) as server:
+            assert ask(server, "POST", "/v1/agents", json={"id": "coder"}).status_code == 201
+            for index in range(900):
+                content = (b"", HALF_A_REQUEST, HALF_A_BODY)[index % 3]
+                silent.enter_context(connect(server, content))
+                if index % 300 == 299:
+                    assert ask(server, "GET", "/health").status_code == 200
+                    said = {"message": f"number {index}", "max_tokens": 5}
+                    reply = ask(server, "POST", "/v1/agents/coder/generate", json=said)
+                    assert reply.status_code == 200, reply.text
+            assert server.stop() == 0
+        own = [line for line in server.output.splitlines() if "semantic.access" not in line]
+        assert len(own) < 30
+        assert "Too many open files" not in server.output
+    with fake_server(tmp_path, max_files=256) as server:
+        agent = ask(server, "GET", "/v1/agents/coder").json()
+        assert agent["turns"] == 3
+
+
+def test_whoever_does_not_send_a_request_in_time_is_cut(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"read_timeout_s": 0.3, "keep_alive_s": 1}
+    with fake_server(tmp_path, **settings) as server:
+        for content in (b"", HALF_A_REQUEST, HALF_A_BODY):
+            with connect(server, content) as opened:
+                assert is_closed(opened)
+        with connect(server, HALF_A_REQUEST) as drip:
+            drip.settimeout(0.05)
+            while not drips(drip):  # a header that never ends
+                pass
+        with connect(server, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n") as idle:
+            idle.makefile("rb").readline()
+            while not is_closed(idle):
+                pass
+
+
+def test_a_body_may_take_long_if_it_keeps_coming(tmp_path: Path) -> None:
+    content = b'{"model": "fake", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}'
+    head = HALF_A_REQUEST + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with (
+        fake_server(tmp_path, read_timeout_s=0.5) as server,
+        connect(server, head % len(content)) as slow,
+    ):
+        slow.settimeout(0.01)
+        for index in range(len(content)):  # longer than the timeout, taken together
+            slow.sendall(content[index : index + 1])
+            if index < len(content) - 1:
+                with pytest.raises(TimeoutError):
+                    slow.recv(1)
+        slow.settimeout(30)
+        assert slow.makefile("rb").readline() == b"HTTP/1.1 200 OK\r\n"
+
+
+def test_while_all_are_answered_there_is_room_for_health_and_cancel(tmp_path: Path) -> None:
+    feed = b"GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with (
+        fake_server(tmp_path, max_connections=2) as server,
+        connect(server, feed) as one,
+        connect(server, feed) as other,
+    ):
+        for opened in (one, other):
+            assert opened.recv(12) == b"HTTP/1.1 200"
+        assert ask(server, "GET", "/health").status_code == 200
+        refused = ask(server, "GET", "/v1/models")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "overloaded"
+        assert refused.headers["retry-after"] == "1"
+        assert refused.headers["request-id"]
+        cancelled = ask(server, "POST", "/v1/responses/resp_none/cancel")
+        assert cancelled.json()["error"]["code"] == "response_not_found"
+        one.close()
+        while ask(server, "GET", "/v1/models").status_code == 503:
+            pass
+        other.settimeout(0.1)
+        assert other.recv(1)
