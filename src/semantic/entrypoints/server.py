@@ -14,10 +14,12 @@ from types import FrameType
 import structlog
 import uvicorn
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from semantic import __version__
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.inbound.anthropic_api import anthropic_router
+from semantic.adapters.inbound.bodies import BodyLimit
 from semantic.adapters.inbound.cache_api import CacheApi
 from semantic.adapters.inbound.completions_api import completions_router
 from semantic.adapters.inbound.connections import (
@@ -34,7 +36,13 @@ from semantic.adapters.inbound.health import health_router
 from semantic.adapters.inbound.http_errors import install_error_handlers
 from semantic.adapters.inbound.openai_api import openai_router
 from semantic.adapters.inbound.responses_api import responses_router
-from semantic.adapters.inbound.security import AccessLog, BodyLimit, LocalHosts
+from semantic.adapters.inbound.rewriting import HeadAsGet, ShortPaths
+from semantic.adapters.inbound.security import (
+    LOCAL_ORIGINS,
+    AccessLog,
+    ForeignPages,
+    LocalHosts,
+)
 from semantic.adapters.inbound.transfer_api import IMPORT_PATH, TransferApi
 from semantic.application.turn_log import PastTurns
 from semantic.domain.errors import InvalidRequestError, ModelSwapError
@@ -47,6 +55,7 @@ _log = structlog.get_logger(__name__)
 # of 5 ms it then waited for the HTTP side so long that eight streams lost 38 % of their speed; with
 # this they lose a few percent (benchmarks/bench_http_streams.py), so both live in one process.
 _SWITCH_INTERVAL_S = 0.00005
+_EXPOSED_HEADERS = ("request-id", "x-request-id", "retry-after", "x-should-retry")
 _CUT_S = 1  # in which requests end whose connection was cut
 
 
@@ -71,7 +80,7 @@ def create_app(server: Server) -> FastAPI:
         redoc_url=None,
     )
     install_error_handlers(app)
-    app.include_router(docs_router(app.openapi))
+    app.include_router(docs_router(app.openapi, server.models.models))
     principal = server.memory.agents.principal
     app.include_router(openai_router(server.inference, server.models, principal))
     app.include_router(completions_router(server.inference, principal))
@@ -85,16 +94,34 @@ def create_app(server: Server) -> FastAPI:
         anthropic_router(server.inference, server.models, server.memory.agents.principal)
     )
     _add_agents(app, server)
+    _add_middleware(app, server.settings)
+    return app
+
+
+def _add_middleware(app: FastAPI, settings: Settings) -> None:
+    """Stand around the application what requests pass; the innermost is added first."""
+    origins = settings.cors_origins or ()
     app.add_middleware(
         BodyLimit,
-        max_bytes=int(server.settings.max_body_mb * 2**20),
-        larger={IMPORT_PATH: server.settings.disk_budget_mb * 2**20},
+        max_bytes=int(settings.max_body_mb * 2**20),
+        larger={IMPORT_PATH: settings.disk_budget_mb * 2**20},
     )
-    if not server.settings.allow_remote:
+    app.add_middleware(ForeignPages, origins=origins)
+    if not settings.allow_remote:
         app.add_middleware(LocalHosts)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(FullHouse)
     app.add_middleware(AccessLog)
-    return app
+    app.add_middleware(ShortPaths)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_origin_regex=LOCAL_ORIGINS,
+        allow_methods=("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"),
+        allow_headers=("*",),
+        allow_private_network=True,
+        expose_headers=_EXPOSED_HEADERS,
+    )
 
 
 def _add_agents(app: FastAPI, server: Server) -> None:

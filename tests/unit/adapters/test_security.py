@@ -9,8 +9,9 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 from structlog.testing import capture_logs
 
+from semantic.adapters.inbound.bodies import BodyLimit
 from semantic.adapters.inbound.http_errors import install_error_handlers
-from semantic.adapters.inbound.security import AccessLog, BodyLimit
+from semantic.adapters.inbound.security import AccessLog
 
 pytestmark = pytest.mark.unit
 

@@ -117,6 +117,20 @@ def test_a_name_that_is_no_setting_is_an_error_in_files(tmp_path: Path) -> None:
         load_settings(config=tmp_path / "mine.toml")
 
 
+def test_origins_are_a_list_in_files_and_have_commas_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = ("https://a.example", "app://b:1")
+    (tmp_path / "mine.toml").write_text('cors_origins = ["https://a.example", "app://b:1"]')
+    assert load_settings(config=tmp_path / "mine.toml").cors_origins == wanted
+    monkeypatch.setenv("SEMANTIC_CORS_ORIGINS", "https://a.example, app://b:1")
+    assert load_settings().cors_origins == wanted
+    for wrong in ("a.example", "https://a.example/", ""):
+        monkeypatch.setenv("SEMANTIC_CORS_ORIGINS", wrong)
+        with pytest.raises(InvalidRequestError, match="cors_origins: .* is no origin"):
+            load_settings()
+
+
 def test_default_toml_lists_every_setting_with_its_default() -> None:
     text = (PROJECT / "config/default.toml").read_text()
     written = tomllib.loads(text)

@@ -5,16 +5,18 @@ given by `--config`, `config/<environment>.toml`, `config/default.toml`, the def
 """
 
 import os
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     DotEnvSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -27,6 +29,7 @@ _ENVIRONMENT = "SEMANTIC_ENVIRONMENT"
 # The first chooses a file of settings; the other tells the examples where the server is.
 _NO_SETTINGS = (_ENVIRONMENT, "SEMANTIC_URL")
 STARTER_MODEL = "smollm2-135m-instruct"
+_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/\s]+")
 _LOCAL_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -38,6 +41,9 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     allow_remote: bool = Field(False, description="permit an address other machines can reach")
+    cors_origins: Annotated[tuple[str, ...] | None, NoDecode] = Field(
+        None, description="web pages that may use the server, beside those of this machine"
+    )
     max_body_mb: float = Field(32, gt=0, description="largest request body")
     max_connections: int = Field(
         1024, ge=1, description="most open connections; less if the limit of open files is low"
@@ -129,6 +135,20 @@ class Settings(BaseSettings):
     def _read_number(cls, value: object) -> object:
         # The environment and the command line know text alone.
         return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _read_list(cls, value: object) -> object:
+        # The environment knows text alone: names with commas between them.
+        return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _require_origins(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for origin in value or ():
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is no origin; write https://app.example.com, or *")
+        return value
 
     @field_validator("home", "cache_dir", mode="before")
     @classmethod

@@ -50,8 +50,7 @@ def anthropic_router(
         request = body.to_domain(model, http.headers)
         return {"input_tokens": await inference.count_tokens(request, principal())}
 
-    @router.head("/", include_in_schema=False)
-    @router.head("/api/hello", include_in_schema=False)
+    @router.get("/api/hello", include_in_schema=False)
     async def probe() -> Response:
         """Say that someone is there; Claude Code asks before it starts."""
         return Response()

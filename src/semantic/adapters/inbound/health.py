@@ -36,25 +36,21 @@ def health_router(
         }
         return JSONResponse(body, 200 if is_good else 503)
 
-    @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health() -> JSONResponse:
         """Everything at a glance; 200 if requests are answered."""
         return answer({ModelState.READY})
 
-    @router.head("/health/live", include_in_schema=False)
     @router.get("/health/live")
     async def live() -> JSONResponse:
         """200 unless a restart is the only help: the device hangs, or its thread has ended."""
         return answer(set(ModelState) - {ModelState.HUNG, ModelState.FAILED})
 
-    @router.head("/health/ready", include_in_schema=False)
     @router.get("/health/ready")
     async def ready() -> JSONResponse:
         """200 if requests are answered."""
         return answer({ModelState.READY})
 
-    @router.head("/health/startup", include_in_schema=False)
     @router.get("/health/startup")
     async def startup() -> JSONResponse:
         """200 once the model was loaded."""

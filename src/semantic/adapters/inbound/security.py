@@ -1,9 +1,9 @@
-"""What every request passes before it is parsed: its host, size and id, and a line in the log."""
+"""What every request passes before it is parsed: its host, its page, its id and line in the log."""
 
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection
 
 import structlog
 from starlette.datastructures import Headers
@@ -14,6 +14,9 @@ from semantic.adapters.inbound.http_errors import error_response
 _log = structlog.get_logger("semantic.access")
 
 _LOCAL_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+LOCAL_ORIGINS = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+_FOREIGN_SITES = frozenset({"cross-site", "same-site"})
 _HOST_PATTERN = re.compile(r"(\[[^]]*\]|[^:]*)(:\d*)?")
 
 
@@ -40,62 +43,44 @@ class LocalHosts:
         await self._app(scope, receive, send)
 
 
-class BodyLimit:
-    """Answers 413 to bodies over a limit, whether declared or streamed."""
+class ForeignPages:
+    """Refuses to change anything on behalf of a web page from elsewhere.
 
-    def __init__(
-        self, app: ASGIApp, max_bytes: int, larger: Mapping[str, int] | None = None
-    ) -> None:
+    A browser sends such requests for any page; it keeps only the answer from it, and says in
+    `Origin` and `Sec-Fetch-Site` whose they are. Programs send neither.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Collection[str] = ()) -> None:
         """Wrap an application.
 
         Args:
-            app: What is behind the limit.
-            max_bytes: The limit.
-            larger: Paths with a limit of their own.
+            app: What is behind it.
+            origins: Whose pages are permitted, beside those of this machine; `*` permits all.
         """
         self._app = app
-        self._max_bytes = max_bytes
-        self._larger = larger or {}
+        self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, counting its body."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        max_bytes = self._larger.get(scope["path"], self._max_bytes)
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > max_bytes:
-            await self._refuse(scope, receive, send)
-            return
-        num_read = 0
-        is_refused = False
+        """Pass a request on, unless it is a foreign page's."""
+        if scope["type"] == "http" and scope["method"] not in _READING:
+            headers = Headers(scope=scope)
+            if self._is_foreign(headers):
+                page = headers.get("origin", "elsewhere")
+                message = f"web pages from {page} may not do this; cors_origins can permit them."
+                refusal = error_response(403, message, "origin_not_allowed")
+                await refusal(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
-        async def counted() -> Message:
-            nonlocal num_read, is_refused
-            message = await receive()
-            num_read += len(message.get("body", b""))
-            if num_read <= max_bytes:
-                return message
-            if not is_refused:
-                is_refused = True
-                await self._refuse(scope, receive, send)
-            return {"type": "http.disconnect"}
-
-        async def unless_refused(message: Message) -> None:
-            # The app answers its half-read request too, and nobody may hear that.
-            if not is_refused:
-                await send(message)
-
-        await self._app(scope, counted, unless_refused)
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_usual = scope["path"] not in self._larger
-        setting = "max_body_mb" if is_usual else "disk_budget_mb"
-        max_bytes = self._larger.get(scope["path"], self._max_bytes)
-        message = f"the body is larger than {max_bytes} bytes ({setting})."
-        headers = {"connection": "close"}
-        refusal = error_response(413, message, "request_too_large", headers=headers)
-        await refusal(scope, receive, send)
+    def _is_foreign(self, headers: Headers) -> bool:
+        if "*" in self._origins:
+            return False
+        origin = headers.get("origin")
+        if origin is None:
+            return headers.get("sec-fetch-site") in _FOREIGN_SITES
+        is_own = origin.partition("://")[2] == headers.get("host")
+        is_local = re.fullmatch(LOCAL_ORIGINS, origin) is not None
+        return not (is_own or is_local or origin in self._origins)
 
 
 class AccessLog:

@@ -1,0 +1,233 @@
+"""What stands before every endpoint: browsers and their pages, short paths, HEAD, packed bodies."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.http_server import RunningServer, make_settings, run_server
+
+pytestmark = pytest.mark.integration
+
+FOREIGN = "https://evil.example"
+CHAT = {"model": "fake", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
+CHANGING = [
+    ("POST", "/v1/agents/import"),
+    ("POST", "/v1/cache/gc"),
+    ("POST", "/v1/cache/verify"),
+    ("POST", "/v1/agents/coder/evict"),
+    ("POST", "/v1/agents/coder/prefetch"),
+    ("POST", "/v1/responses/resp_x/cancel"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/chat/completions"),
+    ("PATCH", "/v1/agents/coder"),
+    ("DELETE", "/v1/agents/coder"),
+    ("POST", "/nowhere"),
+]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    home = tmp_path_factory.mktemp("home")
+    with run_server(make_settings(home, max_body_mb=0.1)) as running:
+        yield running
+
+
+@pytest.fixture
+def http(running: RunningServer) -> Iterator[httpx.Client]:
+    with running.client() as client:
+        yield client
+
+
+@pytest.mark.parametrize("method,path", CHANGING)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": FOREIGN},
+        {"origin": "null"},
+        {"origin": "http://localhost.evil.example"},
+        {"origin": "http://localhost:3000@evil.example"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"origin": FOREIGN, "sec-fetch-site": "same-origin"},
+    ],
+)
+def test_a_foreign_page_changes_nothing(
+    http: httpx.Client, method: str, path: str, headers: dict[str, str]
+) -> None:
+    answer = http.request(method, path, headers=headers)
+    assert answer.status_code == 403
+    error = answer.json()["error"]
+    assert error["code"] == "origin_not_allowed"
+    assert "cors_origins" in error["message"]
+    assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"origin": "http://localhost:3000", "sec-fetch-site": "same-site"},
+        {"origin": "https://127.0.0.1"},
+        {"origin": "http://[::1]:5173", "sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "none"},
+        {"sec-fetch-site": "same-origin"},
+    ],
+)
+def test_programs_and_pages_of_this_machine_are_served(
+    http: httpx.Client, headers: dict[str, str]
+) -> None:
+    answer = http.post("/v1/chat/completions", json=CHAT, headers=headers)
+    assert answer.status_code == 200
+    assert answer.headers.get("access-control-allow-origin") == headers.get("origin")
+
+
+def test_a_page_of_this_machine_may_ask_first(http: httpx.Client) -> None:
+    asked = {
+        "origin": "http://localhost:3000",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-os",
+    }
+    for path in ("/v1/chat/completions", "/v1/messages", "/models"):
+        answer = http.options(path, headers=asked)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "http://localhost:3000"
+        assert "POST" in answer.headers["access-control-allow-methods"]
+        assert "x-stainless-os" in answer.headers["access-control-allow-headers"]
+    refused = http.options("/v1/messages", headers={**asked, "origin": FOREIGN})
+    assert refused.status_code == 400
+    assert "access-control-allow-origin" not in refused.headers
+
+
+@pytest.mark.parametrize(
+    "method,path,options,status",
+    [
+        ("GET", "/nowhere", {}, 404),
+        ("POST", "/v1/chat/completions", {"content": b"x" * 200_000}, 413),
+        ("POST", "/v1/chat/completions", {"json": {}}, 400),
+        ("GET", "/v1/models", {"headers": {"host": "evil.example"}}, 400),
+    ],
+)
+def test_errors_can_be_read_by_pages_of_this_machine(
+    http: httpx.Client, method: str, path: str, options: Any, status: int
+) -> None:
+    headers = {"origin": "http://localhost:3000", **options.pop("headers", {})}
+    answer = http.request(method, path, headers=headers, **options)
+    assert answer.status_code == status
+    assert answer.headers["access-control-allow-origin"] == "http://localhost:3000"
+    exposed = answer.headers["access-control-expose-headers"]
+    assert {"request-id", "x-request-id", "retry-after"} <= set(exposed.split(", "))
+    assert answer.headers["request-id"]
+
+
+@pytest.mark.parametrize("origins", ["*", f"https://other.example,{FOREIGN}"])
+def test_other_pages_can_be_permitted(tmp_path: Path, origins: str) -> None:
+    settings = make_settings(tmp_path, cors_origins=origins)
+    with run_server(settings) as running, running.client() as http:
+        headers = {"origin": FOREIGN, "sec-fetch-site": "cross-site"}
+        answer = http.post("/v1/chat/completions", json=CHAT, headers=headers)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] in ("*", FOREIGN)
+
+
+def test_a_page_may_use_the_server_it_came_from(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path, allow_remote=True)
+    with run_server(settings) as running, running.client() as http:
+        for origin, status in (("http://box:8000", 200), ("http://box:8001", 403)):
+            headers = {"origin": origin, "host": "box:8000"}
+            answer = http.post("/v1/chat/completions", json=CHAT, headers=headers)
+            assert answer.status_code == status
+
+
+def test_a_browser_is_led_to_a_page_and_a_program_is_greeted(http: httpx.Client) -> None:
+    page = http.get("/", headers={"accept": "text/html,*/*"}, follow_redirects=True)
+    assert page.url.path == "/docs"
+    assert page.status_code == 200
+    greeting = http.get("/").json()
+    assert (greeting["name"], greeting["model"]) == ("Semantic", "fake")
+    assert greeting["version"]
+    for link in greeting["links"].values():
+        assert http.get(link).status_code == 200
+    assert http.head("/").status_code == 200
+
+
+def test_the_version_may_be_left_out_of_paths(http: httpx.Client) -> None:
+    said = {"model": "fake", "max_tokens": 2}
+    assert http.get("/models").json() == http.get("/v1/models").json()
+    assert http.get("/models/fake").status_code == 200
+    assert http.post("/chat/completions", json=CHAT).json()["object"] == "chat.completion"
+    answer = http.post("/completions", json={**said, "prompt": "hi"})
+    assert answer.json()["object"] == "text_completion"
+    answer = http.post("/responses", json={"model": "fake", "input": "hi"})
+    assert http.get(f"/responses/{answer.json()['id']}").json()["object"] == "response"
+    assert http.post("/messages", json=CHAT).json()["type"] == "message"
+    assert http.post("/messages", json={}).json()["type"] == "error"
+    assert "not served" in http.post("/embeddings", json={}).json()["error"]["message"]
+    assert http.get("/nowhere").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/health", "/v1/models", "/models", "/openapi.json", "/docs", "/v1/agents", "/v1/cache"],
+)
+def test_head_answers_as_get_does_without_the_body(http: httpx.Client, path: str) -> None:
+    head, whole = http.head(path), http.get(path)
+    assert head.status_code == whole.status_code == 200
+    assert head.content == b""
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    assert "content-length" in head.headers
+
+
+def test_head_of_what_never_ends_and_of_what_is_not_there(http: httpx.Client) -> None:
+    assert http.head("/v1/events").headers["content-type"].startswith("text/event-stream")
+    assert http.head("/v1/agents/nobody").status_code == 404
+    assert http.head("/v1/chat/completions").status_code == 405
+    assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "encoding,pack",
+    [
+        ("gzip", gzip.compress),
+        ("GZIP", gzip.compress),
+        ("gzip", lambda body: gzip.compress(body[:9]) + gzip.compress(body[9:])),
+        ("deflate", zlib.compress),
+        ("identity", bytes),
+    ],
+)
+def test_packed_bodies_are_unpacked(http: httpx.Client, encoding: str, pack: Any) -> None:
+    headers = {"content-encoding": encoding, "content-type": "application/json"}
+    packed = pack(json.dumps(CHAT).encode())
+    answer = http.post("/v1/chat/completions", content=packed, headers=headers)
+    assert answer.status_code == 200, answer.text
+    pieces = (packed[index : index + 7] for index in range(0, len(packed), 7))
+    answer = http.post("/v1/chat/completions", content=pieces, headers=headers)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    "encoding,content,status",
+    [
+        ("gzip", gzip.compress(b" " * 10_000_000), 413),
+        ("gzip", gzip.compress(gzip.compress(b"{}")), 400),
+        ("gzip", b"plain text", 400),
+        ("gzip", gzip.compress(b"{}")[:-3], 400),
+        ("gzip", gzip.compress(b"{}") + b"more", 400),
+        ("deflate", gzip.compress(b"{}"), 400),
+        ("br", b"{}", 415),
+        ("gzip, gzip", b"{}", 415),
+    ],
+)
+def test_bodies_that_cannot_be_unpacked_are_refused(
+    http: httpx.Client, encoding: str, content: bytes, status: int
+) -> None:
+    headers = {"content-encoding": encoding, "content-type": "application/json"}
+    answer = http.post("/v1/chat/completions", content=content, headers=headers)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+    assert http.get("/health").status_code == 200
