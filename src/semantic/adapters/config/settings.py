@@ -147,7 +147,7 @@ class Settings(BaseSettings):
     def _require_origins(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for origin in value or ():
             if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ValueError(f"{origin!r} is no origin; write https://app.example.com, or *")
+                raise ValueError(f"{origin!r} is not an origin such as https://a.example, or *")
         return value
 
     @field_validator("home", "cache_dir", mode="before")
