@@ -1,6 +1,8 @@
 """What all tests share: the starter model, imported once, and Hypothesis profiles."""
 
+import fcntl
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,15 +22,34 @@ settings.load_profile("default")
 @pytest.fixture(scope="session")
 def starter_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home directory with the starter model in it, as the first start makes it."""
+    home = tmp_path_factory.mktemp("home")
+    shutil.copytree(_imported_once(tmp_path_factory), home / "models", copy_function=os.link)
+    return home
+
+
+def _imported_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Import the starter model in the first test process that asks for it."""
     from semantic.adapters.config.settings import STARTER_MODEL
     from semantic.adapters.outbound.model_source import LocalModelSource
 
-    home = tmp_path_factory.mktemp("home")
-    LocalModelSource(home / "models", STARTER_MODEL).resolve(STARTER_MODEL, lambda _: None)
-    return home
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    models = shared / "starter-models"
+    with (shared / "starter.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        LocalModelSource(models, STARTER_MODEL).resolve(STARTER_MODEL, lambda _: None)
+    return models
 
 
 @pytest.fixture(scope="session")
 def starter_model_dir(starter_home: Path) -> Path:
     """The starter model's directory."""
     return starter_home / "models" / "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="session")
+def tiny_starter_dir(starter_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with random weights and the starter's tokenizer: fast, and talks nonsense."""
+    from examples.custom_model import make_tiny_model
+
+    return make_tiny_model(starter_model_dir, tmp_path_factory.mktemp("tiny") / "tiny-starter")

@@ -33,10 +33,10 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(params=["fake", "torch"])
 async def server(
-    request: pytest.FixtureRequest, starter_model_dir: Path, tmp_path: Path
+    request: pytest.FixtureRequest, tiny_starter_dir: Path, tmp_path: Path
 ) -> AsyncIterator[Server]:
     settings = load_settings(
-        {"backend": request.param, "model": str(starter_model_dir), "home": str(tmp_path)}
+        {"backend": request.param, "model": str(tiny_starter_dir), "home": str(tmp_path)}
     )
     made = bootstrap(settings)
     made.device.start()

@@ -5,9 +5,9 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from semantic.adapters.outbound.gguf_import import starter_gguf
 from semantic.adapters.outbound.model_source import LocalModelSource
 from semantic.domain.errors import ModelNotFoundError
+from tests.unit.adapters.test_gguf_import import Tiny
 
 pytestmark = pytest.mark.integration
 
@@ -77,11 +77,11 @@ def test_anything_else_is_answered_with_what_is_possible(tmp_path: Path) -> None
         source(tmp_path).resolve(str(tmp_path / "a/b"), quiet)
 
 
-def test_a_gguf_file_is_imported_once(starter_home: Path) -> None:
-    gguf = starter_gguf()
-    models = LocalModelSource(starter_home / "models", "starter")
+def test_a_gguf_file_is_imported_once(tmp_path: Path) -> None:
+    gguf = Tiny().write(tmp_path / "mine.gguf")
+    models = source(tmp_path)
     first = models.resolve(str(gguf), quiet)
-    assert first == starter_home / "models" / gguf.stem
+    assert first == tmp_path / "models/mine"
     before = (first / "model.safetensors").stat().st_mtime_ns
     assert models.resolve(str(gguf), quiet) == first
     assert (first / "model.safetensors").stat().st_mtime_ns == before

@@ -28,6 +28,7 @@ RECORDED = {
     "What is the capital of France? Answer in one sentence.": "The capital of France is Paris.",
     "What is 2 + 2? Answer with one number.": "The answer is 4.",
 }
+NUM_READ = 24
 SOURCE, RESTORED = SequenceId(0), SequenceId(1)
 
 
@@ -48,11 +49,11 @@ def precise(starter_model_dir: Path) -> Iterator[ListeningBackend]:
 
 @pytest.fixture(scope="module")
 def found(backend: ListeningBackend, starter_model_dir: Path) -> dict[str, Divergence]:
-    return divergences(backend, text_tokens(starter_model_dir, 2048 + 48), 2048)
+    return divergences(backend, text_tokens(starter_model_dir, 512 + NUM_READ), 512)
 
 
 def test_raw_state_changes_nothing(found: dict[str, Divergence]) -> None:
-    assert found["raw"].kls == [0.0] * 48
+    assert found["raw"].kls == [0.0] * NUM_READ
 
 
 def test_eight_bits_move_distributions_hardly(found: dict[str, Divergence]) -> None:
@@ -77,7 +78,7 @@ def test_greedy_text_after_a_rest_in_a_file(
     assert answer(precise, starter_model_dir, tmp_path, question, kv_format) == RECORDED[question]
 
 
-@pytest.mark.parametrize("question", ["Name three colours.", "Which planet is the largest?"])
+@pytest.mark.parametrize("question", ["Name three colours."])
 def test_eight_bits_say_what_sixteen_say(
     precise: ListeningBackend, starter_model_dir: Path, tmp_path: Path, question: str
 ) -> None:

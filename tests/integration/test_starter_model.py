@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from semantic.adapters.outbound.gguf_import import import_gguf, starter_gguf, to_bfloat16
+from semantic.adapters.outbound.gguf_import import starter_gguf, to_bfloat16
 
 pytestmark = pytest.mark.integration
 
@@ -18,8 +18,8 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", 
 
 
 @pytest.fixture(scope="session")
-def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return import_gguf(starter_gguf(), tmp_path_factory.mktemp("models") / "starter")
+def imported(starter_model_dir: Path) -> Path:
+    return starter_model_dir
 
 
 @pytest.fixture(scope="session")

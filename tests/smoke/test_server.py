@@ -70,16 +70,20 @@ def long_stream(url: str) -> Iterator[httpx.Response]:
 
 def test_ctrl_c_in_mid_generation_stops_cleanly(tmp_path: Path) -> None:
     lines: list[str] = []
+    is_streaming = threading.Event()
 
     def read(url: str) -> None:
         with long_stream(url) as answer:
-            lines.extend(answer.iter_lines())
+            for line in answer.iter_lines():
+                lines.append(line)
+                if len(lines) > 2:
+                    is_streaming.set()
 
     with serve(tmp_path / "home", tmp_path / "log", "--backend", "fake") as server:
         server.await_ready()
         reader = threading.Thread(target=read, args=(server.url,))
         reader.start()
-        time.sleep(0.5)
+        assert is_streaming.wait(20)
         assert server.stop() == 0
         reader.join(20)
     assert "Traceback" not in server.output
