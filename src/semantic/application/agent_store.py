@@ -127,7 +127,7 @@ class AgentCacheStore:
                 num_dropped = self._memory.drop([wanted])
                 if num_dropped or wanted.kind in wanted.node.files:
                     self.counters.corrupt += 1
-                self._files.drop(wanted)
+                self._files.drop(wanted, is_bad=True)
 
     # -- seal -----------------------------------------------------------------------------------
 

@@ -91,6 +91,7 @@ class _WritePart:
 @dataclass(frozen=True, slots=True)
 class _Delete:
     parts: tuple[BlockPart, ...]
+    is_bad: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +173,9 @@ class DiskTier:
             self._items.put(_WritePart(part, payload))
         return is_taken
 
-    def delete(self, parts: Sequence[BlockPart]) -> None:
-        """Remove files that no one refers to any more."""
-        self._items.put(_Delete(tuple(parts)))
+    def delete(self, parts: Sequence[BlockPart], *, is_bad: bool = False) -> None:
+        """Remove files that no one refers to any more; bad ones go to quarantine."""
+        self._items.put(_Delete(tuple(parts), is_bad))
 
     def change(self, *changes: LedgerChange) -> Future[None]:
         """Write to the ledger after everything handed in before; the future tells when.
@@ -288,8 +289,8 @@ class DiskTier:
         match item:
             case _WritePart(part, payload):
                 self._write(part, payload)
-            case _Delete(parts):
-                self._remove(parts)
+            case _Delete(parts, is_bad):
+                self._remove(parts, is_bad=is_bad)
             case _Change(changes, done):
                 self._rows.add(changes, done)
             case _Stop():
@@ -341,14 +342,16 @@ class DiskTier:
             )
         excess = self._files.used_bytes() + nbytes - budget
         if excess > 0:
+            excess -= self._files.empty_quarantine(before=math.inf)  # of no use, so it goes first
+        if excess > 0:
             self._remove(self._keeper.victims(excess, part, slack=int(room * _SLACK)))
             if self._files.used_bytes() + nbytes > budget:
                 raise CachePersistenceError("the disk budget is full and nothing may be evicted.")
 
-    def _remove(self, parts: Sequence[BlockPart]) -> None:
+    def _remove(self, parts: Sequence[BlockPart], *, is_bad: bool = False) -> None:
         for part in parts:
             try:
-                self._files.delete(part)
+                (self._files.set_aside if is_bad else self._files.delete)(part)
             except CachePersistenceError as error:
                 self._report("files", error.message)
         if parts:

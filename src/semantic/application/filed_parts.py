@@ -97,18 +97,18 @@ class FiledParts:
 
     # -- deleting -------------------------------------------------------------------------------
 
-    def drop(self, part: WantedPart) -> int:
-        """Delete a part's file, if there is one; returns its bytes."""
+    def drop(self, part: WantedPart, *, is_bad: bool = False) -> int:
+        """Delete a part's file, if there is one; returns its bytes. A bad one is set aside."""
         filed = self._index.pop_file(part.node, part.kind)
         if filed is not None and self._disk is not None:
-            self._disk.delete([filed])
+            self._disk.delete([filed], is_bad=is_bad)
         self._index.prune(part.node)
         return filed.nbytes if filed is not None else 0
 
     def lose(self, part: WantedPart) -> None:
         """Forget a file that turned out to be gone or bad, and count it."""
         self._counters.corrupt += 1
-        self.drop(part)
+        self.drop(part, is_bad=True)
 
     def victims(
         self, nbytes: int, incoming: BlockPart, *, root: BlockName | None, slack: int

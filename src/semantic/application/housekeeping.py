@@ -133,7 +133,10 @@ class Housekeeping:
     # -- garbage --------------------------------------------------------------------------------
 
     def collect(self, *, orphan_age_s: float | None = None) -> int:
-        """Delete what no agent reaches and nobody used for a while; returns the bytes freed."""
+        """Delete what no agent reaches and nobody used for a while; returns the bytes freed.
+
+        So goes what has been in quarantine for that long.
+        """
         age = self._orphan_ttl_s if orphan_age_s is None else orphan_age_s
         before = self._now() - age
         self._agents.expire()
@@ -150,10 +153,12 @@ class Housekeeping:
             parts = [WantedPart(node, kind) for node in orphans for kind in LayerKind]
             freed = self._store.drop_files(parts)
             self._store.drop_payloads(parts)
+        if self._files is not None:
+            freed += self._files.empty_quarantine(before=before)
         return freed + self._boundaries.drop(unused_since=before)
 
     def verify(self) -> Iterator[CheckProgress]:
-        """Read every file; what is bad is dropped and made anew when it is needed."""
+        """Read every file; what is bad is set aside and made anew when it is needed."""
         with self._store.lock:
             parts = [WantedPart(n, kind) for n in self._store.index for kind in tuple(n.files)]
         num_bad = 0

@@ -11,6 +11,7 @@ from typing import Literal
 import structlog
 
 from semantic.adapters.config.settings import Settings
+from semantic.adapters.outbound.cache_directory import claim
 from semantic.adapters.outbound.directory_lock import DirectoryLock
 from semantic.adapters.outbound.kv_codec import KVCodec
 from semantic.adapters.outbound.memory_ledger import MemoryLedger
@@ -48,7 +49,7 @@ class AgentMemory:
         """Open the directory, if anything is to be kept there.
 
         Raises:
-            InvalidRequestError: another server has it.
+            InvalidRequestError: it is no cache, or another server has it.
             CachePersistenceError: what is there cannot be opened.
         """
         self._settings = settings
@@ -62,6 +63,7 @@ class AgentMemory:
         self.housekeeping: Housekeeping | None = None
         self.ledger: LedgerPort = MemoryLedger()
         if settings.durability != "none":
+            claim(settings.effective_cache_dir)
             self._lock = DirectoryLock(settings.effective_cache_dir)
             self.ledger = SqliteLedger(settings.effective_cache_dir)
         try:

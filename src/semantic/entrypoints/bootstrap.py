@@ -15,6 +15,8 @@ import structlog
 
 from semantic.adapters.config.settings import STARTER_MODEL, Settings
 from semantic.adapters.outbound.agent_file import AgentFile
+from semantic.adapters.outbound.block_tree import BLOCKS
+from semantic.adapters.outbound.disk import keep_private
 from semantic.adapters.outbound.mlx import runtime as mlx_runtime
 from semantic.application.agent_service import AgentService
 from semantic.application.agent_transfer import AgentTransfer
@@ -142,6 +144,7 @@ def _detokeniser(device: DeviceThread) -> Callable[[Sequence[int]], str]:
 
 
 def _prepare_directories(settings: Settings) -> None:
+    """Make the directories; what earlier versions left readable to others is so no more."""
     places = {"home": settings.home_dir / "models", "cache_dir": settings.effective_cache_dir}
     for param, directory in places.items():
         flag = "--home" if settings.cache_dir is None else f"--{param.replace('_', '-')}"
@@ -155,6 +158,17 @@ def _prepare_directories(settings: Settings) -> None:
             raise InvalidRequestError(
                 f"cannot make {directory}: {error.strerror}; choose another {flag}", param=param
             ) from error
+    if _is_own_home(settings.home_dir):
+        keep_private(settings.home_dir.resolve(), skip=BLOCKS)
+
+
+def _is_own_home(home: Path) -> bool:
+    """Whether nobody keeps anything else there; the usual home is ours by its name."""
+    try:
+        names = {path.name for path in home.iterdir()}
+    except OSError:
+        return False
+    return home.name == ".semantic" or names <= {"cache", "logs", "models"}
 
 
 def _limits(settings: Settings) -> EngineLimits:

@@ -11,9 +11,11 @@ from typing import TypeAlias
 from tqdm import tqdm
 
 from semantic.adapters.config.settings import Settings
+from semantic.adapters.outbound.block_tree import TEMPORARY
+from semantic.adapters.outbound.cache_directory import claim
 from semantic.adapters.outbound.directory_lock import DirectoryLock
 from semantic.adapters.outbound.fingerprint import known_models
-from semantic.adapters.outbound.safetensors_cache import TEMPORARY, SafetensorsCache
+from semantic.adapters.outbound.safetensors_cache import SafetensorsCache
 from semantic.adapters.outbound.sqlite_ledger import LEDGER_FILE, SqliteLedger
 from semantic.application.agent_ledger import AgentLedger, write_at_once
 from semantic.application.block_index import BlockIndex
@@ -35,7 +37,7 @@ def run_cache(action: str, settings: Settings, orphan_age_h: float | None = None
     """Do one of the commands and return the exit status.
 
     Raises:
-        InvalidRequestError: there is no such directory, or a server has it.
+        InvalidRequestError: there is no such directory, it is no cache, or a server has it.
         CachePersistenceError: what is there cannot be opened.
     """
     directory = settings.effective_cache_dir
@@ -44,6 +46,7 @@ def run_cache(action: str, settings: Settings, orphan_age_h: float | None = None
             f"there is no cache in {directory}; name its place with --cache-dir or --home",
             param="cache_dir",
         )
+    claim(directory)
     with ExitStack() as stack:
         stack.enter_context(DirectoryLock(directory))
         ledger = SqliteLedger(directory)
@@ -71,7 +74,7 @@ class _Cache:
     # -- stats ----------------------------------------------------------------------------------
 
     def stats(self) -> int:
-        # Scanning removes what is bad; who only looks around removes nothing.
+        # Scanning sets aside what is bad; who only looks around changes nothing if possible.
         is_lost = self.state.is_index_lost
         parts = list(self.files.scan()) if is_lost else list(self.state.parts)
         used = self.files.used_bytes()
@@ -119,13 +122,14 @@ class _Cache:
                 self.files.read(part)
             except CacheCorruptionError as error:
                 bad.append((self.files.place(part), error.message))
-                self.files.delete(part)
+                self.files.set_aside(part)
                 sound.remove(part)
         self._write_index(sound)
         for name, reason in bad:
-            self.say(f"bad: {name}: {reason}; removed")
+            self.say(f"bad: {name}: {reason}; moved to quarantine")
         if unfinished:
-            self.say(f"removed {_count(len(unfinished), 'unfinished file')} of a killed server")
+            unfinished_files = _count(len(unfinished), "unfinished file")
+            self.say(f"moved {unfinished_files} of a killed server to quarantine")
         self.say(
             f"checked {_count(num_files, 'file')} "
             f"({_size(sum(part.nbytes for part in sound))} are sound), "
@@ -183,6 +187,8 @@ class _Cache:
         for part in gone:
             self.files.delete(part)
         self._write_index(kept)
+        if freed := self.files.empty_quarantine(before=before):
+            self.say(f"deleted {_size(freed)} of bad files in quarantine")
         self.say(
             f"deleted {_count(len(gone), 'file')} ({_size(sum(part.nbytes for part in gone))}) "
             f"and {_count(num_turns, 'turn')} that no agent reaches; left: "

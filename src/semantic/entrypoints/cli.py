@@ -23,6 +23,8 @@ _INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = vars(_parser().parse_args(arguments))
+    # Whatever is written here is its owner's alone, by whichever library.
+    os.umask(0o077)
     command = options.pop("command")
     config = options.pop("config")
     try:
@@ -106,13 +108,14 @@ def _add_cache_commands(parser: argparse.ArgumentParser) -> None:
         "verify",
         help="read and check everything",
         description="Read every file and every turn and compare them with their checksums. Bad "
-        "files are removed: what they held is computed anew when it is needed. A damaged ledger "
-        "is restored from its backup. The exit status is 1 if anything was bad.",
+        "files are moved to quarantine: what they held is computed anew when it is needed. A "
+        "damaged ledger is restored from its backup. The exit status is 1 if anything was bad.",
     )
     gc = actions.add_parser(
         "gc",
         help="delete what no agent reaches",
-        description="Delete attention state and turns that no agent reaches.",
+        description="Delete attention state and turns that no agent reaches, and what has been in "
+        "quarantine for as long.",
     )
     gc.add_argument(
         "--orphan-age-h",

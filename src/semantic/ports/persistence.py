@@ -46,16 +46,28 @@ class BlockFilesPort(Protocol):
         """
         ...
 
+    def set_aside(self, part: BlockPart) -> None:
+        """Move a bad file to quarantine; one that is not there is passed over.
+
+        Raises:
+            CachePersistenceError: it is there and cannot be moved.
+        """
+        ...
+
+    def empty_quarantine(self, *, before: float) -> int:
+        """Remove what was set aside up to a time; returns the bytes freed."""
+        ...
+
     def scan(self) -> Iterator[BlockPart]:
-        """Read what every file says of itself; removes what is no whole part."""
+        """Read what every file says of itself; moves what is no whole part to quarantine."""
         ...
 
     def used_bytes(self) -> int:
-        """Bytes of everything in the directory, other models' files and the ledger too."""
+        """Bytes of everything in the directory: other models' files, quarantine, the ledger."""
         ...
 
     def other_bytes(self) -> int:
-        """Of these, bytes of what is no block: the ledger and its backup."""
+        """Of these, bytes of what is neither block nor quarantine: the ledger and its backup."""
         ...
 
 

@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import signal
@@ -130,3 +131,44 @@ def test_a_directory_that_cannot_be_made_is_refused_in_a_sentence(tmp_path: Path
 
     with pytest.raises(CachePersistenceError, match=r"cannot be locked: .*--cache-dir"):
         DirectoryLock(tmp_path / "file" / "cache")
+
+
+def test_a_lock_file_that_was_removed_leaves_the_directory_locked(tmp_path: Path) -> None:
+    with holder(tmp_path):
+        (tmp_path / "lock").unlink()
+
+        with pytest.raises(InvalidRequestError, match="in use by another server"):
+            DirectoryLock(tmp_path)
+        assert not (tmp_path / "lock").exists()
+    DirectoryLock(tmp_path).close()
+
+
+def test_a_lock_file_that_was_replaced_leaves_the_directory_locked(tmp_path: Path) -> None:
+    with holder(tmp_path):
+        (tmp_path / "other").touch()
+        (tmp_path / "other").replace(tmp_path / "lock")
+
+        with pytest.raises(InvalidRequestError, match="in use by another server"):
+            DirectoryLock(tmp_path)
+
+
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_is_left(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "precious").write_text("not a lock")
+    (tmp_path / "cache" / "lock").symlink_to(tmp_path / "precious")
+
+    with pytest.raises(CachePersistenceError, match=r"it is a link.*--cache-dir"):
+        DirectoryLock(tmp_path / "cache")
+
+    assert (tmp_path / "precious").read_text() == "not a lock"
+    (tmp_path / "cache" / "lock").unlink()
+    DirectoryLock(tmp_path / "cache").close()  # nothing is held after a refusal
+
+
+def test_a_file_that_an_earlier_version_has_locked_is_respected(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+        with pytest.raises(InvalidRequestError, match="in use by another server"):
+            DirectoryLock(tmp_path)
+    DirectoryLock(tmp_path).close()

@@ -375,7 +375,7 @@ def test_scan_finds_every_part(tmp_path: Path, cache: SafetensorsCache) -> None:
     assert len(found) == len(written)
 
 
-def test_scan_removes_what_is_no_whole_part(tmp_path: Path, cache: SafetensorsCache) -> None:
+def test_scan_sets_aside_what_is_no_whole_part(tmp_path: Path, cache: SafetensorsCache) -> None:
     (kept, cut, old, moved, bare) = chain(5)
     for part in (kept, cut, old, moved, bare):
         put(cache, part)
@@ -387,14 +387,18 @@ def test_scan_removes_what_is_no_whole_part(tmp_path: Path, cache: SafetensorsCa
     path.rename(path.with_name("0" * 64 + ".full.safetensors"))
     file_of(tmp_path, bare).write_bytes(b"")
     shard = file_of(tmp_path, kept).parent
-    (shard / "0123-4.tmp").write_bytes(b"left by a crash")
-    (tmp_path / "blocks" / "notes.txt").write_text("lost")
-    (shard / "link.full.safetensors").symlink_to(file_of(tmp_path, kept))
+    (shard / f"{'01' * 8}-4.tmp").write_bytes(b"left by a crash")
     (tmp_path / "ledger.db").write_text("not ours")
     cache.used_bytes()
+    before = size_of(tmp_path)
     assert [part.name for part in cache.scan()] == [kept.name]
-    assert set(all_files(tmp_path)) == {file_of(tmp_path, kept), tmp_path / "ledger.db"}
-    assert cache.used_bytes() == size_of(tmp_path)
+    aside = set((tmp_path / "quarantine").iterdir())
+    assert {path.name.split("-", 2)[2] for path in aside} == {
+        *(file_of(tmp_path, part).name for part in (cut, old, bare)),
+        *(f"{'0' * 64}.full.safetensors", f"{'01' * 8}-4.tmp"),
+    }
+    assert set(all_files(tmp_path)) - aside == {file_of(tmp_path, kept), tmp_path / "ledger.db"}
+    assert cache.used_bytes() == size_of(tmp_path) == before
 
 
 def test_scan_does_not_touch_what_is_being_written(tmp_path: Path) -> None:

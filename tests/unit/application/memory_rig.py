@@ -64,6 +64,7 @@ class MemoryFiles:
         self.bad: set[PartKey] = set()
         self.is_full = False
         self.other = 0
+        self.quarantined = 0
         self.gate = threading.Event()
         self.gate.set()
         self.write_gate = threading.Event()
@@ -93,6 +94,16 @@ class MemoryFiles:
         self.files.pop(part.key, None)
         self.bad.discard(part.key)
 
+    def set_aside(self, part: BlockPart) -> None:
+        found = self.files.pop(part.key, None)
+        self.quarantined += found[0].nbytes if found else 0
+        self.bad.discard(part.key)
+
+    def empty_quarantine(self, *, before: float) -> int:
+        del before
+        freed, self.quarantined = self.quarantined, 0
+        return freed
+
     def scan(self) -> Iterator[BlockPart]:
         for key, (part, _) in list(self.files.items()):
             if key not in self.bad:
@@ -103,7 +114,7 @@ class MemoryFiles:
 
     def used_bytes(self) -> int:
         files = list(self.files.values())
-        return self.other + sum(part.nbytes for part, _ in files)
+        return self.other + self.quarantined + sum(part.nbytes for part, _ in files)
 
 
 def fetch(store: AgentCacheStore, wanted: WantedPart) -> Future[KVPayload]:

@@ -1,9 +1,11 @@
 """One server for one directory.
 
-The kernel holds the lock and lets go of it when the process ends, however it ends; the file stays
-and says who has it. It knows nothing of what the directory holds.
+The kernel holds the lock and lets go of it when the process ends, however it ends. It is on the
+directory itself, so that it survives whatever is removed from it, and on a file that says who has
+it: file systems there are that lock no directories. It knows nothing of what the directory holds.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -36,15 +38,20 @@ class DirectoryLock:
             CachePersistenceError: the directory cannot be written, or its file system has no locks.
         """
         self.path = directory / LOCK_FILE
-        self._handle: int | None = None
+        self._handles: list[int] = []
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._handle = self._take(directory)
+            self._take(directory)
         except OSError as error:
+            self._let_go()
+            reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
             raise CachePersistenceError(
-                f"{self.path} cannot be locked: {error.strerror}. Let the directory belong to "
+                f"{self.path} cannot be locked: {reason}. Let the directory belong to "
                 "whoever runs the server, or choose another --cache-dir."
             ) from error
+        except InvalidRequestError:
+            self._let_go()
+            raise
 
     def __enter__(self) -> "DirectoryLock":
         return self
@@ -54,38 +61,47 @@ class DirectoryLock:
 
     def close(self) -> None:
         """Let go; a second call does nothing."""
-        if self._handle is not None:
-            handle, self._handle = self._handle, None
+        if self._handles:
             # A process that ended should not be named to the next one that asks.
             with suppress(OSError):
-                os.ftruncate(handle, 0)
-            os.close(handle)
+                os.ftruncate(self._handles[-1], 0)
+        self._let_go()
 
-    def _take(self, directory: Path) -> int:
+    def _let_go(self) -> None:
+        while self._handles:
+            os.close(self._handles.pop())
+
+    def _take(self, directory: Path) -> None:
+        """Lock the directory, then the file."""
+        self._handles.append(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        self._lock(directory, is_needed=False)
         while True:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_in_place(handle):
-                    _write_holder(handle)
-                    return handle
-            except BlockingIOError:
-                holder = _read_holder(handle)
-                os.close(handle)
-                raise InvalidRequestError(
-                    f"{directory} is in use by another server ({holder}). Stop that one, or choose "
-                    "another --cache-dir.",
-                    param="cache_dir",
-                ) from None
-            except OSError:
-                os.close(handle)
-                raise
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._handles.append(os.open(self.path, flags, 0o600))
+            self._lock(directory, is_needed=True)
+            if self._is_in_place(self._handles[-1]):
+                _write_holder(self._handles[-1])
+                return
             # Someone removed the file between our opening and locking it.
-            os.close(handle)
+            os.close(self._handles.pop())
+
+    def _lock(self, directory: Path, *, is_needed: bool) -> None:
+        """Lock what was opened last; `is_needed` is whether its file system must be able to."""
+        try:
+            fcntl.flock(self._handles[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidRequestError(
+                f"{directory} is in use by another server ({_holder(self.path)}). Stop that one, "
+                "or choose another --cache-dir.",
+                param="cache_dir",
+            ) from None
+        except OSError:
+            if is_needed:
+                raise
 
     def _is_in_place(self, handle: int) -> bool:
         with suppress(FileNotFoundError):
-            return self.path.stat().st_ino == os.fstat(handle).st_ino
+            return self.path.lstat().st_ino == os.fstat(handle).st_ino
         return False
 
 
@@ -95,10 +111,14 @@ def _write_holder(handle: int) -> None:
     os.pwrite(handle, json.dumps(holder).encode() + b"\n", 0)
 
 
-def _read_holder(handle: int) -> str:
+def _holder(path: Path) -> str:
     """Say who holds the lock, as far as the file tells."""
     try:
-        holder = json.loads(os.pread(handle, _MAX_BYTES, 0))
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            holder = json.loads(os.pread(handle, _MAX_BYTES, 0))
+        finally:
+            os.close(handle)
         started = datetime.fromtimestamp(holder["started_at"], UTC)
         return f"process {int(holder['pid'])}, since {started:%Y-%m-%d %H:%M:%S} UTC"
     except (KeyError, OSError, OverflowError, TypeError, ValueError):

@@ -1,8 +1,10 @@
 """What the system does for files: memory to read into, writing for good, counting what is there."""
 
+import contextlib
 import fcntl
 import mmap
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,17 +55,31 @@ def sync_file(file: int) -> None:
         fcntl.fcntl(file, full)
 
 
-def sync_directory(directory: Path) -> None:
-    """Come back when a directory's names would survive a power failure."""
-    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+def keep_private(top: Path, skip: str = "") -> None:
+    """Let only their owner use a directory and what is below it; follows no link.
+
+    Args:
+        top: Where to begin.
+        skip: A directory that is passed over, wherever it is.
+    """
+    for _, directories, files, handle in os.fwalk(top, follow_symlinks=False):
+        # First the directory: from then on nobody else changes what is in it.
+        with contextlib.suppress(OSError):
+            _restrict(".", handle)
+        for name in files:
+            with contextlib.suppress(OSError):
+                _restrict(name, handle)
+        directories[:] = [name for name in directories if name != skip]
 
 
-def tree_size(directory: Path, skip: str) -> int:
-    """Bytes of all files below a directory, but for names that begin with `skip`.
+def _restrict(name: str, directory: int) -> None:
+    mode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
+    if (stat.S_ISREG(mode) or stat.S_ISDIR(mode)) and mode & 0o077:
+        os.chmod(name, stat.S_IMODE(mode) & 0o700, dir_fd=directory)
+
+
+def tree_size(directory: Path, skip: str | tuple[str, ...]) -> int:
+    """Bytes of all files below a directory, but for names that begin with (one of) `skip`.
 
     What vanishes meanwhile does not count.
     """

@@ -1,16 +1,16 @@
 """Keeps blocks in safetensors files, one for each part.
 
-    <directory>/blocks/<root, 16 digits>/<name, 2 digits>/<name>.<kind>.safetensors
-
 A file is written beside its place and moved there, so it is whole or absent. Nothing in a file is
 believed before its checksum, its name and its positions have been compared with what was asked
-for. What files consist of is the business of `block_file.py`.
+for. A bad file is moved to quarantine, never removed at once. What files consist of is the
+business of `block_file.py`, where they lie that of `block_tree.py`.
 """
 
 import contextlib
 import dataclasses
 import errno
 import itertools
+import logging
 import os
 import secrets
 import stat
@@ -20,10 +20,17 @@ from pathlib import Path
 
 from semantic.adapters.outbound import block_file
 from semantic.adapters.outbound.block_file import Head, Piece
+from semantic.adapters.outbound.block_tree import (
+    BLOCKS,
+    QUARANTINE,
+    TEMPORARY,
+    BlockTree,
+    Place,
+    size_of,
+)
 from semantic.adapters.outbound.disk import (
     fresh_memory,
     read_ahead,
-    sync_directory,
     sync_file,
     tree_size,
     write_pieces,
@@ -33,10 +40,11 @@ from semantic.domain.blocks import BlockName, BlockPart
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.ports.outbound import KVPayload
 
-_SUFFIX = ".safetensors"
-TEMPORARY = ".tmp"  # a file that was being written when the server ended
+_log = logging.getLogger(__name__)
+
 _MAX_FILE = 2**31 - 2**12  # what one read returns at most
 _SCAN_BYTES = 4096  # most headers and the token ids that follow them
+_MAX_TOLD = 20  # bad files that a scan names in the log; the others it counts
 # Neither a link nor a pipe that waits for a writer is a file of ours.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -56,11 +64,11 @@ class SafetensorsCache:
             codec: How payloads rest; files of other formats are still read.
         """
         self._directory = directory
-        self._blocks = directory / "blocks"
+        self._tree = BlockTree(directory)
         self._codec = codec or KVCodec()
         self._fingerprints: dict[BlockName, str] = {}
         self._lock = threading.Lock()
-        self._used: int | None = None  # bytes below `blocks`, once they were counted
+        self._used: int | None = None  # bytes of blocks and quarantine, once they were counted
         self._token = secrets.token_hex(8)  # tells our unfinished files from those of a crash
         self._numbers = itertools.count()
 
@@ -73,19 +81,10 @@ class SafetensorsCache:
         resting = self._codec.encode(payload)
         fingerprint = self._fingerprints.get(part.root, "")
         pieces = block_file.compose(part, payload, resting, self._codec.kv_format, fingerprint)
-        path = self._path(part)
-        temporary = path.with_name(f"{self._token}-{next(self._numbers)}{TEMPORARY}")
+        place = Place.of(part)
         try:
-            self._make_directories(path.parent, is_synced=is_synced)
-            try:
-                num_bytes = _write_file(temporary, pieces, is_synced=is_synced)
-                self._move(temporary, path, num_bytes)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
-                raise
-            if is_synced:
-                sync_directory(path.parent)
+            with self._tree.shard(place, is_made=True, is_synced=is_synced) as directory:
+                num_bytes = self._write(place.name, directory, pieces, is_synced=is_synced)
         except OSError as error:
             reason = error.strerror or str(error)
             raise CachePersistenceError(f"a block could not be written: {reason}") from error
@@ -94,7 +93,7 @@ class SafetensorsCache:
     def read(self, part: BlockPart) -> KVPayload:
         """Read a payload and check it; its buffers are views of the one that was read into."""
         try:
-            content = _read_file(self._path(part), part.nbytes)
+            content = self._content(part)
         except OSError as error:
             reason = error.strerror or str(error)
             raise CacheCorruptionError(f"a block could not be read: {reason}") from error
@@ -116,11 +115,32 @@ class SafetensorsCache:
 
     def delete(self, part: BlockPart) -> None:
         """Remove a file; one that is not there is passed over."""
+        place = Place.of(part)
         try:
-            self._remove(self._path(part))
+            with contextlib.suppress(FileNotFoundError), self._tree.shard(place) as directory:
+                self._remove(place.name, directory)
         except OSError as error:
             reason = error.strerror or str(error)
             raise CachePersistenceError(f"a block could not be deleted: {reason}") from error
+
+    def set_aside(self, part: BlockPart) -> None:
+        """Move a bad file to quarantine; one that is not there is passed over."""
+        place = Place.of(part)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                self._set_aside(place)
+                _log.warning("%s is bad and is now in quarantine", place)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise CachePersistenceError(f"a bad block could not be moved: {reason}") from error
+
+    def empty_quarantine(self, *, before: float) -> int:
+        """Remove what was set aside up to a time; returns the bytes freed."""
+        with self._lock:
+            freed = self._tree.empty_quarantine(before)
+            if self._used is not None:
+                self._used -= freed
+        return freed
 
     def origin(self, part: BlockPart) -> tuple[str, str]:
         """Tell whose state a file holds: the model's fingerprint, and how the state rests.
@@ -129,7 +149,7 @@ class SafetensorsCache:
             CacheCorruptionError: the file is missing or does not say.
         """
         try:
-            content = _read_file(self._path(part), part.nbytes)
+            content = self._content(part)
         except OSError as error:
             raise CacheCorruptionError(f"a block could not be read: {error.strerror}") from error
         head = _head(content, len(content))
@@ -137,116 +157,103 @@ class SafetensorsCache:
 
     def place(self, part: BlockPart) -> str:
         """Where a part's file is, for people."""
-        return str(self._path(part).relative_to(self._directory))
+        return str(Place.of(part))
 
     def scan(self, on_removed: Callable[[str, str], None] | None = None) -> Iterator[BlockPart]:
-        """Read what every file says of itself; removes what is no whole part.
+        """Read what every file says of itself; moves what is no whole part to quarantine.
 
         Payloads are not read, so damage to them is found when they are. What cannot be read is
-        passed over and left: it says nothing of the file.
+        passed over and left: it says nothing of the file. So is what is not named like a block.
 
         Args:
-            on_removed: Told the name of each file that is removed, and why.
+            on_removed: Told the name of each file that is moved, and why; None logs it.
         """
-        for entry in _files(self._blocks, depth=3):
-            if entry.name.startswith(self._token):
+        num_removed = 0
+        for place in self._tree.places():
+            if place.name.startswith(self._token):
                 continue
             try:
-                part = self._identified(entry.path)
+                part = self._identified(place)
             except CacheCorruptionError as error:
                 with contextlib.suppress(OSError):
-                    self._remove(Path(entry.path))
+                    self._set_aside(place)
+                    num_removed += 1
                     if on_removed is not None:
-                        on_removed(str(Path(entry.path).relative_to(self._directory)), str(error))
+                        on_removed(str(place), error.message)
+                    elif num_removed <= _MAX_TOLD:
+                        _log.warning("%s is now in quarantine: %s", place, error.message)
             except OSError:
                 continue
             else:
                 yield part
+        if num_removed > _MAX_TOLD and on_removed is None:
+            _log.warning("%d files in all were moved to quarantine", num_removed)
 
     def used_bytes(self) -> int:
         """Bytes of everything in the directory; blocks are counted once and then kept count of."""
         with self._lock:
             if self._used is None:
-                self._used = tree_size(self._blocks, skip=self._token)
+                blocks = tree_size(self._directory / BLOCKS, skip=self._token)
+                self._used = blocks + tree_size(self._directory / QUARANTINE, skip=())
             blocks = self._used
         return blocks + self.other_bytes()
 
     def other_bytes(self) -> int:
-        """Bytes of what is in the directory and no block; counted anew each time."""
-        return tree_size(self._directory, skip=self._blocks.name)
+        """Bytes of what is neither block nor quarantine; counted anew each time."""
+        return tree_size(self._directory, skip=(BLOCKS, QUARANTINE))
 
-    # -- places ---------------------------------------------------------------------------------
+    # -- files ----------------------------------------------------------------------------------
 
-    def _path(self, part: BlockPart) -> Path:
-        return self._blocks / _place(part)
+    def _content(self, part: BlockPart) -> memoryview:
+        place = Place.of(part)
+        with self._tree.shard(place) as directory:
+            return _read_file(place.name, directory, part.nbytes)
 
-    def _identified(self, path: str) -> BlockPart:
+    def _identified(self, place: Place) -> BlockPart:
+        if place.is_temporary:
+            raise CacheCorruptionError("the file was not finished")
         try:
-            part = _identify(path)
+            with self._tree.shard(place) as directory:
+                part = _identify(place.name, directory)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             raise CacheCorruptionError("the file is a link") from error
-        if path != f"{self._blocks}/{_place(part)}":
+        if place != Place.of(part):
             raise CacheCorruptionError("the file is not where it belongs")
         return part
 
-    def _make_directories(self, directory: Path, *, is_synced: bool) -> None:
-        """Make a file's directory and those above it, readable to nobody else."""
-        if directory.is_dir():
-            return
-        if directory != self._directory:
-            self._make_directories(directory.parent, is_synced=is_synced)
-            directory.mkdir(mode=0o700, exist_ok=True)
-        else:
-            directory.mkdir(mode=0o700, exist_ok=True, parents=True)
+    def _write(self, name: str, directory: int, pieces: list[Piece], *, is_synced: bool) -> int:
+        temporary = f"{self._token}-{next(self._numbers)}{TEMPORARY}"
+        try:
+            num_bytes = _write_file(temporary, directory, pieces, is_synced=is_synced)
+            with self._lock:
+                replaced = size_of(name, directory) if self._used is not None else 0
+                os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+                if self._used is not None:
+                    self._used += num_bytes - replaced
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=directory)
+            raise
         if is_synced:
-            sync_directory(directory.parent)
+            os.fsync(directory)
+        return num_bytes
 
-    def _move(self, temporary: Path, path: Path, num_bytes: int) -> None:
+    def _set_aside(self, place: Place) -> None:
+        with self._lock:  # so that it is not counted twice
+            self._tree.set_aside(place)
+
+    def _remove(self, name: str, directory: int) -> None:
         with self._lock:
-            replaced = _size(path) if self._used is not None else 0
-            temporary.replace(path)
-            if self._used is not None:
-                self._used += num_bytes - replaced
-
-    def _remove(self, path: Path) -> None:
-        with self._lock, contextlib.suppress(FileNotFoundError):
-            num_bytes = _size(path)
-            path.unlink()
+            num_bytes = size_of(name, directory)
+            os.unlink(name, dir_fd=directory)
             if self._used is not None:
                 self._used -= num_bytes
 
 
-def _place(part: BlockPart) -> str:
-    """Where a part's file is below the directory of blocks."""
-    name = part.name.hex()
-    return f"{part.root.hex()[:16]}/{name[:2]}/{name}.{part.kind.value}{_SUFFIX}"
-
-
-def _files(directory: Path | str, depth: int) -> Iterator["os.DirEntry[str]"]:
-    """All that is no directory, down to the depth where files belong."""
-    try:
-        with os.scandir(directory) as entries:
-            found = list(entries)
-    except OSError:
-        return
-    for entry in found:
-        if not entry.is_dir(follow_symlinks=False):
-            yield entry
-        elif depth > 1:
-            yield from _files(entry.path, depth - 1)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _write_file(path: Path, pieces: list[Piece], *, is_synced: bool) -> int:
-    file = os.open(path, _WRITE_FLAGS, 0o600)
+def _write_file(name: str, directory: int, pieces: list[Piece], *, is_synced: bool) -> int:
+    file = os.open(name, _WRITE_FLAGS, 0o600, dir_fd=directory)
     try:
         num_bytes = write_pieces(file, pieces)
         if is_synced:
@@ -256,9 +263,9 @@ def _write_file(path: Path, pieces: list[Piece], *, is_synced: bool) -> int:
     return num_bytes
 
 
-def _read_file(path: Path, expected: int) -> memoryview:
+def _read_file(name: str, directory: int, expected: int) -> memoryview:
     """Read a file at once into fresh memory; pages begin on multiples of 64."""
-    file = os.open(path, _READ_FLAGS)
+    file = os.open(name, _READ_FLAGS, dir_fd=directory)
     try:
         status = os.fstat(file)
         size = status.st_size
@@ -280,11 +287,9 @@ def _head(content: memoryview, file_size: int) -> Head:
     return block_file.parse(content[block_file.LENGTH_BYTES : end], file_size)
 
 
-def _identify(path: str) -> BlockPart:
+def _identify(name: str, directory: int) -> BlockPart:
     """Read a file's header and token ids, mostly at once."""
-    if not path.endswith(_SUFFIX):
-        raise CacheCorruptionError("the file is not named like a block")
-    file = os.open(path, _READ_FLAGS)
+    file = os.open(name, _READ_FLAGS, dir_fd=directory)
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
