@@ -55,21 +55,38 @@ def test_verify_removes_bad_files_and_says_so(
     content[-1] ^= 1
     files[0].write_bytes(content)
     files[1].write_bytes(b"")
-    files[2].with_name("0123-7.tmp").write_bytes(b"half a file")
+    files[2].with_name(f"{'01' * 8}-7.tmp").write_bytes(b"half a file")
     assert main(["cache", "verify", "--home", str(home)]) == 1
     text = capsys.readouterr().out
     for bad in files[:2]:
         assert f"bad: {bad.relative_to(home / 'cache')}: " in text
-    assert "removed 1 unfinished file of a killed server" in text
+    assert "moved 1 unfinished file of a killed server to quarantine" in text
     assert f"checked {len(files)} files" in text
     assert ": 2 bad files; the ledger is sound" in text
     assert block_files(home) == files[2:]
+    quarantine = home / "cache" / "quarantine"
+    assert len(list(quarantine.iterdir())) == 3
+    assert content in [path.read_bytes() for path in quarantine.iterdir()]
     assert main(["cache", "verify", "--home", str(home)]) == 0
     assert f"checked {len(files) - 2} files" in capsys.readouterr().out
     with run_server(make_settings(home)) as running:
         talk(running, "coder")
         assert running.server.memory.store is not None
         assert running.server.memory.store.counters.corrupt == 0
+
+
+def test_gc_empties_quarantine_of_what_is_old(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block_files(home)[0].write_bytes(b"bad")
+    assert main(["cache", "verify", "--home", str(home)]) == 1
+    quarantine = home / "cache" / "quarantine"
+    assert main(["cache", "gc", "--home", str(home)]) == 0
+    assert len(list(quarantine.iterdir())) == 1
+    capsys.readouterr()
+    assert main(["cache", "gc", "--home", str(home), "--orphan-age-h", "0"]) == 0
+    assert "deleted 3 B of bad files in quarantine" in capsys.readouterr().out
+    assert list(quarantine.iterdir()) == []
 
 
 def test_verify_restores_turns_that_changed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """What a server makes of a directory that was damaged, is full, or is too small: a right answer."""
 
 import contextlib
+import json
 import shutil
 import sqlite3
 import time
@@ -8,8 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from semantic.adapters.outbound.cache_directory import MARKER_FILE, claim
 from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.domain.errors import CachePersistenceError, InvalidRequestError
 from semantic.entrypoints.bootstrap import bootstrap
@@ -173,6 +176,83 @@ def test_all_block_files_lost_is_a_cold_start(
     assert block_files(home)
 
 
+def test_a_bad_file_that_is_read_or_verified_goes_to_quarantine_until_gc(
+    kept: tuple[Path, Conversation],
+) -> None:
+    home, said = kept
+    files = block_files(home)
+    flip_payload([files[0]])
+    quarantine = home / "cache" / "quarantine"
+    with run_server(make_settings(home)) as running, running.client() as http:
+        assert http.post("/v1/cache/verify").status_code == 200
+        await_that(lambda: quarantine.is_dir() and len(list(quarantine.iterdir())) == 1)
+        assert not files[0].exists()
+        assert http.post("/v1/cache/gc").status_code == 200
+        assert len(list(quarantine.iterdir())) == 1  # it is not old enough
+        assert http.post("/v1/cache/gc", json={"orphan_age_s": 0}).json()["freed_bytes"] > 0
+        assert list(quarantine.iterdir()) == []
+        talk(running, said, QUESTIONS[2])
+
+
+# -- directories of somebody else --------------------------------------------------------------
+
+
+def test_a_start_in_a_directory_of_somebody_else_touches_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = tmp_path / "project"
+    (project / "blocks").mkdir(parents=True)
+    (project / "blocks" / "notes.txt").write_text("mine")
+    with pytest.raises(InvalidRequestError, match=r"is no cache of Semantic.*--cache-dir"):
+        bootstrap(make_settings(tmp_path / "home", cache_dir=project))
+    for action in ("verify", "gc", "stats"):
+        assert main(["cache", action, "--cache-dir", str(project)]) == 2
+        assert "is no cache of Semantic" in capsys.readouterr().err
+    assert [path.name for path in sorted(project.rglob("*"))] == ["blocks", "notes.txt"]
+    assert (project / "blocks" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("is_index_lost", [True, False])
+def test_foreign_files_among_the_blocks_survive_every_start_and_command(
+    is_index_lost: bool, kept: tuple[Path, Conversation], reference: RunningServer
+) -> None:
+    home, said = kept
+    shard = block_files(home)[0].parent
+    notes = [shard / "notes.txt", shard.parent / "notes.txt", shard.parent.parent / "notes.txt"]
+    for path in notes:
+        path.write_text("mine")
+    if is_index_lost:
+        (home / "cache" / "ledger.db").unlink()
+    with run_server(make_settings(home)) as running:
+        talk(running, said, QUESTIONS[2])
+        assert running.server.memory.housekeeping is not None
+        running.server.memory.housekeeping.reconcile()
+    for action in ("verify", "gc", "stats"):
+        assert main(["cache", action, "--home", str(home)]) == 0
+    assert [path.read_text() for path in notes] == ["mine"] * 3
+    assert_right(reference, said)
+
+
+def test_blocks_behind_a_link_are_refused(kept: tuple[Path, Conversation], tmp_path: Path) -> None:
+    home, _ = kept
+    blocks, elsewhere = home / "cache" / "blocks", tmp_path / "elsewhere"
+    blocks.rename(elsewhere)
+    blocks.symlink_to(elsewhere)
+    before = sorted(elsewhere.rglob("*"))
+    with pytest.raises(InvalidRequestError, match=r"blocks is a link.*--cache-dir"):
+        bootstrap(make_settings(home))
+    assert main(["cache", "verify", "--home", str(home)]) == 2
+    assert sorted(elsewhere.rglob("*")) == before
+
+
+def test_a_directory_of_an_earlier_version_goes_on(kept: tuple[Path, Conversation]) -> None:
+    home, said = kept
+    (home / "cache" / MARKER_FILE).unlink()
+    with run_server(make_settings(home)) as running:
+        assert talk(running, said, QUESTIONS[2]) > len(SYSTEM)
+    assert (home / "cache" / MARKER_FILE).is_file()
+
+
 # -- the ledger -------------------------------------------------------------------------------
 
 
@@ -289,6 +369,46 @@ def test_a_full_disk_costs_no_reply_and_is_made_up_for(
         assert main(["cache", "verify", "--cache-dir", str(disk / "cache")]) == 0
 
 
+def asked(http: httpx.Client, model: str, question: str) -> dict[str, Any]:
+    """Ask by every protocol, whole and as a stream; returns what each says of durability."""
+    said = [{"role": "user", "content": question}]
+    bodies = {
+        "/v1/chat/completions": {"messages": said, "max_tokens": 4},
+        "/v1/completions": {"prompt": question, "max_tokens": 4},
+        "/v1/responses": {"input": question, "max_output_tokens": 4},
+        "/v1/messages": {"messages": said, "max_tokens": 4},
+        "/v1/agents/tried/generate": {"messages": said, "max_tokens": 4},
+    }
+    found: dict[str, Any] = {}
+    for path, body in bodies.items():
+        named = {} if "generate" in path else {"model": model}
+        reply = http.post(path, json=body | named).raise_for_status()
+        found[path] = reply.json().get("durable")
+        stream = http.post(path, json=body | named | {"stream": True}).raise_for_status()
+        events = [json.loads(line[6:]) for line in stream.text.splitlines() if line[6:7] == "{"]
+        told = [event.get("response", event).get("durable") for event in events]
+        found[f"{path} streamed"] = next((is_safe for is_safe in told if is_safe is not None), None)
+    return found
+
+
+@pytest.mark.parametrize("durability", ["sync", "write_behind"])
+def test_every_reply_says_whether_its_turn_is_safe_where_that_is_promised(
+    durability: str, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", "size=4m") as disk:
+        settings = make_settings(tmp_path, cache_dir=disk / "cache", durability=durability)
+        with run_server(settings) as running, running.client() as http:
+            http.post("/v1/agents", json={"id": "tried"}).raise_for_status()
+            promised = True if durability == "sync" else None
+            assert set(asked(http, running.model, "Is it safe?").values()) == {promised}
+            fill_up(disk / "filler")
+            broken = False if durability == "sync" else None
+            replies = asked(http, running.model, f"Is it safe still? {'No. ' * 100}")
+            assert set(replies.values()) == {broken}
+            (disk / "filler").unlink()
+            await_that(lambda: set(asked(http, running.model, "And now?").values()) == {promised})
+
+
 def fill_up(place: Path) -> None:
     with place.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -326,7 +446,7 @@ def test_a_disk_budget_smaller_than_an_agent_keeps_its_beginning(
 ) -> None:
     settings = make_settings(tmp_path, disk_budget_mb=1)
     said = begin()
-    (tmp_path / "cache").mkdir()
+    claim(tmp_path / "cache")
     (tmp_path / "cache" / "something-else").write_bytes(bytes(700_000))  # counts as well
     with run_server(settings) as running:
         talk(running, said, "words and more words " * 250)

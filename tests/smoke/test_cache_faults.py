@@ -52,6 +52,40 @@ def test_a_directory_in_use_is_refused_by_servers_and_commands(
     assert main(["cache", "verify", "--home", str(tmp_path)]) == 0
 
 
+def test_a_second_server_is_refused_although_the_lock_file_is_gone(tmp_path: Path) -> None:
+    with serve(tmp_path, tmp_path / "log", "--backend", "fake") as server:
+        server.await_ready()
+        (tmp_path / "cache" / "lock").unlink()
+        refused = start(tmp_path)
+        assert refused.returncode == 2
+        assert "in use by another server" in refused.stderr
+        assert server.stop() == 0
+
+
+def test_everything_a_server_writes_is_its_owners_alone(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    previous = os.umask(0)
+    try:
+        (home / "logs").mkdir(parents=True)  # as an earlier version left them
+        (home / "logs" / "server.log").write_text("earlier\n")
+        with serve(home, tmp_path / "log", "--backend", "fake", "--durability", "sync") as server:
+            server.await_ready()
+            with httpx.Client(base_url=server.url, timeout=30, trust_env=False) as http:
+                ask(http, "fake", [{"role": "user", "content": "a secret " * 50}], 5)
+            modes = modes_below(home)
+            assert server.stop() == 0
+    finally:
+        os.umask(previous)
+    assert any(path.suffix == ".safetensors" for path in modes)
+    for found in (modes, modes_below(home)):
+        assert {path: mode for path, mode in found.items() if mode not in ("0o700", "0o600")} == {}
+        assert {path.name for path in found} >= {"ledger.db", "server.log", "semantic-cache"}
+
+
+def modes_below(home: Path) -> dict[Path, str]:
+    return {path: oct(path.stat().st_mode & 0o777) for path in (home, *home.rglob("*"))}
+
+
 def test_a_model_that_cannot_be_loaded_leaves_the_directory_free_and_backed_up(
     tmp_path: Path,
 ) -> None:

@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TypeAlias
 
 from semantic.application.agent_ledger import AgentLedger, Exchange
 from semantic.application.device_thread import DeviceThread, LoadedModel
@@ -20,7 +21,7 @@ from semantic.application.replay import (
 from semantic.application.replies import FinishedReply, ReplyHub
 from semantic.application.turn_log import turn_id
 from semantic.application.turn_watch import TurnWatch
-from semantic.domain.agents import Pointer, Principal
+from semantic.domain.agents import Pointer, Principal, Turn
 from semantic.domain.chat import ChatRequest, Started, Usage
 from semantic.domain.errors import (
     AgentNotFoundError,
@@ -34,6 +35,8 @@ from semantic.ports.inbound import Reply
 
 _log = logging.getLogger(__name__)
 
+IsDurable: TypeAlias = Callable[[str, str], bool]
+
 
 class InferenceService:
     """`InferencePort` over one device. Used on the event loop's thread."""
@@ -46,7 +49,7 @@ class InferenceService:
         replays: ReplayStore,
         *,
         request_timeout_s: float,
-        is_synced: bool = False,
+        is_durable: IsDurable | None = None,
         watch: TurnWatch | None = None,
     ) -> None:
         """Prepare; nothing runs yet.
@@ -57,7 +60,8 @@ class InferenceService:
             agents: Where turns are logged.
             replays: Where the tokens of replies are kept.
             request_timeout_s: The longest a request may take.
-            is_synced: A reply ends when its turn is safe on disk.
+            is_durable: Says of a tenant's turn that was written whether it is safe on disk. Replies
+                then end when their turns are written, and tell; None promises nothing.
             watch: Is shown every reply.
         """
         self._device = device
@@ -69,7 +73,7 @@ class InferenceService:
             device, agents, self._identities, replays, request_timeout_s=request_timeout_s
         )
         self._request_timeout_s = request_timeout_s
-        self._is_synced = is_synced
+        self._is_durable = is_durable
         self._watch = watch
         self._busy = BusyAgents()
 
@@ -134,21 +138,29 @@ class InferenceService:
             )
         return model
 
-    async def _log_turn(self, prepared: Prepared, finished: FinishedReply) -> None:
-        """Log a turn, and keep its tokens for when the client sends the reply again."""
+    async def _log_turn(self, prepared: Prepared, finished: FinishedReply) -> bool | None:
+        """Log a turn, and keep its tokens for when the client sends the reply again.
+
+        Returns whether it is safe on disk; None where that is not promised.
+        """
+        is_unsafe = None if self._is_durable is None else False
         if finished.event.reason is FinishReason.CANCELLED:
-            return
+            return is_unsafe
         try:
-            done = await asyncio.to_thread(self._commit, prepared, finished)
+            turn, done = await asyncio.to_thread(self._commit, prepared, finished)
         except (AgentNotFoundError, ConflictError) as error:
             _log.info("a turn is not logged: %s", error.message)
-            return
-        if self._is_synced:
-            # A log that cannot be written costs no reply; the disk says why.
-            with contextlib.suppress(CachePersistenceError):
-                await asyncio.wait_for(asyncio.wrap_future(done), self._request_timeout_s)
+            return is_unsafe
+        if self._is_durable is None:
+            return None
+        # A log that cannot be written costs no reply; the disk says why.
+        with contextlib.suppress(CachePersistenceError, TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(done), self._request_timeout_s)
+            tenant = prepared.principal.tenant
+            return await asyncio.to_thread(self._is_durable, tenant, turn.id)
+        return False
 
-    def _commit(self, prepared: Prepared, finished: FinishedReply) -> Future[None]:
+    def _commit(self, prepared: Prepared, finished: FinishedReply) -> tuple[Turn, Future[None]]:
         job, left, tenant = prepared.job, finished.put_away, prepared.principal.tenant
         self._remember(prepared, finished)
         block, request = left.block, prepared.request
@@ -175,7 +187,7 @@ class InferenceService:
             fork=identity.fork,
         )
         self._identities.note(tenant, identity.agent_id, turn)
-        return done
+        return turn, done
 
     def _remember(self, prepared: Prepared, finished: FinishedReply) -> None:
         tokens, stop = finished.put_away.tokens, prepared.request.stop

@@ -45,7 +45,8 @@ class FinishedReply:
     raw_text: str
 
 
-OnFinish: TypeAlias = Callable[[FinishedReply], Awaitable[None]]
+# Returns `Finished.is_durable`.
+OnFinish: TypeAlias = Callable[[FinishedReply], Awaitable[bool | None]]
 
 
 class LiveReply:
@@ -91,7 +92,7 @@ class LiveReply:
             self._add(parsed)
 
     async def finish(self, event: Finished) -> None:
-        """Log the turn, then give the final event; a log that fails costs no reply."""
+        """Log the turn, then give the final event; a log that fails costs no reply, and is told."""
         self._is_final = True
         event = self._counted(event)
         *events, last = self._parsed(event)
@@ -100,11 +101,16 @@ class LiveReply:
         if self._on_finish is not None and self.put_away is not None:
             raw_text = "".join(self._raw)
             finished = FinishedReply(self.put_away, event, self._fold.message(), raw_text)
-            try:
-                await self._on_finish(finished)
-            except Exception:  # noqa: BLE001 - the reply goes out, whatever became of the log
-                _log.exception("a turn could not be logged")
+            is_durable = await self._logged(self._on_finish, finished)
+            last = replace(last, is_durable=is_durable) if isinstance(last, Finished) else last
         self._add(last)
+
+    async def _logged(self, log: OnFinish, finished: FinishedReply) -> bool | None:
+        try:
+            return await log(finished)
+        except Exception:  # noqa: BLE001 - the reply goes out, whatever became of the log
+            _log.exception("a turn could not be logged")
+            return False
 
     def _counted(self, event: Finished) -> Finished:
         """Add how many of the tokens were thinking."""

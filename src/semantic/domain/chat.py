@@ -391,11 +391,17 @@ class ToolCallEnded:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The reply is complete; a final event."""
+    """The reply is complete; a final event.
+
+    Attributes:
+        is_durable: Whether the turn and its attention state are safe on disk; None where that was
+            not promised. False, too, where the turn could not be logged.
+    """
 
     reason: FinishReason
     usage: Usage
     stop_sequence: str | None = None
+    is_durable: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

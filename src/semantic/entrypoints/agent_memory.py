@@ -147,6 +147,11 @@ class AgentMemory:
             model.backend, model.tokenizer, store, limits, emit, on_ready=on_ready
         )
 
+    def is_durable(self, tenant: str, turn_id: str) -> bool:
+        """Whether a turn that was written is on disk with its attention state."""
+        turn = self.ledger.turn(tenant, turn_id)
+        return turn is not None and turn.is_durable
+
     @property
     def problem(self) -> str:
         """Why agents are not kept on disk at the moment; empty while they are."""

@@ -96,7 +96,7 @@ def bootstrap(settings: Settings) -> Server:
         memory.agents,
         memory.replays,
         request_timeout_s=settings.request_timeout_s,
-        is_synced=settings.durability == "sync",
+        is_durable=memory.is_durable if settings.durability == "sync" else None,
         watch=watch,
     )
     models = ModelRegistry(device, model_id, backend_name)

@@ -315,6 +315,26 @@ def test_the_budget_counts_what_others_have_in_the_directory(make_rig: MakeRig) 
     assert len(stored(rig)) < 3
 
 
+def test_quarantine_makes_room_before_any_block_does(make_rig: MakeRig) -> None:
+    rig = make_rig(disk=4 * FILE_BYTES + ROOM)
+    kept = sealed(rig, 1, 2)
+    rig.files.quarantined = 3 * FILE_BYTES
+    (name,) = sealed(rig, 2, 1)
+    assert stored(rig) == {*kept, name}
+    assert rig.files.quarantined == 0
+
+
+def test_a_bad_file_is_set_aside_and_one_that_is_evicted_is_not(make_rig: MakeRig) -> None:
+    rig = make_rig(disk=2 * FILE_BYTES + ROOM)
+    for first in range(1, 6):
+        sealed(rig, first, 1)
+    assert rig.files.quarantined == 0
+    rig.files.bad = set(rig.files.files)
+    list(rig.housekeeping.verify())
+    rig.flush()
+    assert rig.files.quarantined > 0
+
+
 def test_a_ledger_larger_than_the_budget_costs_no_file(make_rig: MakeRig) -> None:
     rig = make_rig(disk=20 * FILE_BYTES)
     old = sealed(rig, 1, 3)

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import date
 
@@ -41,6 +42,7 @@ from semantic.domain.chat import (
     ToolUsePart,
 )
 from semantic.domain.errors import (
+    CachePersistenceError,
     ContextLengthError,
     DrainingError,
     GenerationTimeoutError,
@@ -51,6 +53,7 @@ from semantic.domain.errors import (
 )
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.inbound import ModelState, Reply
+from semantic.ports.persistence import LedgerChange
 from tests.unit.application.device_rig import running_device
 
 pytestmark = pytest.mark.unit
@@ -280,6 +283,50 @@ async def test_turns_of_a_named_agent_are_logged(
     assert second.messages[0] == Message.of(Role.USER, "go on")
     assert second.reuse.reused >= first.num_tokens - 1
     assert first.pointer is not None
+
+
+class SlowLedger:
+    """Writes nothing: whoever waits is told what a test says."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    def __call__(self, *_: LedgerChange) -> Future[None]:
+        done: Future[None] = Future()
+        if self._error:
+            done.set_exception(self._error)
+        else:
+            done.set_result(None)
+        return done
+
+
+@pytest.mark.parametrize(
+    "error,is_on_disk,said",
+    [
+        (None, True, True),
+        (None, False, False),  # the row is written, and the attention state is not
+        (CachePersistenceError("No space left on device"), True, False),
+    ],
+)
+async def test_a_reply_tells_whether_its_turn_is_safe(
+    device: tuple[DeviceThread, ReplyHub], error: Exception | None, is_on_disk: bool, said: bool
+) -> None:
+    ledger = MemoryLedger()
+    agents = AgentLedger(ledger, ledger.load(), SlowLedger(error))
+    service = InferenceService(
+        *device, agents, ReplayBook(), request_timeout_s=60, is_durable=lambda *_: is_on_disk
+    )
+    final = (await read(await service.start(REQUEST, Principal())))[-1]
+    assert isinstance(final, Finished)
+    assert final.is_durable is said
+
+
+async def test_a_reply_promises_nothing_where_turns_are_written_behind(
+    service: InferenceService,
+) -> None:
+    final = (await read(await service.start(REQUEST, Principal())))[-1]
+    assert isinstance(final, Finished)
+    assert final.is_durable is None
 
 
 async def test_who_names_no_agent_is_known_by_what_it_says(

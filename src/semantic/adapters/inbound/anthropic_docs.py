@@ -59,6 +59,9 @@ class AnthropicMessage(_Documented):
     stop_reason: str | None
     stop_sequence: str | None
     usage: _MessageUsage
+    durable: bool | None = Field(
+        None, description="whether the turn is safe on disk; only with durability sync"
+    )
 
 
 class TokenCount(_Documented):

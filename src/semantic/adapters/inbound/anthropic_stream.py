@@ -191,8 +191,8 @@ def whole_message(events: Sequence[Json]) -> Json:
                 for field, value in more.items():
                     name = "input" if field == "partial_json" else str(field)
                     blocks[-1][name] += str(value)
-            case {"type": "message_delta", "delta": dict(delta), "usage": usage}:
-                message |= {**delta, "usage": usage}
+            case {"type": "message_delta", "delta": dict(delta), "usage": usage, **more}:
+                message |= {**delta, "usage": usage, **more}
     message["content"] = [_parsed(block) for block in blocks]
     return message
 
@@ -210,8 +210,10 @@ def _ending(event: Finished) -> list[Json]:
         "output_tokens": event.usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": event.usage.thinking_tokens},
     }
+    # A field of ours beside Anthropic's, where it was promised.
+    durable: Json = {} if event.is_durable is None else {"durable": event.is_durable}
     return [
-        {"type": "message_delta", "delta": delta, "usage": usage},
+        {"type": "message_delta", "delta": delta, "usage": usage, **durable},
         {"type": "message_stop"},
     ]
 

@@ -7,6 +7,7 @@ from semantic.adapters.inbound.completions_schema import CompletionRequest
 from semantic.adapters.inbound.http_errors import openai_body
 from semantic.adapters.inbound.openai_output import (
     FINISH_REASONS,
+    durable_json,
     finite,
     head_of,
     total_usage,
@@ -98,7 +99,8 @@ async def collect_completions(
         for index, choice in enumerate(choices)
     ]
     usages = [finished[index].usage for index in range(len(replies))]
-    return {**head, "choices": made, "usage": usage_json(total_usage(usages, body.num_replies))}
+    usage = usage_json(total_usage(usages, body.num_replies))
+    return {**head, "choices": made, "usage": usage, **durable_json(finished.values())}
 
 
 async def stream_completions(
@@ -134,7 +136,8 @@ async def stream_completions(
             case _:
                 pass
         if choice is not None:
-            yield sse.data({**head, "choices": [choice]})
+            durable = durable_json([event] if isinstance(event, Finished) else [])
+            yield sse.data({**head, "choices": [choice], **durable})
     if body.has_usage:
         usages = [finished[index].usage for index in sorted(finished)]
         usage = usage_json(total_usage(usages, body.num_replies))

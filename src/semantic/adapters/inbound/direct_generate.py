@@ -129,6 +129,7 @@ class GenerateApi:
             usage=UsageOut.of(finished.usage),
             reuse=ReuseOut.of(turn.reuse if turn else Reuse()),
             dropped_messages=turn.num_dropped if turn else 0,
+            durable=finished.is_durable,
         ).model_dump()
 
     def _turn(self, agent_id: str, wanted: str) -> Turn | None:

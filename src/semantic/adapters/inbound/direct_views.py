@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from semantic.adapters.inbound import direct_examples as examples
 from semantic.domain.agents import Agent, Reuse, Turn
@@ -224,6 +224,10 @@ class ReplyOut(View):
     usage: UsageOut
     reuse: ReuseOut
     dropped_messages: int
+    durable: bool | None = Field(
+        None,
+        description="whether the turn is safe on disk; null unless the setting durability is sync",
+    )
 
 
 class DivergenceOut(View):

@@ -8,6 +8,7 @@ from semantic.adapters.inbound.http_errors import openai_body
 from semantic.adapters.inbound.openai_fields import outer_call_id
 from semantic.adapters.inbound.openai_output import (
     FINISH_REASONS,
+    durable_json,
     head_of,
     scored_json,
     total_usage,
@@ -97,7 +98,7 @@ async def collect_chat(replies: ReplySet) -> Json:
         _choice(index, {"message": choice.message()}, event.reason, choice.scored)
         for index, (choice, event) in enumerate(zip(choices, finished, strict=True))
     ]
-    return {**head, "choices": made, "usage": usage_json(usage)}
+    return {**head, "choices": made, "usage": usage_json(usage), **durable_json(finished)}
 
 
 async def stream_chat(replies: ReplySet, *, has_usage: bool) -> AsyncIterator[str]:
@@ -123,7 +124,8 @@ async def stream_chat(replies: ReplySet, *, has_usage: bool) -> AsyncIterator[st
                 return
         choice = _chunk(index, event)
         if choice is not None:
-            yield sse.data({**head, "choices": [choice]})
+            durable = durable_json([event] if isinstance(event, Finished) else [])
+            yield sse.data({**head, "choices": [choice], **durable})
     if has_usage:
         usages = [finished[index].usage for index in sorted(finished)]
         usage = usage_json(total_usage(usages, len(replies)))

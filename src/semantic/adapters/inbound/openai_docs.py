@@ -81,6 +81,9 @@ class ChatCompletion(_Documented):
     model: str
     choices: list[_ChatChoice] = Field(min_length=1)
     usage: ReplyUsage
+    durable: bool | None = Field(
+        None, description="whether the turn is safe on disk; only with durability sync"
+    )
 
 
 class _CompletionLogprobs(_Documented):
@@ -106,6 +109,9 @@ class Completion(_Documented):
     model: str
     choices: list[_CompletionChoice] = Field(min_length=1)
     usage: ReplyUsage
+    durable: bool | None = Field(
+        None, description="whether the turn is safe on disk; only with durability sync"
+    )
 
 
 class Model(_Documented):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from semantic.adapters.inbound.reply_set import Json
-from semantic.domain.chat import ScoredToken, Started, Usage
+from semantic.domain.chat import Finished, ScoredToken, Started, Usage
 from semantic.domain.sampling import FinishReason
 
 FINISH_REASONS = {
@@ -27,6 +27,12 @@ def head_of(started: Started, prefix: str, kind: str) -> Json:
         "created": int(time.time()),
         "model": started.model,
     }
+
+
+def durable_json(replies: Iterable[Finished]) -> Json:
+    """Whether turns are safe on disk, where that was promised: a field of ours beside OpenAI's."""
+    told = [reply.is_durable for reply in replies if reply.is_durable is not None]
+    return {"durable": all(told)} if told else {}
 
 
 def scored_json(token: ScoredToken) -> Json:

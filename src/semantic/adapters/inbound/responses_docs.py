@@ -60,6 +60,9 @@ class ResponseBody(_Documented):
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_p: float
+    durable: bool | None = Field(
+        None, description="whether the turn is safe on disk; only with durability sync"
+    )
 
 
 class DeletedResponse(_Documented):

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from semantic.adapters.inbound.openai_fields import outer_call_id
-from semantic.adapters.inbound.openai_output import scored_json
+from semantic.adapters.inbound.openai_output import durable_json, scored_json
 from semantic.adapters.inbound.reply_set import Json
 from semantic.domain.chat import (
     Event,
@@ -153,6 +153,7 @@ class ResponseWriter:
         is_cancelled = event.reason is FinishReason.CANCELLED
         events = self._close("incomplete" if is_cut or is_cancelled else "completed")
         self.response["usage"] = usage_json(event.usage)
+        self.response |= durable_json([event])
         if is_cut:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         status = "cancelled" if is_cancelled else "incomplete" if is_cut else "completed"

@@ -105,8 +105,9 @@ class BlockTree:
     def empty_quarantine(self, before: float) -> int:
         """Remove what was set aside up to a time; returns its bytes. What cannot go stays."""
         freed = 0
+        names = self._names(QUARANTINE, is_directory=False)
         with contextlib.suppress(OSError), self._opened(QUARANTINE) as handle:
-            for name in os.listdir(handle):
+            for name in names:
                 found = _IS_SET_ASIDE(name)
                 if found is None or int(found[1]) > before * 1000:
                     continue

@@ -81,7 +81,9 @@ def _adopt(directory: Path) -> None:
         finally:
             os.close(marker)
         if not is_empty:
-            _log.info("%s is a cache of an earlier version of Semantic; it is marked now", directory)
+            _log.info(
+                "%s is a cache of an earlier version of Semantic; it is marked now", directory
+            )
 
 
 def _holds_ledger(directory: Path) -> bool:

@@ -129,7 +129,7 @@ class SafetensorsCache:
         try:
             with contextlib.suppress(FileNotFoundError):
                 self._set_aside(place)
-                _log.warning("%s is bad and is now in quarantine", place)
+                _log.info("%s is bad and is now in quarantine", place)
         except OSError as error:
             reason = error.strerror or str(error)
             raise CachePersistenceError(f"a bad block could not be moved: {reason}") from error
