@@ -32,6 +32,11 @@ def names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
+def kept_state(directory: Path) -> dict[Path, tuple[int, int, int]]:
+    found = {path: path.lstat() for path in directory.rglob("*")}
+    return {path: (of.st_mode, of.st_size, of.st_mtime_ns) for path, of in found.items()}
+
+
 @pytest.mark.parametrize("place", ["cache", "a/b/cache", "."])
 def test_a_new_or_empty_directory_is_marked(place: str, tmp_path: Path) -> None:
     directory = tmp_path / place
@@ -113,12 +118,12 @@ def test_a_directory_of_something_else_is_refused_and_left_as_it_is(
     directory.mkdir(mode=0o755)
     assert callable(fill)
     fill(directory)
-    before = {path: path.lstat() for path in directory.rglob("*")}
+    before = kept_state(directory)
     with pytest.raises(InvalidRequestError, match=r"is no cache of Semantic.*--cache-dir") as error:
         claim(directory)
     assert error.value.param == "cache_dir"
     assert MARKER_FILE in error.value.message
-    assert {path: path.lstat() for path in directory.rglob("*")} == before
+    assert kept_state(directory) == before
     assert directory.stat().st_mode & 0o777 == 0o755
     # What the message says helps.
     (directory / MARKER_FILE).touch()

@@ -56,6 +56,7 @@ REPLY: Json = {
     "usage": USAGE,
     "reuse": REUSE,
     "dropped_messages": 0,
+    "durable": True,
 }
 TURN: Json = {
     "object": "turn",
