@@ -217,3 +217,10 @@ def test_formats() -> None:
     ]
     with pytest.raises(ValueError, match="q8g32"):
         KVCodec("q8g32")  # type: ignore[arg-type]
+
+
+def test_a_nan_that_signals_is_widened_without_a_warning() -> None:
+    signalling = np.array([0x7D00, 0x3C00], np.uint16).view(np.float16)
+    widened = FLOATS["float16"].widened(signalling)
+    assert np.isnan(widened[0])
+    assert widened[1] == 1.0

