@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from semantic.adapters.outbound.memory_ledger import MemoryLedger
 from semantic.adapters.outbound.safetensors_cache import SafetensorsCache
+from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.application.agent_store import AgentCacheStore
 from semantic.application.disk_tier import DiskLimits, DiskTier
 from semantic.domain.block_pool import BlockPool
@@ -73,7 +73,7 @@ class _Numbers:
 def measure(spec: ModelCacheSpec, directory: Path) -> Rest:
     """Seal one conversation and settle it; its blocks also end where the reply began."""
     num_tokens = NUM_PROMPT + NUM_REPLY
-    ledger = MemoryLedger()
+    ledger = SqliteLedger.in_memory()
     disk = DiskTier(SafetensorsCache(directory), ledger, DiskLimits(2**40, 2**40))
     store = AgentCacheStore(BlockPool(spec, 2**40), disk)
     disk.start(store)

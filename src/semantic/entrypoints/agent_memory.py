@@ -14,7 +14,6 @@ from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound.cache_directory import claim
 from semantic.adapters.outbound.directory_lock import DirectoryLock
 from semantic.adapters.outbound.kv_codec import KVCodec
-from semantic.adapters.outbound.memory_ledger import MemoryLedger
 from semantic.adapters.outbound.safetensors_cache import SafetensorsCache
 from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.application.agent_ledger import AgentLedger, write_at_once
@@ -61,11 +60,11 @@ class AgentMemory:
         self.disk: DiskTier | None = None
         self.store: AgentCacheStore | None = None
         self.housekeeping: Housekeeping | None = None
-        self.ledger: LedgerPort = MemoryLedger()
-        if settings.durability != "none":
-            claim(settings.effective_cache_dir)
-            self._lock = DirectoryLock(settings.effective_cache_dir)
-            self.ledger = SqliteLedger(settings.effective_cache_dir)
+        directory = settings.effective_cache_dir if settings.durability != "none" else None
+        if directory is not None:
+            claim(directory)
+            self._lock = DirectoryLock(directory)
+        self.ledger: LedgerPort = SqliteLedger(directory)
         try:
             self._state = self.ledger.load()
         except CachePersistenceError:
@@ -73,8 +72,8 @@ class AgentMemory:
             raise
         if self._state.problem:
             _log.warning("the ledger was restored", problem=self._state.problem)
-        if settings.durability != "none":
-            self._files = SafetensorsCache(settings.effective_cache_dir, self._codec)
+        if directory is not None:
+            self._files = SafetensorsCache(directory, self._codec)
             self.disk = DiskTier(
                 self._files,
                 self.ledger,

@@ -43,6 +43,15 @@ def ledger(tmp_path: Path) -> Iterator[SqliteLedger]:
     made.close()
 
 
+@pytest.fixture(params=["on disk", "in memory"])
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SqliteLedger]:
+    """Servers that keep nothing on disk have the same ledger, in memory."""
+    made = SqliteLedger(tmp_path if request.param == "on disk" else None)
+    made.load()
+    yield made
+    made.close()
+
+
 def modes(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
 
@@ -74,75 +83,75 @@ def test_everything_is_there_after_a_restart(tmp_path: Path, ledger: SqliteLedge
         assert again.pointers() == (turn.pointer,)
 
 
-def test_a_lost_index_stays_lost_until_someone_says_it_is_whole(ledger: SqliteLedger) -> None:
-    ledger.apply([PutPart(part_of(1))], is_synced=False)
-    assert ledger.load().is_index_lost
+def test_a_lost_index_stays_lost_until_someone_says_it_is_whole(either: SqliteLedger) -> None:
+    either.apply([PutPart(part_of(1))], is_synced=False)
+    assert either.load().is_index_lost
 
-    ledger.apply([MarkIndexWhole()], is_synced=False)
-    assert not ledger.load().is_index_lost
+    either.apply([MarkIndexWhole()], is_synced=False)
+    assert not either.load().is_index_lost
 
 
-def test_a_turn_of_another_tenant_is_not_there(ledger: SqliteLedger) -> None:
+def test_a_turn_of_another_tenant_is_not_there(either: SqliteLedger) -> None:
     mine, theirs = turn_of("t1", text="mine", block=name_of(1)), turn_of("t1", text="theirs")
     child = turn_of("t2", "t1", block=name_of(1))
-    ledger.apply([PutTurn("local", mine), PutTurn("acme", theirs)], is_synced=False)
-    ledger.apply([PutTurn("acme", child)], is_synced=False)
+    either.apply([PutTurn("local", mine), PutTurn("acme", theirs)], is_synced=False)
+    either.apply([PutTurn("acme", child)], is_synced=False)
 
-    assert ledger.turn("local", "t1") == mine
-    assert ledger.turn("acme", "t1") == theirs
-    assert ledger.turn("local", "t2") is None
-    assert ledger.place("local", "t1") == TurnPlace(3, mine.pointer)
-    assert ledger.place("acme", "t1") == TurnPlace(3, None)
-    assert ledger.place("local", "t2") is None
-    assert ledger.turns("local", "t2", limit=9) == ()
-    assert ledger.turns("acme", "t2", limit=9) == (child, theirs)
-    assert ledger.turns_at("local", ROOT, name_of(1)) == (mine,)
-    assert ledger.replay("acme", b"key") is None
+    assert either.turn("local", "t1") == mine
+    assert either.turn("acme", "t1") == theirs
+    assert either.turn("local", "t2") is None
+    assert either.place("local", "t1") == TurnPlace(3, mine.pointer)
+    assert either.place("acme", "t1") == TurnPlace(3, None)
+    assert either.place("local", "t2") is None
+    assert either.turns("local", "t2", limit=9) == ()
+    assert either.turns("acme", "t2", limit=9) == (child, theirs)
+    assert either.turns_at("local", ROOT, name_of(1)) == (mine,)
+    assert either.replay("acme", b"key") is None
 
 
-def test_a_log_is_read_from_its_head_backwards(ledger: SqliteLedger) -> None:
+def test_a_log_is_read_from_its_head_backwards(either: SqliteLedger) -> None:
     log = [turn_of(f"t{i}", f"t{i - 1}" if i else None, at=float(-i)) for i in range(50)]
-    ledger.apply([PutTurn("local", turn) for turn in log[::-1]], is_synced=False)
+    either.apply([PutTurn("local", turn) for turn in log[::-1]], is_synced=False)
 
-    assert ledger.turns("local", "t49", limit=1000) == tuple(log[::-1])
-    assert ledger.turns("local", "t30", limit=2) == (log[30], log[29])
-    assert ledger.turns("local", "t30", limit=0) == ()
-    assert ledger.ancestry("local", "t49") == tuple(turn.id for turn in log[::-1])
-    assert ledger.ancestry("local", "t2") == ("t2", "t1", "t0")
-    assert ledger.ancestry("local", "t49", until="t47") == ("t49", "t48", "t47")
-    assert ledger.ancestry("acme", "t2") == ledger.ancestry("local", "nothing") == ()
-    assert ledger.turns("local", "nothing", limit=5) == ()
+    assert either.turns("local", "t49", limit=1000) == tuple(log[::-1])
+    assert either.turns("local", "t30", limit=2) == (log[30], log[29])
+    assert either.turns("local", "t30", limit=0) == ()
+    assert either.ancestry("local", "t49") == tuple(turn.id for turn in log[::-1])
+    assert either.ancestry("local", "t2") == ("t2", "t1", "t0")
+    assert either.ancestry("local", "t49", until="t47") == ("t49", "t48", "t47")
+    assert either.ancestry("acme", "t2") == either.ancestry("local", "nothing") == ()
+    assert either.turns("local", "nothing", limit=5) == ()
 
 
-def test_a_log_that_bites_its_tail_ends(ledger: SqliteLedger) -> None:
+def test_a_log_that_bites_its_tail_ends(either: SqliteLedger) -> None:
     changes = [PutTurn("local", turn_of("t1", "t2")), PutTurn("local", turn_of("t2", "t1"))]
-    ledger.apply([*changes, PutAgent(agent_of("coder", "t1"))], is_synced=False)
+    either.apply([*changes, PutAgent(agent_of("coder", "t1"))], is_synced=False)
 
-    assert [turn.id for turn in ledger.turns("local", "t1", limit=99)] == ["t1", "t2"]
-    assert ledger.ancestry("local", "t1") == ("t1", "t2")
-    assert ledger.pointers() == ()
-    assert ledger.forget_unreachable(before=99.0, replays_before=99.0) == 0
+    assert [turn.id for turn in either.turns("local", "t1", limit=99)] == ["t1", "t2"]
+    assert either.ancestry("local", "t1") == ("t1", "t2")
+    assert either.pointers() == ()
+    assert either.forget_unreachable(before=99.0, replays_before=99.0) == 0
 
 
-def test_repointing_keeps_the_number_of_tokens(ledger: SqliteLedger) -> None:
-    ledger.apply([PutTurn("local", turn_of("t1", block=name_of(1)))], is_synced=False)
-    ledger.apply([Repoint(name_of(1), name_of(1, 2)), MarkDurable("t1")], is_synced=False)
+def test_repointing_keeps_the_number_of_tokens(either: SqliteLedger) -> None:
+    either.apply([PutTurn("local", turn_of("t1", block=name_of(1)))], is_synced=False)
+    either.apply([Repoint(name_of(1), name_of(1, 2)), MarkDurable("t1")], is_synced=False)
 
-    (turn,) = ledger.turns_at("local", ROOT, name_of(1, 2))
+    (turn,) = either.turns_at("local", ROOT, name_of(1, 2))
     assert turn.pointer
     assert turn.pointer.num_tokens == 3
     assert turn.is_durable
-    assert ledger.turns_at("local", ROOT, name_of(1)) == ()
+    assert either.turns_at("local", ROOT, name_of(1)) == ()
 
 
-def test_forgetting_keeps_what_a_newer_turn_follows(ledger: SqliteLedger) -> None:
+def test_forgetting_keeps_what_a_newer_turn_follows(either: SqliteLedger) -> None:
     old, new = turn_of("old", at=1.0), turn_of("new", "old", at=9.0)
     alone = turn_of("alone", at=1.0)
-    ledger.apply([PutTurn("local", turn) for turn in (old, new, alone)], is_synced=False)
+    either.apply([PutTurn("local", turn) for turn in (old, new, alone)], is_synced=False)
 
-    assert ledger.forget_unreachable(before=5.0, replays_before=5.0) == 1
-    assert ledger.turns("local", "new", limit=9) == (new, old)
-    assert ledger.forget_unreachable(before=10.0, replays_before=10.0) == 2
+    assert either.forget_unreachable(before=5.0, replays_before=5.0) == 1
+    assert either.turns("local", "new", limit=9) == (new, old)
+    assert either.forget_unreachable(before=10.0, replays_before=10.0) == 2
 
 
 def test_forgetting_gives_the_space_back(tmp_path: Path, ledger: SqliteLedger) -> None:
@@ -157,7 +166,7 @@ def test_forgetting_gives_the_space_back(tmp_path: Path, ledger: SqliteLedger) -
     assert (tmp_path / "ledger.db").stat().st_size < full / 4
 
 
-def test_all_of_a_batch_or_nothing(ledger: SqliteLedger) -> None:
+def test_all_of_a_batch_or_nothing(either: SqliteLedger) -> None:
     for impossible in (
         PutReplay("local", b"key", (2**32,), at=1.0),
         PutReplay("local", b"key", (1,), at=float("nan")),
@@ -165,16 +174,27 @@ def test_all_of_a_batch_or_nothing(ledger: SqliteLedger) -> None:
         TouchParts((part_of(1).key,), at=2**70),
     ):
         with pytest.raises(ValueError, match=r"."):
-            ledger.apply([PutTurn("local", turn_of("t1")), impossible], is_synced=False)
-        assert ledger.turn("local", "t1") is None
+            either.apply([PutTurn("local", turn_of("t1")), impossible], is_synced=False)
+        assert either.turn("local", "t1") is None
 
-    ledger.apply([PutTurn("local", turn_of("t1"))], is_synced=False)
-    assert ledger.turn("local", "t1") == turn_of("t1")
+    either.apply([PutTurn("local", turn_of("t1"))], is_synced=False)
+    assert either.turn("local", "t1") == turn_of("t1")
 
 
 def test_an_unopened_ledger_says_so(tmp_path: Path) -> None:
     with pytest.raises(CachePersistenceError, match="is not open"):
         SqliteLedger(tmp_path).pointers()
+
+
+def test_a_ledger_in_memory_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with closing(SqliteLedger.in_memory()) as ledger:
+        ledger.apply([LOCAL, PutTurn("local", turn_of("t1"))], is_synced=True)
+        ledger.back_up()
+        assert ledger.load().tenants == (LOCAL.tenant,)
+        assert ledger.turn("local", "t1") == turn_of("t1")
+
+    assert not list(tmp_path.iterdir())
 
 
 # -- threads, processes, permissions ----------------------------------------------------------

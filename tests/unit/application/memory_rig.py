@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from semantic.adapters.outbound.fake_backend import FakeBackend, fake_spec
-from semantic.adapters.outbound.memory_ledger import MemoryLedger
 from semantic.adapters.outbound.payload_parts import sort_parts
+from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.application.agent_ledger import AgentLedger, Exchange
 from semantic.application.agent_store import AgentCacheStore
 from semantic.application.disk_tier import DiskLimits, DiskTier
@@ -137,21 +137,25 @@ class Loader(FakeBackend):
         self.loaded += parts
 
 
-class IndexedLedger(MemoryLedger):
+class IndexedLedger(SqliteLedger):
     """A ledger in memory that keeps the index of parts too, and can be busy or refuse a row."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(None)
         self.parts: dict[PartKey, BlockPart] = {}
         self.is_index_whole = False
         self.is_busy = False
         self.unstorable: LedgerChange | None = None
         self.num_applied = 0
+        self.load()
 
     def load(self) -> LedgerState:
         state = super().load()
         parts = tuple(self.parts.values())
         return replace(state, parts=parts, is_index_lost=not self.is_index_whole)
+
+    def close(self) -> None:
+        """Stay open, as a file would: a rig that starts again goes on from here."""
 
     def apply(self, changes: Sequence[LedgerChange], *, is_synced: bool) -> None:
         if self.is_busy:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from semantic.adapters.outbound.memory_ledger import MemoryLedger
 from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.application.agent_ledger import AgentLedger, Exchange, write_at_once
 from semantic.domain.agents import LOCAL_TENANT, Agent, Pointer, Quota, Reuse, Turn
@@ -37,12 +36,12 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def ledger() -> MemoryLedger:
-    return MemoryLedger()
+def ledger() -> SqliteLedger:
+    return SqliteLedger.in_memory()
 
 
 @pytest.fixture
-def agents(ledger: MemoryLedger, clock: Clock) -> AgentLedger:
+def agents(ledger: SqliteLedger, clock: Clock) -> AgentLedger:
     return AgentLedger(ledger, ledger.load(), write_at_once(ledger), clock)
 
 
@@ -121,7 +120,7 @@ def test_a_turn_that_is_logged_after_its_block_moved_is_right_too(agents: AgentL
     assert pointer_of(agents, commit(agents, [1], [2])) == NEWER
 
 
-def test_a_turn_that_is_not_written_yet_follows_its_block(ledger: MemoryLedger) -> None:
+def test_a_turn_that_is_not_written_yet_follows_its_block(ledger: SqliteLedger) -> None:
     queue: list[tuple[tuple[LedgerChange, ...], Future[None]]] = []
 
     def write(*changes: LedgerChange) -> Future[None]:
@@ -260,7 +259,7 @@ def test_settings_change_and_the_head_does_not(agents: AgentLedger) -> None:
     assert (changed.head, changed.weight) == (turn.id, 2.0)
 
 
-def test_who_is_asked_for_by_many_at_once_is_made_once(ledger: MemoryLedger) -> None:
+def test_who_is_asked_for_by_many_at_once_is_made_once(ledger: SqliteLedger) -> None:
     agents = AgentLedger(ledger, ledger.load(), write_at_once(ledger))
     barrier = threading.Barrier(8)
     found: list[Agent] = []
@@ -278,7 +277,7 @@ def test_who_is_asked_for_by_many_at_once_is_made_once(ledger: MemoryLedger) -> 
     assert len(agents.agents(LOCAL_TENANT)) == 1
 
 
-def test_a_tenant_keeps_its_salt(agents: AgentLedger, ledger: MemoryLedger) -> None:
+def test_a_tenant_keeps_its_salt(agents: AgentLedger, ledger: SqliteLedger) -> None:
     salt = agents.principal("team").salt
     again = AgentLedger(ledger, ledger.load(), write_at_once(ledger))
     assert again.principal("team").salt == salt

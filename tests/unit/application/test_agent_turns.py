@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from semantic.adapters.outbound.memory_ledger import MemoryLedger
+from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.application.agent_ledger import AgentLedger, Exchange, write_at_once
 from semantic.domain.agents import Agent, Divergence, Reuse, Turn
 from semantic.domain.chat import Continuation, Message, Role, Usage
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.unit
 class LateWriter:
     """Keeps changes until it is told to write them."""
 
-    def __init__(self, ledger: MemoryLedger) -> None:
+    def __init__(self, ledger: SqliteLedger) -> None:
         self._ledger = ledger
         self._waiting: list[tuple[tuple[LedgerChange, ...], Future[None]]] = []
 
@@ -35,12 +35,12 @@ class LateWriter:
 
 
 @pytest.fixture
-def ledger() -> MemoryLedger:
-    return MemoryLedger()
+def ledger() -> SqliteLedger:
+    return SqliteLedger.in_memory()
 
 
 @pytest.fixture
-def agents(ledger: MemoryLedger) -> AgentLedger:
+def agents(ledger: SqliteLedger) -> AgentLedger:
     return AgentLedger(ledger, ledger.load(), write_at_once(ledger))
 
 
@@ -138,7 +138,7 @@ def test_what_went_elsewhere_is_not_logged(agents: AgentLedger) -> None:
 
 @pytest.mark.parametrize("num_written", [0, 2, 3, None])
 def test_turns_are_the_same_before_and_after_they_are_written(
-    ledger: MemoryLedger, num_written: int | None
+    ledger: SqliteLedger, num_written: int | None
 ) -> None:
     writer = LateWriter(ledger)
     agents = AgentLedger(ledger, ledger.load(), writer)
@@ -181,7 +181,7 @@ def test_settings_change_and_the_past_does_not(agents: AgentLedger) -> None:
     assert (changed.weight, changed.head, changed.num_turns) == (3.0, turns[0].id, 1)
 
 
-class CountingLedger(MemoryLedger):
+class CountingLedger(SqliteLedger):
     """Counts how often it is asked for the ids of a log."""
 
     num_walks = 0
@@ -192,7 +192,7 @@ class CountingLedger(MemoryLedger):
 
 
 def test_which_turn_follows_which_is_read_once() -> None:
-    ledger = CountingLedger()
+    ledger = CountingLedger.in_memory()
     write = write_at_once(ledger)
     agents = AgentLedger(ledger, ledger.load(), write)
     agents.create(Agent("a", 1.0))

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from semantic.adapters.outbound.fake_backend import fake_spec
-from semantic.adapters.outbound.memory_ledger import MemoryLedger
 from semantic.adapters.outbound.safetensors_cache import SafetensorsCache
 from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.application.agent_ledger import AgentLedger, Exchange
@@ -27,11 +26,12 @@ from tests.unit.application.engine_rig import ROOT
 pytestmark = pytest.mark.unit
 
 
-class FailingLedger(MemoryLedger):
+class FailingLedger(SqliteLedger):
     """A ledger whose disk is full while it is told so."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(None)
+        self.load()
         self.is_full = False
         self.may_go_on = threading.Event()
         self.may_go_on.set()

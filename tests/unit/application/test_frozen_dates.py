@@ -4,7 +4,7 @@ from datetime import date, timedelta
 
 import pytest
 
-from semantic.adapters.outbound.memory_ledger import MemoryLedger
+from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.application.agent_ledger import write_at_once
 from semantic.application.frozen_dates import FrozenDates
 from semantic.application.replay import KeptReplies, ReplayBook
@@ -83,7 +83,7 @@ def test_an_answer_that_comes_after_midnight_keeps_the_day_of_its_prompt() -> No
 
 
 def test_days_survive_a_restart() -> None:
-    ledger = MemoryLedger()
+    ledger = SqliteLedger.in_memory()
     request = asking("hi", agent=AgentHint(agent_id="a"))
 
     def dates(today: date) -> FrozenDates:

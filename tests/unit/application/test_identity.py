@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from semantic.adapters.outbound.memory_ledger import MemoryLedger
 from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.application.agent_ledger import AgentLedger, Exchange, write_at_once
 from semantic.application.identity import BusyAgents, Claim, Identities, Identity
@@ -27,7 +26,7 @@ class Town:
 
     def __init__(self, ledger: LedgerPort | None = None) -> None:
         self.now = 100.0
-        ledger = ledger or MemoryLedger()
+        ledger = ledger or SqliteLedger.in_memory()
         self.agents = AgentLedger(ledger, ledger.load(), write_at_once(ledger), lambda: self.now)
         self.identities = Identities(self.agents)
         self.requests = BusyAgents()

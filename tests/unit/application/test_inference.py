@@ -11,7 +11,7 @@ import pytest
 
 from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer
 from semantic.adapters.outbound.grammar import LLGuidanceGrammar
-from semantic.adapters.outbound.memory_ledger import MemoryLedger
+from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.application.agent_ledger import AgentLedger, write_at_once
 from semantic.application.device_thread import DeviceThread, LoadedModel
 from semantic.application.identity import BusyAgents, Identities
@@ -71,7 +71,7 @@ def device() -> Iterator[tuple[DeviceThread, ReplyHub]]:
 
 @pytest.fixture
 def agents() -> AgentLedger:
-    ledger = MemoryLedger()
+    ledger = SqliteLedger.in_memory()
     return AgentLedger(ledger, ledger.load(), write_at_once(ledger))
 
 
@@ -311,7 +311,7 @@ class SlowLedger:
 async def test_a_reply_tells_whether_its_turn_is_safe(
     device: tuple[DeviceThread, ReplyHub], error: Exception | None, is_on_disk: bool, said: bool
 ) -> None:
-    ledger = MemoryLedger()
+    ledger = SqliteLedger.in_memory()
     agents = AgentLedger(ledger, ledger.load(), SlowLedger(error))
     service = InferenceService(
         *device, agents, ReplayBook(), request_timeout_s=60, is_durable=lambda *_: is_on_disk

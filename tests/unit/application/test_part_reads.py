@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer, fake_spec
-from semantic.adapters.outbound.memory_ledger import MemoryLedger
 from semantic.adapters.outbound.safetensors_cache import SafetensorsCache
+from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.application import restore
 from semantic.application.agent_store import AgentCacheStore
 from semantic.application.batch_engine import BlockPoolBatchEngine, EventBatch, PutAway
@@ -68,7 +68,7 @@ class SteppedDisk(DiskTier):
     """Reads files when it is told to, in any order, on the thread that tells it."""
 
     def __init__(self, files: WatchedFiles) -> None:
-        super().__init__(files, MemoryLedger(), DiskLimits(2**30, 2**28))
+        super().__init__(files, SqliteLedger.in_memory(), DiskLimits(2**30, 2**28))
         self.pending: list[tuple[BlockPart, Future[KVPayload]]] = []
 
     def read(self, part: BlockPart) -> Future[KVPayload]:
@@ -564,7 +564,7 @@ def test_on_readers_of_its_own_it_is_right_too(tmp_path: Path) -> None:
     bench = Bench(tmp_path, SPEC, 2**28)
     compute(bench, jobs)
     bench.close()
-    disk = DiskTier(SafetensorsCache(tmp_path), MemoryLedger(), DiskLimits(2**30, 2**28))
+    disk = DiskTier(SafetensorsCache(tmp_path), SqliteLedger.in_memory(), DiskLimits(2**30, 2**28))
     store = AgentCacheStore(BlockPool(SPEC, live_bytes(*jobs) + 2 * PART_BYTES), disk)
     store.restore_index(SafetensorsCache(tmp_path).scan())
     disk.start(store)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from semantic.adapters.outbound.fake_backend import FakeTokenizer, fake_spec
-from semantic.adapters.outbound.memory_ledger import MemoryLedger
 from semantic.adapters.outbound.safetensors_cache import SafetensorsCache
+from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.application.agent_store import AgentCacheStore
 from semantic.application.batch_engine import BlockPoolBatchEngine, EventBatch
 from semantic.application.disk_tier import DiskLimits, DiskTier
@@ -31,7 +31,9 @@ class Sharing:
     def __init__(self, directory: Path, spec: ModelCacheSpec) -> None:
         self.backend = FaultyBackend(spec)
         self.directory = directory
-        self.disk = DiskTier(SafetensorsCache(directory), MemoryLedger(), DiskLimits(2**30, 2**28))
+        self.disk = DiskTier(
+            SafetensorsCache(directory), SqliteLedger.in_memory(), DiskLimits(2**30, 2**28)
+        )
         self.store = AgentCacheStore(BlockPool(spec, 2**28), self.disk)
         self.disk.start(self.store)
         self.text: dict[str, str] = {}

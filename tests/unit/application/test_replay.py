@@ -3,7 +3,7 @@
 import pytest
 
 from semantic.adapters.outbound.fake_backend import END_TOKEN, FakeTokenizer
-from semantic.adapters.outbound.memory_ledger import MemoryLedger
+from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.application.agent_ledger import write_at_once
 from semantic.application.replay import (
     REPLAY_TTL_S,
@@ -153,7 +153,7 @@ class Shelf:
     """A ledger, and who reads it at some time."""
 
     def __init__(self) -> None:
-        self.ledger = MemoryLedger()
+        self.ledger = SqliteLedger.in_memory()
         self.now = 1e9
         self.restart()
 

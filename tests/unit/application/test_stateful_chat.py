@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer, fake_spec
-from semantic.adapters.outbound.memory_ledger import MemoryLedger
+from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.application.agent_ledger import AgentLedger, write_at_once
 from semantic.application.device_thread import DeviceThread, LoadedModel
 from semantic.application.inference import InferenceService
@@ -67,7 +67,7 @@ class Rig:
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     backend = FakeBackend(replace(fake_spec(), max_context=LIMIT))
-    ledger = MemoryLedger()
+    ledger = SqliteLedger.in_memory()
     with running_device(LoadedModel("fake", backend, FakeTokenizer())) as (thread, hub):
         yield Rig(AgentLedger(ledger, ledger.load(), write_at_once(ledger)), thread, hub)
 

@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from semantic.adapters.outbound.memory_ledger import MemoryLedger
+from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
 from semantic.application.agent_ledger import AgentLedger, Exchange, write_at_once
 from semantic.application.identity import BusyAgents, Identities, Identity
 from semantic.application.turn_log import PastTurns, turn_id
@@ -20,7 +20,7 @@ INSTRUCTION = Message(Role.SYSTEM, (TextPart("Be."),), is_instruction=True)
 
 @pytest.fixture
 def agents() -> AgentLedger:
-    ledger = MemoryLedger()
+    ledger = SqliteLedger.in_memory()
     return AgentLedger(ledger, ledger.load(), write_at_once(ledger))
 
 
@@ -75,7 +75,7 @@ def test_other_tenants_and_unknown_turns_are_not_found(agents: AgentLedger) -> N
 
 
 def test_other_tenants_do_not_find_a_turn_before_it_is_written() -> None:
-    ledger = MemoryLedger()
+    ledger = SqliteLedger.in_memory()
     agents = AgentLedger(ledger, ledger.load(), lambda *_: Future())
     commit(agents, "a", "1", said("one", "two"))
     turns = PastTurns(agents.log)
@@ -108,7 +108,7 @@ def test_text_that_is_forgotten_is_missing_in_what_followed(agents: AgentLedger)
 
 
 def test_text_that_is_forgotten_before_it_is_written_stays_so() -> None:
-    ledger = MemoryLedger()
+    ledger = SqliteLedger.in_memory()
     queue: list[tuple[tuple[LedgerChange, ...], Future[None]]] = []
 
     def write(*changes: LedgerChange) -> Future[None]:

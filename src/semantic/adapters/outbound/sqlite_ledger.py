@@ -1,20 +1,24 @@
-"""The ledger in one SQLite file: agents, turns, tenants, replays and the index of block parts.
+"""The ledger in SQLite: agents, turns, tenants, replays and the index of block parts.
 
 One connection writes; readings have their own, so they neither wait for it nor hold it up. A
 damaged file is moved aside and replaced at start by what it and its backup still hold. That one
-process has the directory to itself is `DirectoryLock`'s business.
+process has the directory to itself is `DirectoryLock`'s business. Servers that keep nothing on disk
+have the same ledger in memory.
 """
 
 import sqlite3
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from semantic.adapters.outbound.ledger_changes import forget_unreachable, is_of_index, make_change
 from semantic.adapters.outbound.ledger_files import (
     READ_ERRORS,
+    OneReader,
     Readers,
     check_pages,
     connect,
@@ -62,8 +66,8 @@ class _Open:
     """What is there between `load` and `close`."""
 
     writer: sqlite3.Connection
-    readers: Readers
-    inode: int
+    readers: Readers | OneReader
+    inode: int = 0
     is_synced: bool | None = None
     num_changes: int = 1
     num_backed_up: int = 0
@@ -72,20 +76,29 @@ class _Open:
 class SqliteLedger:
     """`LedgerPort` over one directory. All methods are safe on any thread once `load` is done."""
 
-    def __init__(self, directory: Path, *, timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(self, directory: Path | None, *, timeout_s: float = _TIMEOUT_S) -> None:
         """Prepare; nothing is opened yet.
 
         Args:
-            directory: Holds the ledger and its backup; made if need be.
+            directory: Holds the ledger and its backup; made if need be. None keeps it in memory.
             timeout_s: How long to wait for another program's lock.
         """
-        self._path, self._backup = directory / LEDGER_FILE, directory / BACKUP_FILE
+        self._is_in_memory = directory is None
+        place = directory or Path()
+        self._path, self._backup = place / LEDGER_FILE, place / BACKUP_FILE
         self._suspect = suspect_file(self._path)
         self._rescue = Rescue(self._path, self._backup, timeout_s)
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._backup_lock = threading.Lock()
         self._opened: _Open | None = None
+
+    @classmethod
+    def in_memory(cls) -> Self:
+        """Make a ledger that ends with its process; it is open from the start."""
+        made = cls(None)
+        made.load()
+        return made
 
     def load(self) -> LedgerState:
         """Open the ledger and read what a server must know from the start.
@@ -95,6 +108,8 @@ class SqliteLedger:
                 server; nothing was changed.
         """
         with self._lock:
+            if self._is_in_memory:
+                return self._load_memory()
             self.close()
             try:
                 self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -177,8 +192,10 @@ class SqliteLedger:
     def back_up(self) -> None:
         """Copy the ledger, unless nothing but the index changed since the last copy.
 
-        A copy that is damaged does not replace the one before.
+        A copy that is damaged does not replace the one before. In memory there is nothing to copy.
         """
+        if self._is_in_memory:
+            return
         with self._backup_lock:
             current = self._current
             num_changes = current.num_changes
@@ -204,6 +221,14 @@ class SqliteLedger:
         if self._opened is None:
             raise CachePersistenceError(f"{self._path} is not open.")
         return self._opened
+
+    def _load_memory(self) -> LedgerState:
+        if self._opened is None:
+            writer = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+            weakref.finalize(self, writer.close)  # nobody needs to close what ends with its process
+            migrate(writer, 0)
+            self._opened = _Open(writer, OneReader(writer, self._lock))
+        return read_state(self._opened.writer, "")
 
     def _load(self) -> LedgerState:
         problem = ""
@@ -300,6 +325,8 @@ class SqliteLedger:
 
     def _is_in_place(self, current: _Open) -> bool:
         """Whether the open file still has its name; without it, it is gone once it is closed."""
+        if self._is_in_memory:
+            return True
         with suppress(FileNotFoundError):
             return self._path.stat().st_ino == current.inode
         return False
