@@ -1,6 +1,5 @@
 """What the agent API does with attention state: tiers, the cache's figures, events and files."""
 
-import hashlib
 import json
 import queue
 import threading
@@ -12,6 +11,8 @@ import httpx
 import pytest
 
 from semantic.domain.agents import LOCAL_TENANT, Agent
+from semantic.entrypoints.cli import main
+from tests.agent_frames import changed
 from tests.http_server import RunningServer, make_settings, run_server
 from tests.integration.test_direct_api import error_of, events_of, get, make, say, texts
 
@@ -270,7 +271,9 @@ def test_another_tenants_agent_is_not_there(http: httpx.Client, running: Running
 # -- files ------------------------------------------------------------------------------------
 
 
-def test_an_agent_leaves_and_comes_back_elsewhere(http: httpx.Client, tmp_path: Path) -> None:
+def test_an_agent_leaves_and_comes_back_elsewhere(
+    http: httpx.Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make(http, id="a", system=LONG, labels={"k": "v"}, pin=True)
     say(http, "a", "one")
     say(http, "a", "two")
@@ -278,13 +281,17 @@ def test_an_agent_leaves_and_comes_back_elsewhere(http: httpx.Client, tmp_path: 
     exported = http.get("/v1/agents/a/export")
     third = say(http, "a", "three")
 
-    with run_server(make_settings(tmp_path / "other")) as elsewhere, elsewhere.client() as other:
+    assert main(["cache", "export-key", "--home", str(tmp_path)]) == 0
+    trusted = {"trusted_export_keys": {"laptop": capsys.readouterr().out.split()[-1]}}
+    settings = make_settings(tmp_path / "other", **trusted)
+    with run_server(settings) as elsewhere, elsewhere.client() as other:
         taken = other.post("/v1/agents/import", content=exported.content).json()
         reply = say(other, "a", "three")
         log = get(other, "/v1/agents/a/turns")["data"]
 
     assert exported.headers["content-disposition"] == 'attachment; filename="a.agent"'
     assert (taken["turns"], taken["tokens"]) == (2, tokens)
+    assert (taken["import_state"], taken["import_reason"]) == ("imported", "signed by laptop")
     assert taken["settings"]["labels"] == {"k": "v"}
     assert not taken["settings"]["pin"]
     assert reply["text"] == third["text"]
@@ -346,7 +353,7 @@ def test_another_models_state_is_refused_and_its_messages_are_not(http: httpx.Cl
     make(http, id="a", system="s")
     first = say(http, "a", "one")
     content = http.get("/v1/agents/a/export").content
-    other = _of_another_model(content)
+    other = changed(content, lambda _, frame: frame.replace(b'"fake"', b'"other"'))
 
     refused = http.post("/v1/agents/import", params={"id": "b"}, content=other)
     taken = http.post("/v1/agents/import?id=b&messages_only=true", content=other)
@@ -359,24 +366,3 @@ def test_another_models_state_is_refused_and_its_messages_are_not(http: httpx.Cl
     log = get(http, "/v1/agents/b/turns")["data"]
     assert texts(log) == ["s", "one", first["text"], "two", reply["text"]]
     assert reply["text"] == say(http, "a", "two")["text"]
-
-
-def _of_another_model(content: bytes) -> bytes:
-    """The same file, as another model would have written it."""
-    magic, rest = content.split(b"\n", 1)
-    out, whole, num_frames = magic + b"\n", hashlib.sha256(), 0
-    while rest:
-        line, rest = rest.split(b"\n", 1)
-        head = json.loads(line)
-        body, rest = rest[: head["nbytes"]], rest[head["nbytes"] :]
-        if head["kind"] == "agent":
-            body = body.replace(b'"fingerprint": "fake"', b'"fingerprint": "other"')
-        if head["kind"] == "end":
-            body = json.dumps({"num_frames": num_frames, "sha256": whole.hexdigest()}).encode()
-        digest = hashlib.sha256(body).hexdigest()
-        frame = {"kind": head["kind"], "nbytes": len(body), "sha256": digest}
-        line = json.dumps(frame).encode() + b"\n"
-        whole.update(line)
-        num_frames += 1
-        out += line + body
-    return out

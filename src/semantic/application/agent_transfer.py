@@ -1,7 +1,9 @@
 """Agents that leave as a file and come back: here, on another server, or to another model.
 
 Block names depend on the tenant, so attention state that comes in is sealed anew under names of
-its new owner. It is only a cache: what finds no room is left out, and computed when it is needed.
+its new owner, and all agents with the same beginning share it. So it is taken only from a file that
+this server signed, or one it trusts: of a stranger's file what was said is taken, and tokens and
+state are made again. State is only a cache: what finds no room is computed when it is needed.
 """
 
 import secrets
@@ -27,6 +29,7 @@ from semantic.domain.errors import (
 )
 from semantic.domain.feed import AgentChanged, AgentDeed
 from semantic.domain.spec import LayerKind
+from semantic.ports.inbound import Imported
 from semantic.ports.outbound import KVPayload
 from semantic.ports.persistence import AgentFilePort, ExportHead, ExportItem, ExportPart
 
@@ -111,23 +114,25 @@ class AgentTransfer:
         new_id: str | None,
         *,
         is_messages_only: bool,
-    ) -> Agent:
+    ) -> Imported:
         """Take in an exported agent; the whole file is checked before anything is changed."""
-        arrival = _checked(self._files.read(open_file()))
+        signer = self._files.check(open_file())
+        is_trusted = bool(signer) and not is_messages_only
+        arrival = _checked(self._files.read(open_file(), has_parts=is_trusted))
         known = arrival.head.agent
         known = known.named(new_id) if new_id else known
         self._require_free(principal, known.id)
         names: dict[BlockName, BlockName] = {}
         root = BlockName()
-        if not is_messages_only and arrival.num_parts:
+        if not is_messages_only:
             model = self._device.ready_model()
             _require_same_model(arrival.head, model)
             root = model.root(principal)
-            names = self._seal(root, self._files.read(open_file()))
-        elif not is_messages_only:
-            _require_same_model(arrival.head, self._device.ready_model())
-        turns = _renamed(arrival.turns, known.id, root, names, is_messages_only=is_messages_only)
+        if is_trusted and arrival.num_parts:
+            names = self._seal(root, self._files.read(open_file(), has_parts=True))
         now = time.time()
+        turns = _renamed(arrival.turns, known.id, now)
+        turns = _placed(turns, root, names) if is_trusted else _unplaced(turns)
         agent = replace(
             known,
             tenant=principal.tenant,
@@ -139,7 +144,8 @@ class AgentTransfer:
         )
         made = self._agents.create(agent, turns)
         self._feed.publish(AgentChanged(made.tenant, made.id, AgentDeed.IMPORTED))
-        return made
+        reason = _reason(signer, is_messages_only=is_messages_only, has_state=bool(names))
+        return Imported(made, has_state=bool(names), reason=reason)
 
     def _require_free(self, principal: Principal, agent_id: str) -> None:
         try:
@@ -203,31 +209,52 @@ def _require_same_model(head: ExportHead, model: LoadedModel) -> None:
         )
 
 
-def _renamed(
-    turns: Iterable[Turn],
-    agent_id: str,
-    root: BlockName,
-    names: dict[BlockName, BlockName],
-    *,
-    is_messages_only: bool,
-) -> list[Turn]:
-    """Give turns ids of their own, and let them point at the blocks that were kept."""
+def _reason(signer: str, *, is_messages_only: bool, has_state: bool) -> str:
+    if is_messages_only:
+        return "messages_only was asked for"
+    if not signer:
+        return "the file is not signed by this server or one of trusted_export_keys"
+    return f"signed by {signer}" if has_state else "the file held no state that found room"
+
+
+def _renamed(turns: Iterable[Turn], agent_id: str, now: float) -> list[Turn]:
+    """Give turns ids of their own; none is of the future."""
     renamed: list[Turn] = []
     for turn in turns:
-        block = names.get(turn.pointer.block) if turn.pointer else None
-        pointer = Pointer(root, block, turn.pointer.num_tokens) if turn.pointer and block else None
         taken = replace(
             turn,
             id=f"turn_{secrets.token_hex(12)}",
             parent=renamed[-1].id if renamed else None,
             agent_id=agent_id,
-            pointer=pointer,
+            created_at=min(turn.created_at, now),
             is_durable=False,
         )
-        if is_messages_only:
-            taken = replace(taken, tokens=(), num_tokens=0, digest="")
         renamed.append(taken)
     return renamed
+
+
+def _placed(
+    turns: Iterable[Turn], root: BlockName, names: dict[BlockName, BlockName]
+) -> list[Turn]:
+    """Let turns point at the blocks that were kept."""
+    placed = []
+    for turn in turns:
+        block = names.get(turn.pointer.block) if turn.pointer else None
+        pointer = Pointer(root, block, turn.pointer.num_tokens) if turn.pointer and block else None
+        placed.append(replace(turn, pointer=pointer))
+    return placed
+
+
+def _unplaced(turns: Iterable[Turn]) -> list[Turn]:
+    """Leave only what was said: tokens and places of another model, or a stranger's claims."""
+    unplaced: list[Turn] = []
+    num_messages = 0
+    for turn in turns:
+        # Counted anew, since everything that is read of a log later relies on it.
+        num_messages = len(turn.messages) + (0 if turn.holds_all_messages else num_messages)
+        bare = replace(turn, tokens=(), num_tokens=0, digest="", pointer=None)
+        unplaced.append(replace(bare, num_messages=num_messages))
+    return unplaced
 
 
 def _fingerprint(model: LoadedModel) -> str:

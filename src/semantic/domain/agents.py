@@ -18,6 +18,13 @@ from semantic.domain.sampling import FinishReason
 
 LOCAL_TENANT = "local"
 _ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,128}")
+# What an agent's settings may be, whoever sets them: a client, or a file that is imported.
+MAX_COUNT = 2**62
+MAX_LABELS, MAX_LABEL_CHARS = 64, 256
+MAX_TOOLS = 1024
+MAX_TTL_S = 1e10
+MAX_WEIGHT = 1000.0
+TOOL_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 
 
 def check_agent_id(text: str, param: str) -> None:

@@ -5,6 +5,7 @@ stream; nothing here follows one vendor's field names.
 """
 
 import enum
+import math
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -13,6 +14,7 @@ from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 JsonObject: TypeAlias = dict[str, "JsonValue"]
+MAX_JSON_DEPTH = 128
 
 
 def require_whole_characters(text: str, *, param: str) -> None:
@@ -21,10 +23,45 @@ def require_whole_characters(text: str, *, param: str) -> None:
     Raises:
         InvalidRequestError: the text holds one; names `param`.
     """
+    if not _is_whole(text):
+        raise InvalidRequestError("the text holds half a surrogate pair.", param=param)
+
+
+def json_fault(value: JsonValue) -> str:
+    """Say why a value is not plain JSON that every parser takes; empty if it is.
+
+    Python's own takes NaN, infinity, half a surrogate pair, and nests as deep as its stack.
+    """
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH + 1):
+        deeper: list[JsonValue] = []
+        for item in level:
+            if isinstance(item, dict):
+                deeper += [*item, *item.values()]
+            elif isinstance(item, list):
+                deeper += item
+            elif fault := _scalar_fault(item):
+                return fault
+        if not deeper:
+            return ""
+        level = deeper
+    return f"it is nested more than {MAX_JSON_DEPTH} levels deep"
+
+
+def _scalar_fault(value: bool | float | str | None) -> str:
+    if isinstance(value, str) and not _is_whole(value):
+        return "the text holds half a surrogate pair"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value} is not a number of JSON"
+    return ""
+
+
+def _is_whole(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError("the text holds half a surrogate pair.", param=param) from error
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Role(enum.Enum):

@@ -17,6 +17,7 @@ from semantic.adapters.config.settings import STARTER_MODEL, Settings
 from semantic.adapters.outbound.agent_file import AgentFile
 from semantic.adapters.outbound.block_tree import BLOCKS
 from semantic.adapters.outbound.disk import keep_private
+from semantic.adapters.outbound.export_keys import ExportKeys, own_key
 from semantic.adapters.outbound.mlx import runtime as mlx_runtime
 from semantic.application.agent_service import AgentService
 from semantic.application.agent_transfer import AgentTransfer
@@ -121,10 +122,16 @@ def bootstrap(settings: Settings) -> Server:
         chat=chat,
         cache=cache,
         transfer=AgentTransfer(
-            memory.agents, memory.opened, device, memory.disk, AgentFile(memory.codec), feed
+            *(memory.agents, memory.opened, device, memory.disk),
+            *(AgentFile(memory.codec, _export_keys(settings)), feed),
         ),
         feed=feed,
     )
+
+
+def _export_keys(settings: Settings) -> ExportKeys:
+    trusted = {n: bytes.fromhex(key) for n, key in settings.trusted_export_keys.items()}
+    return ExportKeys(own_key(settings.export_key_file), trusted)
 
 
 def _choose_backend(settings: Settings) -> BackendName:
@@ -168,7 +175,7 @@ def _is_own_home(home: Path) -> bool:
         names = {path.name for path in home.iterdir()}
     except OSError:
         return False
-    return home.name == ".semantic" or names <= {"cache", "logs", "models"}
+    return home.name == ".semantic" or names <= {"cache", "export.key", "logs", "models"}
 
 
 def _limits(settings: Settings) -> EngineLimits:

@@ -14,6 +14,7 @@ from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound.block_tree import TEMPORARY
 from semantic.adapters.outbound.cache_directory import claim
 from semantic.adapters.outbound.directory_lock import DirectoryLock
+from semantic.adapters.outbound.export_keys import own_key
 from semantic.adapters.outbound.fingerprint import known_models
 from semantic.adapters.outbound.safetensors_cache import SafetensorsCache
 from semantic.adapters.outbound.sqlite_ledger import LEDGER_FILE, SqliteLedger
@@ -40,6 +41,9 @@ def run_cache(action: str, settings: Settings, orphan_age_h: float | None = None
         InvalidRequestError: there is no such directory, it is no cache, or a server has it.
         CachePersistenceError: what is there cannot be opened.
     """
+    if action == "export-key":
+        _say(own_key(settings.export_key_file).hex())
+        return 0
     directory = settings.effective_cache_dir
     if not (directory / LEDGER_FILE).exists() and not (directory / "blocks").is_dir():
         raise InvalidRequestError(

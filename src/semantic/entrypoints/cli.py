@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_cache_commands(parser: argparse.ArgumentParser) -> None:
-    """Add `stats`, `verify` and `gc`."""
+    """Add `stats`, `verify`, `gc` and `export-key`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     stats = actions.add_parser(
         "stats",
@@ -124,8 +124,16 @@ def _add_cache_commands(parser: argparse.ArgumentParser) -> None:
         help="spare what was used within so many hours; 0 spares nothing "
         f"(default: the setting orphan_ttl_h, {Settings.model_fields['orphan_ttl_h'].default})",
     )
+    key = actions.add_parser(
+        "export-key",
+        help="print the key that this installation signs exported agents with",
+        description="Print the key that this installation signs exported agents with, for the "
+        "setting trusted_export_keys of another server. It is a secret: whoever has it can sign "
+        "in this one's name.",
+    )
     for action in (stats, verify, gc):
         action.add_argument("--cache-dir", metavar="DIR", help="default: HOME/cache")
+    for action in (stats, verify, gc, key):
         action.add_argument("--home", metavar="HOME", help="the server's --home")
         action.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of settings")
 

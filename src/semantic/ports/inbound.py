@@ -323,6 +323,20 @@ class AgentManagementPort(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """An agent that came in as a file.
+
+    Attributes:
+        has_state: Its attention state came with it; if not, the next turn computes it.
+        reason: Why that is so, for people.
+    """
+
+    agent: Agent
+    has_state: bool
+    reason: str
+
+
 class AgentTransferPort(Protocol):
     """Agents as files. Any thread; reads from disk."""
 
@@ -341,8 +355,10 @@ class AgentTransferPort(Protocol):
         new_id: str | None,
         *,
         is_messages_only: bool,
-    ) -> Agent:
+    ) -> Imported:
         """Take in an exported agent; the whole file is checked first.
+
+        Attention state is taken only from a file that this server signed, or one it trusts.
 
         Args:
             principal: Whose it becomes.

@@ -315,10 +315,18 @@ class AgentFilePort(Protocol):
         """Write a file, piece by piece."""
         ...
 
-    def read(self, pieces: Iterable[bytes]) -> Iterator[ExportItem]:
-        """Read a file; that it is whole is known when the last item was given.
+    def check(self, pieces: Iterable[bytes]) -> str:
+        """Read a file to its end; returns who signed it, empty if nobody who is trusted here.
 
         Raises:
             InvalidRequestError: it is damaged, cut off, or no such file.
+        """
+        ...
+
+    def read(self, pieces: Iterable[bytes], *, has_parts: bool) -> Iterator[ExportItem]:
+        """Read a file that was checked; its parts are passed over unless `has_parts`.
+
+        Raises:
+            InvalidRequestError: something in it is not what it should be.
         """
         ...

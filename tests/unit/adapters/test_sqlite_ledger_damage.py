@@ -271,13 +271,23 @@ def test_a_log_without_its_ledger_is_not_taken_for_another_ones(directory: Path)
         check_backed_up(ledger.load(), all_turns(ledger))
 
 
-def test_an_agent_that_cannot_be_made_does_not_stop_the_start(directory: Path) -> None:
+@pytest.mark.parametrize(
+    "old,new",
+    [
+        ('"interactive"', '"unheard of"'),
+        ('"labels":[]', '"labels":[["a",{"x":1}]]'),
+        ('"ttl_s":null', '"ttl_s":"abc"'),
+    ],
+)
+def test_an_agent_that_cannot_be_made_does_not_stop_the_start(
+    directory: Path, old: str, new: str
+) -> None:
     broken = agent_row(agent_of("odd", None))
-    body = broken[4].replace('"interactive"', '"unheard of"')
-    with closing(sqlite3.connect(directory / "ledger.db")) as other, other:
-        other.execute(
-            ledger_schema.AGENTS.insert, sealed(ledger_schema.AGENTS, (*broken[:4], body))
-        )
+    assert old in broken[4]
+    row = sealed(ledger_schema.AGENTS, (*broken[:4], broken[4].replace(old, new)))
+    for name in ("ledger.db", "ledger.backup.db"):
+        with closing(sqlite3.connect(directory / name)) as other, other:
+            other.execute(ledger_schema.AGENTS.insert, row)
 
     with closing(SqliteLedger(directory)) as ledger:
         state = ledger.load()

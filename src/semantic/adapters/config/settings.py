@@ -32,6 +32,9 @@ STARTER_MODEL = "smollm2-135m-instruct"
 _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/\s]+")
 _LOCAL_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 
+# Two hexadecimal digits a byte; `semantic cache export-key` prints one.
+ExportKey = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
 
 class Settings(BaseSettings):
     """The server's settings; construct them with `load_settings`."""
@@ -101,6 +104,11 @@ class Settings(BaseSettings):
     )
     upkeep_interval_s: float = Field(
         60, gt=0, description="how often expired agents are forgotten and the ledger is backed up"
+    )
+    trusted_export_keys: dict[str, ExportKey] = Field(
+        {},
+        repr=False,
+        description="export keys of other servers, by name: their agents come with their state",
     )
 
     memory_budget_mb: int = Field(4096, ge=1, description="memory for attention state")
@@ -176,6 +184,11 @@ class Settings(BaseSettings):
     def effective_cache_dir(self) -> Path:
         """`cache_dir`, or its place under `home`."""
         return self.cache_dir.expanduser() if self.cache_dir else self.home_dir / "cache"
+
+    @property
+    def export_key_file(self) -> Path:
+        """Where this installation's own export key is."""
+        return self.home_dir / "export.key"
 
 
 def load_settings(

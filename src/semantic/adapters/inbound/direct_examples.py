@@ -35,6 +35,7 @@ AGENT: Json = {
         "labels": {"project": "web"},
     },
 }
+IMPORTED: Json = AGENT | {"import_state": "imported", "import_reason": "signed by this server"}
 AGENTS: Json = {"object": "list", "data": [AGENT], "total": 1, "next": None}
 USAGE: Json = {
     "prompt_tokens": 724,

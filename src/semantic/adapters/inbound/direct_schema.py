@@ -3,13 +3,24 @@
 Unknown fields are refused: a misspelled setting that is passed over is worse than an error.
 """
 
-import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from semantic.domain.agents import Agent, AgentProfile, Overflow, Quota
+from semantic.domain.agents import (
+    MAX_COUNT,
+    MAX_LABEL_CHARS,
+    MAX_LABELS,
+    MAX_TOOLS,
+    MAX_TTL_S,
+    MAX_WEIGHT,
+    TOOL_NAME,
+    Agent,
+    AgentProfile,
+    Overflow,
+    Quota,
+)
 from semantic.domain.chat import (
     ChoiceFormat,
     JsonFormat,
@@ -24,6 +35,7 @@ from semantic.domain.chat import (
     ToolMode,
     ToolResultPart,
     ToolSpec,
+    json_fault,
 )
 from semantic.domain.sampling import MAX_STOP_STRINGS, SamplingParams, StopRules
 from semantic.ports.inbound import NewTurn
@@ -35,19 +47,15 @@ _ID = r"^[A-Za-z0-9._-]{1,128}$"
 
 def _require_whole_characters(text: str) -> str:
     """JSON can spell half a surrogate pair; nothing we write to can."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("the text holds half a surrogate pair") from error
+    if fault := json_fault(text):
+        raise ValueError(fault)
     return text
 
 
 def _require_plain_json(value: dict[str, Any]) -> dict[str, Any]:
     """Python's parser takes numbers that JSON has not, and text that UTF-8 has not."""
-    try:
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise ValueError("it is not plain JSON") from error
+    if fault := json_fault(value):
+        raise ValueError(fault)
     return value
 
 
@@ -55,9 +63,9 @@ Text = Annotated[str, AfterValidator(_require_whole_characters)]
 AgentId = Annotated[str, Field(pattern=_ID, description="1 to 128 of A-Z a-z 0-9 . _ -")]
 TurnId = Annotated[Text, Field(min_length=1, max_length=128)]
 _PlainJson = Annotated[dict[str, Any], AfterValidator(_require_plain_json)]
-_Count = Annotated[int, Field(ge=0, le=2**62)]
-_Seconds = Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
-_Label = Annotated[str, Field(max_length=256), AfterValidator(_require_whole_characters)]
+_Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+_Seconds = Annotated[float, Field(gt=0, le=MAX_TTL_S, allow_inf_nan=False)]
+_Label = Annotated[Text, Field(max_length=MAX_LABEL_CHARS)]
 
 
 class _Schema(BaseModel):
@@ -67,7 +75,7 @@ class _Schema(BaseModel):
 class Tool(_Schema):
     """A function the model may call."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    name: Annotated[str, Field(pattern=TOOL_NAME)]
     description: Text = ""
     parameters: _PlainJson = Field(default_factory=dict, description="JSON schema of the arguments")
     strict: bool = False
@@ -88,17 +96,17 @@ class AgentSettings(_Schema):
     """What can be set when an agent is made, and changed later; absent fields keep their value."""
 
     system: Text | None = Field(None, description="system prompt; null leaves the conversation's")
-    tools: list[Tool] = Field([], max_length=_MAX_ENTRIES)
+    tools: list[Tool] = Field([], max_length=MAX_TOOLS)
     model: Text | None = Field(None, description="who answers; null takes the model that is served")
     service_class: Literal["interactive", "background"] = Field("interactive", alias="class")
-    weight: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = 1.0
+    weight: Annotated[float, Field(gt=0, le=MAX_WEIGHT, allow_inf_nan=False)] = 1.0
     pin: bool = Field(False, description="keep its state on disk whatever the budget")
     ttl_s: _Seconds | None = Field(None, description="forgotten when unused for so long")
     quota: AgentQuota = AgentQuota()
     overflow: Literal["error", "drop_oldest"] = Field(
         "error", description="what happens when the conversation outgrows the context or its quota"
     )
-    labels: dict[_Label, _Label] = Field({}, max_length=64)
+    labels: dict[_Label, _Label] = Field({}, max_length=MAX_LABELS)
 
     def apply(self, agent: Agent) -> Agent:
         """The agent with the fields that were given."""

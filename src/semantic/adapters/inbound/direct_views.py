@@ -17,7 +17,7 @@ from semantic.domain.chat import (
     ToolUsePart,
     Usage,
 )
-from semantic.ports.inbound import AgentView, DivergenceView, Explanation, StateView
+from semantic.ports.inbound import AgentView, DivergenceView, Explanation, Imported, StateView
 
 Json = dict[str, Any]
 
@@ -101,6 +101,24 @@ class AgentOut(View):
             busy=view.is_busy,
             state=StateOut.of(view.state),
             settings=_settings(agent),
+        )
+
+
+class ImportedOut(AgentOut):
+    """An agent that came in as a file, and what became of its attention state."""
+
+    model_config = shown_as(examples.IMPORTED)
+
+    import_state: Literal["imported", "recomputed"]
+    import_reason: str
+
+    @classmethod
+    def imported(cls, view: AgentView, taken: Imported) -> "ImportedOut":
+        """Show an agent that was taken in."""
+        return cls(
+            **dict(AgentOut.of(view)),
+            import_state="imported" if taken.has_state else "recomputed",
+            import_reason=taken.reason,
         )
 
 

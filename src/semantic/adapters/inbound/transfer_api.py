@@ -10,7 +10,7 @@ from fastapi.responses import StreamingResponse
 
 from semantic.adapters.inbound.direct_api import AgentPath, refusals
 from semantic.adapters.inbound.direct_schema import AgentId
-from semantic.adapters.inbound.direct_views import AgentOut
+from semantic.adapters.inbound.direct_views import ImportedOut
 from semantic.domain.agents import Principal
 from semantic.ports.inbound import AgentManagementPort, AgentTransferPort
 
@@ -66,21 +66,23 @@ class TransferApi:
         http: Request,
         id: Annotated[AgentId | None, Query(description="its name from now on")] = None,  # noqa: A002
         messages_only: Annotated[bool, Query(description="leave attention state out")] = False,
-    ) -> AgentOut:
+    ) -> ImportedOut:
         """Take in an exported file; it is checked as a whole before anything is changed.
 
         Another model's attention state is refused; what was said can be had from it all the same.
+        State of a file that neither this server nor a trusted one signed is left out, and computed
+        with the next turn; `import_state` says which it was.
         """
         with tempfile.SpooledTemporaryFile(_IN_MEMORY) as file:
             async for piece in http.stream():
                 await asyncio.to_thread(file.write, piece)
-            agent = await asyncio.to_thread(
+            taken = await asyncio.to_thread(
                 lambda: self._transfer.take_in(
                     self._principal(), lambda: _pieces(file), id, is_messages_only=messages_only
                 )
             )
-        view = await asyncio.to_thread(self._agents.get, self._principal(), agent.id)
-        return AgentOut.of(view)
+        view = await asyncio.to_thread(self._agents.get, self._principal(), taken.agent.id)
+        return ImportedOut.imported(view, taken)
 
 
 def _pieces(file: "BinaryIO | tempfile.SpooledTemporaryFile[bytes]") -> Iterator[bytes]:

@@ -1,6 +1,7 @@
-"""An agent as one file: frames of JSON and block files, each with its checksum.
+"""An agent as one file: frames of JSON and block files, each with its checksum, and a signature.
 
-`docs/agents.md` describes the format. Everything that is read is checked before it is believed;
+`docs/agents.md` describes the format. Checksums show damage; only the signature shows that a server
+whose key is known here wrote the file. Everything that is read is checked before it is believed;
 nothing in it is executed.
 """
 
@@ -8,9 +9,12 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from semantic.adapters.outbound import block_file, ledger_json
+from semantic.adapters.outbound.export_keys import ExportKeys
 from semantic.adapters.outbound.kv_codec import KVCodec
 from semantic.domain.agents import LOCAL_TENANT, Pointer, Turn
 from semantic.domain.blocks import BlockName, pack_tokens, unpack_tokens
@@ -26,8 +30,9 @@ _MAX_FRAME: Final = 2**30
 class AgentFile:
     """`AgentFilePort` with attention state in its resting precision."""
 
-    def __init__(self, codec: KVCodec) -> None:
+    def __init__(self, codec: KVCodec, keys: ExportKeys) -> None:
         self._codec = codec
+        self._keys = keys
 
     def write(self, items: Iterable[ExportItem]) -> Iterator[bytes]:
         """Write a file, piece by piece."""
@@ -40,25 +45,34 @@ class AgentFile:
             kind, pieces = self._composed(item, fingerprint)
             yield from _frame(kind, pieces, whole)
             num_frames += 1
-        end = json.dumps({"num_frames": num_frames, "sha256": whole.hexdigest()}).encode()
-        yield from _frame("end", [end], whole)
+        end = {"num_frames": num_frames, "sha256": whole.hexdigest()}
+        signed = end | {"hmac": self._keys.sign(MAGIC + whole.digest())}
+        yield from _frame("end", [json.dumps(signed).encode()], whole)
 
-    def read(self, pieces: Iterable[bytes]) -> Iterator[ExportItem]:
-        """Read a file; that it is whole is known when the last item was given."""
-        source = _Source(pieces)
-        if source.take(len(MAGIC)) != MAGIC:
-            raise _damaged("it is no file of an agent")
-        whole = hashlib.sha256()
-        num_frames = 0
+    def check(self, pieces: Iterable[bytes]) -> str:
+        """Read a file to its end, see that it is whole, and say whose signature it has."""
+        source, whole, num_frames = _opened(pieces), hashlib.sha256(), 0
         while True:
-            so_far = whole.hexdigest()
+            so_far = whole.copy()
             kind, content = _read_frame(source, whole)
             if kind == "end":
-                if _parse(content) != {"num_frames": num_frames, "sha256": so_far}:
-                    raise _damaged("its end does not match its content")
-                return
+                break
             num_frames += 1
-            yield self._parsed(kind, content)
+        match _parse(content):
+            case {"num_frames": int(number), "sha256": str(digest), **more}:
+                if (number, digest) == (num_frames, so_far.hexdigest()):
+                    return self._keys.signer(MAGIC + so_far.digest(), str(more.get("hmac", "")))
+        raise _damaged("its end does not match its content")
+
+    def read(self, pieces: Iterable[bytes], *, has_parts: bool) -> Iterator[ExportItem]:
+        """Read a file that was checked; blocks are passed over unless `has_parts`."""
+        source, whole = _opened(pieces), hashlib.sha256()
+        while True:
+            kind, content = _read_frame(source, whole)
+            if kind == "end":
+                return
+            if has_parts or kind != "block":
+                yield self._parsed(kind, content)
 
     def _composed(self, item: ExportItem, fingerprint: str) -> tuple[str, list[bytes]]:
         match item:
@@ -77,15 +91,19 @@ class AgentFile:
         try:
             match kind:
                 case "agent":
-                    return _read_head(_parse(content))
+                    return _read_head(_HeadFrame.model_validate(_parse(content)))
                 case "turn":
-                    return _read_turn(_parse(content))
+                    return _read_turn(_TurnFrame.model_validate(_parse(content)))
                 case "block":
                     return self._read_part(memoryview(content))
         except (CacheCorruptionError, CachePersistenceError) as error:
             raise _damaged(error.message) from error
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise _damaged(f"its {kind} makes no sense") from error
+        except ValidationError as error:
+            first = error.errors(include_input=False, include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise _damaged(f"its {kind} makes no sense: {place}: {first['msg']}") from error
+        except ValueError as error:
+            raise _damaged(f"its {kind} makes no sense: {error}") from error
         raise _damaged(f"it has a frame of an unknown kind {kind[:20]!r}")
 
     def _read_part(self, content: memoryview) -> ExportPart:
@@ -130,6 +148,13 @@ class _Source:
         raise _damaged("it is cut off")
 
 
+def _opened(pieces: Iterable[bytes]) -> _Source:
+    source = _Source(pieces)
+    if source.take(len(MAGIC)) != MAGIC:
+        raise _damaged("it is no file of an agent")
+    return source
+
+
 def _frame(kind: str, pieces: list[bytes], whole: "hashlib._Hash") -> Iterator[bytes]:
     digest = hashlib.sha256()
     for piece in pieces:
@@ -158,16 +183,41 @@ def _read_frame(source: _Source, whole: "hashlib._Hash") -> tuple[str, bytes]:
 
 # -- what is in them --------------------------------------------------------------------------
 
+_Name = Annotated[str, Field(max_length=1024)]
+_BlockHex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class _Frame(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _HeadFrame(_Frame):
+    id: str
+    model: _Name
+    fingerprint: _Name
+    abi: _Name
+    body: str
+
+
+class _TurnFrame(_Frame):
+    id: _Name
+    parent: _Name | None
+    num_tokens: ledger_json.Count
+    created_at: float
+    tokens: Annotated[str, Field(pattern="^([0-9a-f]{8})*$")]
+    pointer: Annotated[tuple[_BlockHex, _BlockHex, ledger_json.Count], Field(strict=False)] | None
+    body: str
+
 
 def _head_bytes(head: ExportHead) -> bytes:
-    body = _text(ledger_json.encode_agent(head.agent))
+    body = ledger_json.encode_agent(head.agent)
     named = {"model": head.model, "fingerprint": head.fingerprint, "abi": head.abi}
     return json.dumps({"id": head.agent.id, **named, "body": body}).encode()
 
 
-def _read_head(stored: Any) -> ExportHead:
-    agent = ledger_json.decode_agent(LOCAL_TENANT, stored["id"], stored["body"])
-    return ExportHead(agent, *(str(stored[name]) for name in ("model", "fingerprint", "abi")))
+def _read_head(stored: _HeadFrame) -> ExportHead:
+    agent = ledger_json.decode_agent(LOCAL_TENANT, stored.id, stored.body, is_foreign=True)
+    return ExportHead(agent, stored.model, stored.fingerprint, stored.abi)
 
 
 def _turn_bytes(turn: Turn) -> bytes:
@@ -183,28 +233,28 @@ def _turn_bytes(turn: Turn) -> bytes:
             "created_at": turn.created_at,
             "tokens": pack_tokens(turn.tokens).hex(),
             "pointer": place,
-            "body": _text(body),
+            "body": body,
         }
     ).encode()
 
 
-def _read_turn(stored: Any) -> Turn:
-    said = ledger_json.decode_turn(stored["body"])
-    place = stored["pointer"]
+def _read_turn(stored: _TurnFrame) -> Turn:
+    said = ledger_json.decode_turn(stored.body, is_foreign=True)
     pointer = None
-    if place is not None:
-        root, block = (BlockName(bytes.fromhex(name)) for name in place[:2])
-        pointer = Pointer(root, block, int(place[2]))
+    if stored.pointer is not None:
+        *names, num_tokens = stored.pointer
+        root, block = (BlockName(bytes.fromhex(str(name))) for name in names)
+        pointer = Pointer(root, block, int(num_tokens))
     return Turn(
-        id=str(stored["id"]),
-        parent=None if stored["parent"] is None else str(stored["parent"]),
+        id=stored.id,
+        parent=stored.parent,
         agent_id="",
         messages=said.messages,
-        tokens=unpack_tokens(bytes.fromhex(stored["tokens"])),
-        num_tokens=int(stored["num_tokens"]),
+        tokens=unpack_tokens(bytes.fromhex(stored.tokens)),
+        num_tokens=stored.num_tokens,
         pointer=pointer,
         usage=said.usage,
-        created_at=float(stored["created_at"]),
+        created_at=stored.created_at,
         reuse=said.reuse,
         num_messages=said.num_messages,
         digest=said.digest,
@@ -214,17 +264,12 @@ def _read_turn(stored: Any) -> Turn:
     )
 
 
-def _text(body: str | bytes) -> str:
-    # JSON escapes what UTF-8 cannot write.
-    return body if isinstance(body, str) else body.decode("utf-8", "surrogatepass")
-
-
 def _parse(content: bytes) -> Any:
     try:
-        return json.loads(content)
+        return ledger_json.parse(content, is_foreign=True)
     except (ValueError, RecursionError) as error:
-        raise _damaged("a frame is not JSON") from error
+        raise _damaged(f"a frame is not JSON: {error}") from error
 
 
 def _damaged(problem: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the file cannot be imported: {problem}.", param="file")
+    return InvalidRequestError(f"the file cannot be imported: {problem.rstrip('.')}.", param="file")

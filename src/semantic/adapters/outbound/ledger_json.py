@@ -1,20 +1,49 @@
-"""Agents, turns and what was said in them, as JSON text for the ledger.
+"""Agents and turns as JSON text, and the one schema that such text must follow to be read.
 
-Fields are stored under their names. What has a default may be absent and unknown keys are passed
-over, so rows of older servers stay readable. It knows no SQL.
+Rows of the ledger and files of agents are read by it alike. Its fields are those of the domain's
+dataclasses, its limits those of the agent API. What has a default may be absent and unknown keys
+are passed over, so rows of older servers stay readable. It knows no SQL.
 """
 
 import dataclasses
+import enum
+import functools
 import json
+import operator
 from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
-from semantic.domain.agents import Agent, AgentProfile, Divergence, Overflow, Quota, Reuse, Turn
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+)
+
+from semantic.domain.agents import (
+    MAX_COUNT,
+    MAX_LABEL_CHARS,
+    MAX_LABELS,
+    MAX_TOOLS,
+    MAX_TTL_S,
+    MAX_WEIGHT,
+    TOOL_NAME,
+    Agent,
+    AgentProfile,
+    Divergence,
+    Overflow,
+    Quota,
+    Reuse,
+    Turn,
+)
 from semantic.domain.chat import (
     ImagePart,
     JsonObject,
     Message,
-    Part,
     Role,
     ServiceClass,
     TextPart,
@@ -24,12 +53,12 @@ from semantic.domain.chat import (
     ToolSpec,
     ToolUsePart,
     Usage,
+    json_fault,
 )
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import FinishReason
 
-_AnyPart = Part | ToolReferencePart
-_TAGS: dict[type[_AnyPart], str] = {
+_TAGS: dict[type, str] = {
     TextPart: "text",
     ImagePart: "image",
     ThinkingPart: "thinking",
@@ -37,7 +66,6 @@ _TAGS: dict[type[_AnyPart], str] = {
     ToolResultPart: "tool_result",
     ToolReferencePart: "tool_reference",
 }
-_PARTS = {tag: kind for kind, tag in _TAGS.items()}
 # These two are columns of the agent's row.
 _AGENT_KEY = ("id", "tenant")
 
@@ -50,7 +78,7 @@ class TurnBody:
 
     messages: tuple[Message, ...]
     usage: Usage
-    reuse: Reuse
+    reuse: Reuse = dataclasses.field(default_factory=Reuse)
     num_messages: int = 0
     digest: str = ""
     num_dropped: int = 0
@@ -64,169 +92,192 @@ class TurnBody:
         return cls(**{field.name: getattr(turn, field.name) for field in dataclasses.fields(cls)})
 
 
-def encode_agent(agent: Agent) -> str | bytes:
+# -- the schema -------------------------------------------------------------------------------
+
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+# JSON has lists and text where these types have tuples and enums; what is in them stays strict.
+_LISTED = Field(strict=False)
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+
+
+def _require_plain(value: JsonObject) -> JsonObject:
+    if fault := json_fault(value):
+        raise ValueError(fault)
+    return value
+
+
+def _schema(kind: type[Any], **limits: Any) -> Any:
+    """Make the schema of a dataclass from its fields; `limits` are types to use for some."""
+    shape: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        default: Any = ... if field.default is dataclasses.MISSING else field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = Field(default_factory=field.default_factory)
+        plain = Count if field.type is int else field.type
+        shape[field.name] = (limits.get(field.name, plain), default)
+    model = create_model(kind.__name__, __config__=_STRICT, **shape)
+    return Annotated[
+        model, AfterValidator(lambda made: kind(**{n: getattr(made, n) for n in shape}))
+    ]
+
+
+def _tuple_of(item: Any, **limits: Any) -> Any:
+    return Annotated[tuple[item, ...], Field(strict=False, **limits)]
+
+
+def _one_of(schemas: dict[type, Any]) -> Any:
+    """Tell parts apart by their `type`."""
+    tagged = [Annotated[schema, Tag(_TAGS[kind])] for kind, schema in schemas.items()]
+    tag_of = Discriminator(lambda part: part.get("type") if isinstance(part, dict) else None)
+    return Annotated[functools.reduce(operator.or_, tagged), tag_of]
+
+
+_SHOWN = {kind: _schema(kind) for kind in (TextPart, ImagePart)}
+_results = _one_of(_SHOWN | {ToolReferencePart: _schema(ToolReferencePart)})
+_part = _one_of(
+    _SHOWN
+    | {
+        ThinkingPart: _schema(ThinkingPart),
+        ToolUsePart: _schema(ToolUsePart, arguments=dict[str, Any]),
+        ToolResultPart: _schema(ToolResultPart, content=_tuple_of(_results)),
+    }
+)
+_message = _schema(Message, role=Annotated[Role, _LISTED], parts=_tuple_of(_part))
+_TURN = TypeAdapter[TurnBody](
+    _schema(
+        TurnBody,
+        messages=_tuple_of(_message),
+        usage=_schema(Usage),
+        reuse=_schema(Reuse),
+        divergence=_schema(Divergence) | None,
+        reason=Annotated[FinishReason, _LISTED] | None,
+    )
+)
+_label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
+_tool = _schema(
+    ToolSpec,
+    name=Annotated[str, Field(pattern=TOOL_NAME)],
+    parameters=Annotated[dict[str, Any], AfterValidator(_require_plain)],
+)
+_profile = _schema(
+    AgentProfile,
+    tools=_tuple_of(_tool, max_length=MAX_TOOLS),
+    overflow=Annotated[Overflow, _LISTED],
+)
+_AGENT = TypeAdapter[Agent](
+    _schema(
+        Agent,
+        weight=Annotated[float, Field(gt=0, le=MAX_WEIGHT)],
+        service_class=Annotated[ServiceClass, _LISTED],
+        ttl_s=Annotated[float, Field(gt=0, le=MAX_TTL_S)] | None,
+        quota=_schema(Quota, max_bytes=Count | None, max_turns=Count | None),
+        labels=_tuple_of(Annotated[tuple[_label, _label], _LISTED], max_length=MAX_LABELS),
+        profile=_profile,
+    )
+)
+
+
+# -- agents and turns -------------------------------------------------------------------------
+
+
+def encode_agent(agent: Agent) -> str:
     """Write an agent, without its id and tenant."""
-    stored = _fields_of(agent)
+    stored = _fields(agent)
     for name in _AGENT_KEY:
         del stored[name]
-    nested: JsonObject = {
-        "service_class": agent.service_class.value,
-        "quota": _fields_of(agent.quota),
-        "profile": _profile_fields(agent.profile),
-    }
-    return _dump(stored | nested)
+    return _dump(stored)
 
 
-def decode_agent(tenant: str, agent_id: str, text: str | bytes) -> Agent:
+def decode_agent(
+    tenant: str, agent_id: str, text: str | bytes, *, is_foreign: bool = False
+) -> Agent:
     """Undo `encode_agent`.
 
     Raises:
-        ValueError: it is no agent.
+        ValueError: it is no agent; see `parse` for what `is_foreign` refuses.
     """
 
-    def make(stored: JsonObject) -> Agent:
-        made: dict[str, Any] = {"id": agent_id, "tenant": tenant}
-        for name, decode in _AGENT_FIELDS.items():
-            if name in stored:
-                made[name] = decode(stored[name])
-        return _made(Agent, stored, **made)
+    def decode() -> Agent:
+        stored = parse(text, is_foreign=is_foreign)
+        key = {"id": agent_id, "tenant": tenant}
+        return _AGENT.validate_python(stored | key if isinstance(stored, dict) else stored)
 
-    return _decoded("an agent", text, make)
+    return _decoded("an agent", decode)
 
 
-def encode_turn(body: TurnBody) -> str | bytes:
+def encode_turn(body: TurnBody) -> str:
     """Write what was said in a turn, and what it cost."""
-    return _dump(
-        {
-            "messages": [_message_fields(message) for message in body.messages],
-            "usage": _fields_of(body.usage),
-            "reuse": _fields_of(body.reuse),
-            "num_messages": body.num_messages,
-            "digest": body.digest,
-            "num_dropped": body.num_dropped,
-            "divergence": _fields_of(body.divergence) if body.divergence else None,
-            "model": body.model,
-            "reason": body.reason.value if body.reason else None,
-        }
-    )
+    return _dump(body)
 
 
-def decode_turn(text: str | bytes) -> TurnBody:
+def decode_turn(text: str | bytes, *, is_foreign: bool = False) -> TurnBody:
     """Undo `encode_turn`.
 
     Raises:
-        ValueError: it is no turn.
+        ValueError: it is no turn; see `parse` for what `is_foreign` refuses.
     """
-
-    def make(stored: dict[str, Any]) -> TurnBody:
-        messages = tuple(_message(message) for message in stored["messages"])
-        diverged, reason = stored.get("divergence"), stored.get("reason")
-        return _made(
-            TurnBody,
-            stored,
-            messages=messages,
-            usage=_made(Usage, stored["usage"]),
-            reuse=_made(Reuse, stored.get("reuse", {})),
-            divergence=_made(Divergence, diverged) if diverged else None,
-            reason=FinishReason(reason) if reason else None,
-        )
-
-    return _decoded("a turn", text, make)
+    return _decoded("a turn", lambda: _TURN.validate_python(parse(text, is_foreign=is_foreign)))
 
 
-def encode_tool(tool: ToolSpec) -> str | bytes:
-    """Write the description of a tool."""
-    return _dump(_fields_of(tool))
+def parse(text: str | bytes, *, is_foreign: bool = False) -> Any:
+    """Read JSON.
 
+    What clients and models wrote may hold what JSON has not: half a surrogate pair, NaN, infinity.
+    Rows of older servers have it as it came, and get a question mark or null in its place.
 
-def decode_tool(text: str | bytes) -> ToolSpec:
-    """Undo `encode_tool`.
+    Args:
+        text: What is read.
+        is_foreign: It comes from a stranger: such text is refused, and so is deep nesting.
 
     Raises:
-        ValueError: it is no tool.
+        ValueError: it is not JSON, or is refused.
     """
-    return _decoded("a tool", text, lambda stored: _made(ToolSpec, stored))
+    whole = text if isinstance(text, str) else text.decode("utf-8", "surrogatepass")
+    if not is_foreign:
+        return json.loads(_whole_characters(whole), parse_constant=lambda _: None)
+    value = json.loads(whole)
+    if fault := json_fault(value):
+        raise ValueError(fault)
+    return value
 
 
-def _profile_fields(profile: AgentProfile) -> JsonObject:
-    return _fields_of(profile) | {
-        "tools": [_fields_of(tool) for tool in profile.tools],
-        "overflow": profile.overflow.value,
-    }
-
-
-def _profile(stored: dict[str, Any]) -> AgentProfile:
-    made: dict[str, Any] = {}
-    if "tools" in stored:
-        made["tools"] = tuple(_made(ToolSpec, tool) for tool in stored["tools"])
-    if "overflow" in stored:
-        made["overflow"] = Overflow(stored["overflow"])
-    return _made(AgentProfile, stored, **made)
-
-
-_AGENT_FIELDS: dict[str, Callable[[Any], object]] = {
-    "service_class": ServiceClass,
-    "quota": lambda stored: _made(Quota, stored),
-    "labels": lambda stored: tuple((key, value) for key, value in stored),
-    "profile": _profile,
-}
-
-
-def _message_fields(message: Message) -> JsonObject:
-    stored: JsonObject = {
-        "role": message.role.value,
-        "parts": [_part_fields(part) for part in message.parts],
-    }
-    return stored | {"is_instruction": True} if message.is_instruction else stored
-
-
-def _message(stored: dict[str, Any]) -> Message:
-    parts = tuple(_part(part) for part in stored["parts"])
-    is_instruction = stored.get("is_instruction") is True
-    return Message(Role(stored["role"]), parts, is_instruction=is_instruction)
-
-
-def _part_fields(part: _AnyPart) -> JsonObject:
-    stored = {"type": _TAGS[type(part)]} | _fields_of(part)
-    if isinstance(part, ToolResultPart):
-        stored["content"] = [_part_fields(inner) for inner in part.content]
-    return stored
-
-
-def _part(stored: dict[str, Any]) -> Any:
-    kind = _PARTS[stored["type"]]
-    if kind is ToolResultPart:
-        return _made(kind, stored, content=tuple(_part(inner) for inner in stored["content"]))
-    return _made(kind, stored)
-
-
-def _fields_of(value: Any) -> JsonObject:
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-
-
-def _made(kind: type[_T], stored: dict[str, Any], **given: object) -> _T:
-    """Make a value from the stored fields it knows; `given` ones are made already."""
-    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    known = {name: value for name, value in stored.items() if name in names}
-    return kind(**(known | given))
-
-
-def _decoded(what: str, text: str | bytes, make: Callable[[dict[str, Any]], _T]) -> _T:
+def _decoded(what: str, decode: Callable[[], _T]) -> _T:
     try:
-        return make(_parse(text))
-    except (AttributeError, InvalidRequestError, KeyError, TypeError, ValueError) as error:
+        return decode()
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"this is not {what}: {place}: {first['msg']}") from error
+    except (InvalidRequestError, RecursionError, ValueError) as error:
         raise ValueError(f"this is not {what}: {error!r}") from error
 
 
-def _dump(stored: JsonObject) -> str | bytes:
-    text = json.dumps(stored, ensure_ascii=False, separators=(",", ":"))
+def _fields(value: Any) -> Any:
+    """A value of the domain as JSON can hold it; called for what is within it too."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    stored = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Message) and not value.is_instruction:
+        del stored["is_instruction"]
+    tag = _TAGS.get(type(value))
+    return {"type": tag} | stored if tag else stored
+
+
+def _dump(stored: object) -> str:
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        # Half of a surrogate pair, as JSON may carry one: no text to SQLite.
-        return text.encode("utf-8", "surrogatepass")
-    return text
+        text = _compact(stored)
+    except ValueError:
+        # NaN or infinity, as Python's parser takes them from clients.
+        loose = json.dumps(stored, default=_fields)
+        text = _compact(json.loads(loose, parse_constant=lambda _: None))
+    return _whole_characters(text)
 
 
-def _parse(text: str | bytes) -> Any:
-    return json.loads(text if isinstance(text, str) else text.decode("utf-8", "surrogatepass"))
+def _compact(stored: object) -> str:
+    compact = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
+    return json.dumps(stored, default=_fields, **compact)  # type: ignore[arg-type]
+
+
+def _whole_characters(text: str) -> str:
+    """Text with a question mark for half a surrogate pair, as prompts have it too."""
+    return text.encode(errors="replace").decode()

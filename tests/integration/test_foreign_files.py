@@ -1,0 +1,176 @@
+"""Files of agents that strangers wrote: what they may change, and what they may not."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from semantic.adapters.outbound.agent_file import AgentFile
+from semantic.adapters.outbound.export_keys import ExportKeys
+from semantic.adapters.outbound.kv_codec import KVCodec
+from semantic.ports.persistence import ExportItem, ExportPart
+from tests.agent_frames import Edit, changed, with_fields, with_frame_fields
+from tests.http_server import make_settings, run_server
+from tests.integration.test_direct_api import get, make, say, texts
+
+pytestmark = pytest.mark.integration
+
+LONG = "a long system prompt, " * 40
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> bytes:
+    """An agent with two turns, as another server wrote it."""
+    with run_server(make_settings(tmp_path / "theirs")) as running, running.client() as http:
+        make(http, id="a", system=LONG)
+        say(http, "a", "one")
+        say(http, "a", "two")
+        return http.get("/v1/agents/a/export").content
+
+
+@pytest.fixture
+def http(tmp_path: Path) -> Iterator[httpx.Client]:
+    with run_server(make_settings(tmp_path / "ours")) as running, running.client() as client:
+        yield client
+
+
+def take_in(http: httpx.Client, content: bytes, **query: str) -> httpx.Response:
+    return http.post("/v1/agents/import", params=query, content=content)
+
+
+def poisoned(content: bytes) -> bytes:
+    """The file with other attention state under the same names; every checksum is right."""
+    file = AgentFile(KVCodec(), ExportKeys(b"a stranger's key"))
+
+    def items() -> Iterator[ExportItem]:
+        for item in file.read([content], has_parts=True):
+            if isinstance(item, ExportPart):
+                buffers = tuple(
+                    replace(buffer, data=bytes(byte ^ 1 for byte in bytes(buffer.data)))
+                    for buffer in item.payload.buffers
+                )
+                yield replace(item, payload=replace(item.payload, buffers=buffers))
+            else:
+                yield item
+
+    return b"".join(file.write(items()))
+
+
+def first_words(http: httpx.Client, name: str) -> list[str]:
+    make(http, id=name, system=LONG)
+    said = [say(http, name, "one")["text"], say(http, name, "two")["text"]]
+    http.delete(f"/v1/agents/{name}")
+    return said
+
+
+def test_a_strangers_state_reaches_nobody(exported: bytes, tmp_path: Path) -> None:
+    with run_server(make_settings(tmp_path / "clean")) as running, running.client() as clean:
+        make(clean, id="a", system=LONG)
+        expected = [say(clean, "a", "one")["text"], say(clean, "a", "two")["text"]]
+        third = say(clean, "a", "three")["text"]
+
+    settings = make_settings(tmp_path / "ours")
+    with run_server(settings) as running, running.client() as http:
+        taken = take_in(http, poisoned(exported), id="evil")
+        assert taken.status_code == 201
+        assert first_words(http, "b") == expected
+        assert taken.json()["import_state"] == "recomputed"
+        assert "trusted_export_keys" in taken.json()["import_reason"]
+        assert taken.json()["state"]["tier"] == "cold"
+        # What was said is there, and is gone on from as if it had been said here.
+        assert say(http, "evil", "three")["text"] == third
+        http.delete("/v1/agents/evil")
+        assert first_words(http, "c") == expected
+    with run_server(settings) as running, running.client() as http:
+        assert first_words(http, "d") == expected
+
+
+def test_a_strangers_tokens_are_not_taken_for_what_was_said(
+    exported: bytes, http: httpx.Client
+) -> None:
+    other = changed(exported, with_frame_fields("turn", tokens="07000000" * 40, num_tokens=40))
+    lying = changed(other, with_fields("turn", num_messages=10**9))
+
+    taken = take_in(http, lying).json()
+    reply = say(http, "a", "three")
+
+    assert (taken["turns"], taken["tokens"]) == (2, 0)
+    log = get(http, "/v1/agents/a/turns")["data"]
+    assert texts(log)[1::2][:2] == ["one", "two"]
+    assert reply["usage"]["prompt_tokens"] > 40
+
+
+def test_what_this_server_signed_comes_back_with_its_state(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    with run_server(settings) as running, running.client() as http:
+        make(http, id="a", system=LONG)
+        say(http, "a", "one")
+        content = http.get("/v1/agents/a/export").content
+    with run_server(settings) as running, running.client() as http:
+        taken = take_in(http, content, id="b").json()
+        by_words = take_in(http, content, id="c", messages_only="true").json()
+
+    assert (taken["import_state"], taken["import_reason"]) == ("imported", "signed by this server")
+    assert taken["tokens"] > 0
+    assert (by_words["import_state"], by_words["tokens"]) == ("recomputed", 0)
+    key = tmp_path / "export.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert len(bytes.fromhex(key.read_text())) == 32
+
+
+DEEP: Any = 1
+for _ in range(400):
+    DEEP = [DEEP]
+CALL = {"type": "tool_use", "id": "c", "name": "n"}
+
+
+def says(*parts: Any) -> Edit:
+    return with_fields("turn", messages=[{"role": "user", "parts": list(parts)}])
+
+
+HOSTILE: dict[str, Edit] = {
+    "labels": with_fields("agent", labels=[["a", {"x": 1}]]),
+    "time to live": with_fields("agent", ttl_s="abc"),
+    "weight": with_fields("agent", weight=float("nan")),
+    "huge quota": with_fields("agent", quota={"max_turns": 2**70}),
+    "half a character": with_fields("agent", profile__system="half \ud800"),
+    "deep tool": with_fields(
+        "agent", profile__tools=[{"name": "n", "description": "", "parameters": {"a": DEEP}}]
+    ),
+    "name": with_frame_fields("agent", id="../up"),
+    "huge count": with_frame_fields("turn", num_tokens=2**70),
+    "odd tokens": with_frame_fields("turn", tokens="0700"),
+    "not a time": with_frame_fields("turn", created_at=float("nan")),
+    "huge usage": with_fields("turn", usage={"prompt_tokens": 2**70}),
+    "deep arguments": says(CALL | {"arguments": {"a": DEEP}}),
+    "no number": says(CALL | {"arguments": {"a": float("inf")}}),
+    "half a word": says({"type": "text", "text": "\udc00"}),
+    "result in a result": says(
+        {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "tool_result"}]}
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def shared_http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    home = tmp_path_factory.mktemp("shared")
+    with run_server(make_settings(home)) as running, running.client() as client:
+        make(client, id="a", system="s")
+        say(client, "a", "one")
+        yield client
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_field_that_no_client_could_set_is_refused(shared_http: httpx.Client, what: str) -> None:
+    http = shared_http
+    hostile = changed(http.get("/v1/agents/a/export").content, HOSTILE[what])
+    for query in ({"id": "b"}, {"id": "b", "messages_only": "true"}):
+        answer = take_in(http, hostile, **query)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == "file"
+    assert [agent["id"] for agent in get(http, "/v1/agents")["data"]] == ["a"]
+    assert json.loads(http.get("/health").content)["problem"] == ""
