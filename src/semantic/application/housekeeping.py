@@ -3,20 +3,23 @@
 Works on what agents reach; it computes nothing and never stands in a request's way.
 """
 
+import functools
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias, TypeVar
 
 from semantic.application.agent_ledger import AgentLedger
 from semantic.application.agent_store import AgentCacheStore
 from semantic.application.block_index import BlockNode
 from semantic.application.disk_tier import DiskTier
-from semantic.application.old_boundaries import OldBoundaries
+from semantic.application.old_boundaries import KEPT_TURNS, OldBoundaries
 from semantic.application.recall import WantedPart
 from semantic.application.replay import REPLAY_TTL_S
-from semantic.domain.agents import Agent, Pointer, Tier
+from semantic.domain.agents import Agent, Pointer, Tier, Turn
 from semantic.domain.blocks import BlockName, BlockPart, pack_tokens
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
 from semantic.domain.spec import LayerKind
@@ -33,6 +36,12 @@ from semantic.ports.persistence import (
 _log = logging.getLogger(__name__)
 
 _WARM_SHARE = 0.25
+_LATE_ROUNDS = 5  # a backup that is so many rounds old is late
+_MAX_TOLD = 3
+
+_T = TypeVar("_T")
+# What is done, and the tenant and id of the agent it is done for.
+_Work: TypeAlias = tuple[str, tuple[str, str] | None]
 
 
 class Housekeeping:
@@ -56,11 +65,30 @@ class Housekeeping:
         self._files = files
         self._orphan_ttl_s = orphan_ttl_s
         self._now = now
-        self._boundaries = OldBoundaries(store, agents, now)
+        self._boundaries = OldBoundaries(store, now)
         self._touched_at = now()
         self._has_pins = False
         self._is_stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        self._interval_s = math.inf
+        self._backed_up_at = now()
+        self._failures: dict[_Work, str] = {}
+
+    @property
+    def problem(self) -> str:
+        """What could not be done, and that the backup is late; empty while all is well."""
+        failed = [
+            f"housekeeping: {name}{f' of agent {key[1]}' if key else ''} failed: {reason}"
+            for (name, key), reason in tuple(self._failures.items())
+            if key is None or self._agents.find(*key)
+        ]
+        told = failed[:_MAX_TOLD]
+        if len(failed) > len(told):
+            told.append(f"and {len(failed) - len(told)} more")
+        age_s = self._now() - self._backed_up_at
+        if age_s > _LATE_ROUNDS * self._interval_s:
+            told.append(f"the ledger was last backed up {age_s / 60:.0f} minutes ago")
+        return "; ".join(told)
 
     # -- agents ---------------------------------------------------------------------------------
 
@@ -121,7 +149,7 @@ class Housekeeping:
         pinned = [agent for agent in self._agents.recent() if agent.is_pinned]
         if not pinned and not self._has_pins:
             return
-        pointers = [pointer for agent in pinned if (pointer := self._pointer(agent))]
+        pointers = [pointer for pointer in self._each("pinning", pinned, self._pointer) if pointer]
         with self._store.lock:
             for node in self._store.index:
                 node.num_pins = 0
@@ -155,7 +183,7 @@ class Housekeeping:
             self._store.drop_payloads(parts)
         if self._files is not None:
             freed += self._files.empty_quarantine(before=before)
-        return freed + self._boundaries.drop(unused_since=before)
+        return freed + self._drop_boundaries(before)
 
     def verify(self) -> Iterator[CheckProgress]:
         """Read every file; what is bad is set aside and made anew when it is needed."""
@@ -186,9 +214,12 @@ class Housekeeping:
         A lost index is read from the files first, before this returns.
         """
         if is_index_lost:
-            self._guarded(self.reconcile)
-        self._guarded(self.refresh_pins)
-        first = [self.warm_up] if is_index_lost else [self.warm_up, self.reconcile]
+            self._guarded("reading the index", self.reconcile)
+        self._guarded("pinning", self.refresh_pins)
+        self._interval_s, self._backed_up_at = interval_s, self._now()
+        first = {"warming up": self.warm_up}
+        if not is_index_lost:
+            first["reading the index"] = self.reconcile
         self._thread = threading.Thread(
             target=self._run, args=(interval_s, first), name="semantic-housekeeping", daemon=True
         )
@@ -203,7 +234,8 @@ class Housekeeping:
     def warm_up(self) -> None:
         """Read the heads of the agents used last, within a share of the memory."""
         agents = self._agents.recent(limit=64)
-        parts = [part for agent in agents for part in self._next_parts(agent)]
+        found = self._each("warming up", agents, self._next_parts)
+        parts = [part for parts in found for part in parts or ()]
         self._store.prefetch(parts, int(self._store.usage().total * _WARM_SHARE))
 
     def reconcile(self) -> None:
@@ -222,31 +254,64 @@ class Housekeeping:
         self._disk.change(*(PutPart(part) for part in unknown), MarkIndexWhole())
 
     def tick(self) -> None:
-        """Write down what was used, forget who expired, and back up the ledger."""
-        self._agents.expire()
-        self.refresh_pins()
-        self._store.offer_again()
-        self._boundaries.drop(unused_since=self._now() - self._orphan_ttl_s)
-        self._write_touches()
-        self._ledger.back_up()
+        """Write down what was used, forget who expired, and back up the ledger.
 
-    def _run(self, interval_s: float, first: Sequence[Callable[[], None]]) -> None:
-        for work in first:
-            self._guarded(work)
+        What fails holds up nothing else.
+        """
+        self._guarded("forgetting who expired", self._agents.expire)
+        self._guarded("pinning", self.refresh_pins)
+        self._guarded("writing what was not written", self._store.offer_again)
+        before = self._now() - self._orphan_ttl_s
+        self._guarded("dropping old boundaries", lambda: self._drop_boundaries(before))
+        self._guarded("noting what was used", self._write_touches)
+        self._guarded("backing up the ledger", self._back_up)
+
+    def _run(self, interval_s: float, first: Mapping[str, Callable[[], None]]) -> None:
+        for name, work in first.items():
+            self._guarded(name, work)
         num_ticks = 0
         while not self._is_stopping.wait(interval_s):
-            self._guarded(self.tick)
+            self.tick()
             num_ticks += 1
             if num_ticks % 10 == 0:
-                self._guarded(self.collect)
+                self._guarded("collecting garbage", self.collect)
 
-    def _guarded(self, work: Callable[[], object]) -> None:
+    def _guarded(self, name: str, work: Callable[[], _T], agent: Agent | None = None) -> _T | None:
+        """Do something; if it fails, that is told and goes no further: the next round tries again.
+
+        Returns None if it failed.
+        """
+        key = (name, (agent.tenant, agent.id) if agent else None)
         try:
-            work()
+            done = work()
         except CachePersistenceError as error:
-            _log.warning("housekeeping failed: %s", error.message)
-        except Exception:  # noqa: BLE001 - the next round may do better
-            _log.exception("housekeeping failed")
+            self._failures[key] = error.message
+            _log.warning("housekeeping: %s failed: %s", name, error.message)
+        except Exception as error:  # noqa: BLE001 - one agent's trouble is not the others'
+            self._failures[key] = repr(error)
+            _log.exception("housekeeping: %s failed", name)
+        else:
+            self._failures.pop(key, None)
+            return done
+        return None
+
+    def _each(
+        self, name: str, agents: Iterable[Agent], work: Callable[[Agent], _T]
+    ) -> Iterator[_T | None]:
+        """Do something for each agent; None stands for those for whom it failed."""
+        for agent in agents:
+            yield self._guarded(name, functools.partial(work, agent), agent)
+
+    def _drop_boundaries(self, unused_since: float) -> int:
+        def latest(agent: Agent) -> list[Turn]:
+            return self._agents.turns(agent, limit=KEPT_TURNS)
+
+        found = self._each("reading turns", self._agents.recent(), latest)
+        return self._boundaries.drop((turns or () for turns in found), unused_since=unused_since)
+
+    def _back_up(self) -> None:
+        self._ledger.back_up()
+        self._backed_up_at = self._now()
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -270,12 +335,14 @@ class Housekeeping:
 
     def _partly_reached(self) -> set[BlockName]:
         """Blocks of agents whose last blocks were evicted."""
-        reached: set[BlockName] = set()
-        for agent in self._agents.recent():
+
+        def known(agent: Agent) -> list[BlockNode]:
             pointer = self._pointer(agent)
-            if pointer is not None and self._store.index.get(pointer.block) is None:
-                reached.update(node.name for node in self._known(agent, pointer))
-        return reached
+            is_whole = pointer is None or self._store.index.get(pointer.block) is not None
+            return [] if is_whole else self._known(agent, pointer)
+
+        found = self._each("finding the blocks", self._agents.recent(), known)
+        return {node.name for nodes in found for node in nodes or ()}
 
     def _next_parts(self, agent: Agent) -> tuple[WantedPart, ...]:
         """What an agent's next turn will start from."""
@@ -300,7 +367,8 @@ class Housekeeping:
             for agent in self._agents.recent()
             if (agent.tenant, agent.id) != (but.tenant, but.id)
         ]
-        return [pointer for agent in others if (pointer := self._pointer(agent)) is not None]
+        found = self._each("finding the blocks", others, self._pointer)
+        return [pointer for pointer in found if pointer is not None]
 
     def _write_touches(self) -> None:
         if self._disk is None:

@@ -5,9 +5,8 @@ agents share, and at the prompts and ends of an agent's latest turns. All others
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
-from semantic.application.agent_ledger import AgentLedger
 from semantic.application.agent_store import AgentCacheStore
 from semantic.application.block_index import BlockNode
 from semantic.application.recall import WantedPart, kept_windows
@@ -15,22 +14,23 @@ from semantic.domain.agents import Pointer, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.spec import LayerKind
 
-_KEPT_TURNS = 2
+KEPT_TURNS = 2
 _GRACE_S = 60.0  # a turn that just ended may not be logged yet
 
 
 class OldBoundaries:
     """Finds and drops window and state parts that nobody will need. Safe on any thread."""
 
-    def __init__(
-        self, store: AgentCacheStore, agents: AgentLedger, now: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, store: AgentCacheStore, now: Callable[[], float] = time.time) -> None:
         self._store = store
-        self._agents = agents
         self._now = now
 
-    def drop(self, *, unused_since: float) -> int:
+    def drop(self, latest_turns: Iterable[Sequence[Turn]], *, unused_since: float) -> int:
         """Drop what agents have gone past, and what no agent has and nobody used for long.
+
+        Args:
+            latest_turns: The last `KEPT_TURNS` of each agent.
+            unused_since: What was used later is spared.
 
         Returns:
             The bytes freed on disk.
@@ -39,8 +39,8 @@ class OldBoundaries:
             return 0
         needed: set[BlockName] = set()
         passed: set[BlockName] = set()
-        for agent in self._agents.recent():
-            for turn in self._agents.turns(agent, limit=_KEPT_TURNS):
+        for turns in latest_turns:
+            for turn in turns:
                 if turn.pointer is None or turn.pointer.root not in self._store.roots:
                     continue
                 with self._store.lock:

@@ -70,8 +70,9 @@ class AgentMemory:
         except CachePersistenceError:
             self._unlock()
             raise
-        if self._state.problem:
-            _log.warning("the ledger was restored", problem=self._state.problem)
+        self._loss = self._state.problem
+        if self._loss:
+            _log.warning("the ledger is not as it was left", problem=self._loss)
         if directory is not None:
             self._files = SafetensorsCache(directory, self._codec)
             self.disk = DiskTier(
@@ -153,8 +154,13 @@ class AgentMemory:
 
     @property
     def problem(self) -> str:
-        """Why agents are not kept on disk at the moment; empty while they are."""
-        return self.disk.problem if self.disk is not None else ""
+        """What is wrong with what agents leave behind; empty while all is well.
+
+        That the ledger was restored, or lacks something, is told until the next start.
+        """
+        disk, upkeep = self.disk, self.housekeeping
+        known = (self._loss, disk.problem if disk else "", upkeep.problem if upkeep else "")
+        return "; ".join(filter(None, known))
 
     def close(self, timeout_s: float) -> bool:
         """Write what is queued and let the directory go; False if that took too long.

@@ -238,7 +238,8 @@ def test_all_files_are_the_owners_alone(tmp_path: Path) -> None:
 
     found = modes(tmp_path / "new")
     ledger.close()
-    assert {"ledger.db", "ledger.db-wal", "ledger.db-shm", "ledger.backup.db"} == set(found)
+    logs = {"ledger.db-wal", "ledger.db-shm"}
+    assert {"ledger.db", "ledger.backup.db", "ledger.mark"} | logs == set(found)
     assert set(found.values()) == {0o600}
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
 

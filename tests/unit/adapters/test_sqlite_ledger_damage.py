@@ -259,6 +259,105 @@ def test_a_damaged_ledger_and_a_damaged_backup_still_make_a_start(directory: Pat
         assert all(TURNS[name] == turn for name, turn in all_turns(ledger).items() if name != "t60")
 
 
+def test_where_both_are_bad_that_is_said_and_both_are_kept(directory: Path) -> None:
+    for name in ("ledger.db", "ledger.backup.db"):
+        (directory / name).write_bytes(name.encode() * 900)
+
+    with closing(SqliteLedger(directory)) as ledger:
+        state = ledger.load()
+        ledger.back_up()
+
+    assert state.agents == ()
+    assert "restored 0 agents and 0 turns; the backup of " in state.problem
+    assert "was damaged too" in state.problem
+    # A tenant, 20 agents, 60 turns; then one of each.
+    assert "up to 83 of the latest changes" in state.problem
+    for name in ("ledger.db", "ledger.backup.db"):
+        (kept,) = directory.glob(f"{name}.damaged-*")
+        assert kept.read_bytes() == name.encode() * 900
+        assert kept.name in state.problem
+
+
+def test_where_both_are_gone_that_is_said(directory: Path) -> None:
+    (directory / "ledger.db").unlink()
+    (directory / "ledger.backup.db").unlink()
+
+    with closing(SqliteLedger(directory)) as ledger:
+        assert "up to 83 of the latest changes" in ledger.load().problem
+        assert ledger.load().problem == ""
+
+
+def test_what_came_after_the_backup_is_counted(directory: Path) -> None:
+    (directory / "ledger.db").write_bytes(b"x" * 9000)
+
+    with closing(SqliteLedger(directory)) as ledger:
+        problem = ledger.load().problem
+        assert "restored 20 agents and 60 turns, with the backup of " in problem
+        assert "up to 2 of the latest changes" in problem
+        assert ledger.load().problem == ""
+
+
+def killed(directory: Path, target: Path, *, num_turns: int, backed_up_at: int | None) -> None:
+    """Leave what a server leaves that is killed while most of its ledger is in the log."""
+    with closing(SqliteLedger(directory)) as ledger:
+        ledger.load()
+        for index in range(num_turns):
+            parent = f"n{index - 1}" if index else None
+            turn = turn_of(f"n{index}", parent, text=f"{index} " * 700)
+            changes = [PutTurn("local", turn), PutAgent(agent_of("n", turn.id, index + 1))]
+            ledger.apply(changes, is_synced=False)
+            if index + 1 == backed_up_at:
+                ledger.back_up()
+        shutil.copytree(directory, target)
+
+
+def test_a_log_that_was_cut_in_half_is_told(directory: Path, tmp_path: Path) -> None:
+    killed(directory, tmp_path / "killed", num_turns=40, backed_up_at=None)
+    (tmp_path / "killed" / "ledger.backup.db").unlink()
+    cut(tmp_path / "killed" / "ledger.db-wal", 0.5)
+
+    with closing(SqliteLedger(tmp_path / "killed")) as ledger:
+        state = ledger.load()
+        (agent,) = [agent for agent in state.agents if agent.id == "n"]
+        assert 0 < agent.num_turns < 40
+        assert len(ledger.turns("local", str(agent.head), limit=99)) == agent.num_turns
+        num_lost = 2 * (40 - agent.num_turns)
+        assert f"up to {num_lost} of the latest changes" in state.problem
+        assert ledger.load().problem == ""
+
+
+def test_what_a_cut_log_lost_comes_from_a_newer_backup(directory: Path, tmp_path: Path) -> None:
+    killed(directory, tmp_path / "killed", num_turns=40, backed_up_at=38)
+    cut(tmp_path / "killed" / "ledger.db-wal", 0.5)
+
+    with closing(SqliteLedger(tmp_path / "killed")) as ledger:
+        state = ledger.load()
+        assert agent_of("n", "n37", 38) in state.agents
+        assert len(ledger.turns("local", "n37", limit=99)) == 38
+        check_others = {agent.id for agent in state.agents}
+        assert check_others == {*AGENTS, "n"}
+        assert state.problem.startswith("ledger.db was cut (it lacked its last ")
+        assert "up to 4 of the latest changes" in state.problem
+        assert ledger.load().problem == ""
+
+
+def test_a_log_that_is_gone_is_told(directory: Path, tmp_path: Path) -> None:
+    killed(directory, tmp_path / "killed", num_turns=3, backed_up_at=None)
+    (tmp_path / "killed" / "ledger.db-wal").unlink()
+
+    with closing(SqliteLedger(tmp_path / "killed")) as ledger:
+        assert "up to 6 of the latest changes" in ledger.load().problem
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"-5", b"9" * 5000, None])
+def test_a_mark_that_is_none_says_nothing(directory: Path, content: bytes | None) -> None:
+    mark = directory / "ledger.mark"
+    mark.unlink() if content is None else mark.write_bytes(content)
+
+    with closing(SqliteLedger(directory)) as ledger:
+        assert ledger.load().problem == ""
+
+
 def test_a_log_without_its_ledger_is_not_taken_for_another_ones(directory: Path) -> None:
     with closing(SqliteLedger(directory)) as ledger:
         ledger.load()

@@ -197,11 +197,12 @@ class MemoryRig:
         spec: ModelCacheSpec | None = None,
         limits: RigLimits | None = None,
         has_disk: bool = True,
+        ledger: IndexedLedger | None = None,
     ) -> None:
         self.spec = spec or fake_spec(block_tokens=4)
         self.limits = limits or RigLimits()
         self.files = MemoryFiles()
-        self.ledger = IndexedLedger()
+        self.ledger = ledger or IndexedLedger()
         self.now = [1000.0]
         self._has_disk = has_disk
         self._start()

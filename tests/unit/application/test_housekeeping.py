@@ -2,16 +2,19 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from semantic.adapters.outbound.fake_backend import fake_spec
 from semantic.application.recall import WantedPart
-from semantic.domain.agents import LOCAL_TENANT, Agent, Tier
+from semantic.domain.agents import LOCAL_TENANT, Agent, Tier, Turn
+from semantic.domain.errors import CachePersistenceError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.inbound import StateView
+from semantic.ports.persistence import TurnPlace
 from tests.unit.application.engine_rig import ROOT
-from tests.unit.application.memory_rig import MemoryRig, RigLimits, fetch
+from tests.unit.application.memory_rig import IndexedLedger, MemoryRig, RigLimits, fetch
 
 pytestmark = pytest.mark.unit
 
@@ -24,9 +27,14 @@ def make_rig() -> Iterator[MakeRig]:
     made: list[MemoryRig] = []
 
     def make(
-        spec: ModelCacheSpec | None = None, *, memory: int = 10**6, has_disk: bool = True
+        spec: ModelCacheSpec | None = None,
+        *,
+        memory: int = 10**6,
+        has_disk: bool = True,
+        ledger: IndexedLedger | None = None,
     ) -> MemoryRig:
-        made.append(MemoryRig(spec=spec, limits=RigLimits(memory), has_disk=has_disk))
+        limits = RigLimits(memory)
+        made.append(MemoryRig(spec=spec, limits=limits, has_disk=has_disk, ledger=ledger))
         return made[-1]
 
     yield make
@@ -331,3 +339,106 @@ def test_a_check_that_a_stop_cuts_short_finds_nothing_bad(make_rig: MakeRig) -> 
 
     assert [progress.num_bad for progress in checking if progress.num_bad] == []
     assert rig.store.counters.corrupt == 0
+
+
+# -- what fails ---------------------------------------------------------------------------------
+
+
+class TornLedger(IndexedLedger):
+    """A ledger in which one agent's turns cannot be read, and that may fail to be backed up."""
+
+    torn: str | None = None
+    can_back_up = True
+    num_backups = 0
+
+    def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
+        self._check(turn_id)
+        return super().place(tenant, turn_id)
+
+    def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
+        self._check(head)
+        return super().turns(tenant, head, limit=limit)
+
+    def back_up(self) -> None:
+        if not self.can_back_up:
+            raise CachePersistenceError("the disk is full.")
+        self.num_backups += 1
+
+    def _check(self, turn_id: str) -> None:
+        if turn_id == self.torn:
+            raise CachePersistenceError("the ledger is damaged.")
+
+
+@pytest.fixture
+def torn(make_rig: MakeRig) -> tuple[MemoryRig, TornLedger]:
+    """Two pinned agents; the turns of the first cannot be read."""
+    ledger = TornLedger()
+    rig = make_rig(ledger=ledger)
+    for name, start in (("ann", 0), ("bob", 50)):
+        rig.talk(name, list(range(start, start + 10)))
+        rig.agents.update(LOCAL_TENANT, name, lambda agent: replace(agent, is_pinned=True))
+    rig.flush()
+    ledger.torn = who(rig, "ann").head
+    return rig, ledger
+
+
+def test_what_fails_for_one_agent_is_done_for_the_others(
+    torn: tuple[MemoryRig, TornLedger],
+) -> None:
+    rig, ledger = torn
+    assert rig.housekeeping.problem == ""
+
+    rig.housekeeping.tick()
+    rig.housekeeping.warm_up()
+
+    with rig.store.lock:
+        assert sum(node.num_pins > 0 for node in rig.store.index) == 3  # bob's
+    assert ledger.num_backups == 1
+    told = rig.housekeeping.problem
+    assert "pinning of agent ann failed: the ledger is damaged" in told
+    assert "warming up of agent ann failed" in told
+    assert "bob" not in told
+    ledger.torn = None
+    rig.housekeeping.tick()
+    rig.housekeeping.warm_up()
+    assert rig.housekeeping.problem == ""
+
+
+def test_who_is_gone_is_no_problem(torn: tuple[MemoryRig, TornLedger]) -> None:
+    rig, _ = torn
+    rig.housekeeping.tick()
+    assert "agent ann" in rig.housekeeping.problem
+
+    rig.agents.delete(LOCAL_TENANT, "ann")
+
+    assert rig.housekeeping.problem == ""
+
+
+def test_garbage_is_collected_although_one_agent_cannot_be_read(
+    torn: tuple[MemoryRig, TornLedger],
+) -> None:
+    rig, _ = torn
+    rig.housekeeping.evict(who(rig, "bob"), is_cold=False)
+    rig.now[0] += 10**6
+
+    rig.housekeeping.collect()
+
+    assert "finding the blocks of agent ann failed" in rig.housekeeping.problem
+    assert rig.files.files
+
+
+def test_a_backup_that_is_late_is_a_problem(torn: tuple[MemoryRig, TornLedger]) -> None:
+    rig, ledger = torn
+    ledger.torn, ledger.can_back_up = None, False
+    rig.housekeeping.start(3600)
+
+    rig.housekeeping.tick()
+
+    assert rig.housekeeping.problem == (
+        "housekeeping: backing up the ledger failed: the disk is full."
+    )
+    rig.now[0] += 6 * 3600
+    assert "the ledger was last backed up 360 minutes ago" in rig.housekeeping.problem
+    ledger.can_back_up = True
+    rig.housekeeping.tick()
+    assert rig.housekeeping.problem == ""

@@ -16,7 +16,7 @@ from semantic.adapters.outbound.directory_lock import LOCK_FILE
 from semantic.adapters.outbound.disk import keep_private
 from semantic.adapters.outbound.ledger_files import SIDECARS
 from semantic.adapters.outbound.ledger_schema import APPLICATION_ID
-from semantic.adapters.outbound.sqlite_ledger import BACKUP_FILE, LEDGER_FILE
+from semantic.adapters.outbound.sqlite_ledger import BACKUP_FILE, LEDGER_FILE, MARK_FILE
 from semantic.domain.errors import CachePersistenceError, InvalidRequestError
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 MARKER_FILE = "semantic-cache"
 _MARKER_TEXT = b"This is a cache directory of Semantic, which writes and deletes files in it.\n"
 _OWN_NAMES = (
-    *(MARKER_FILE, LOCK_FILE, BLOCKS, QUARANTINE, BACKUP_FILE),
+    *(MARKER_FILE, LOCK_FILE, BLOCKS, QUARANTINE, BACKUP_FILE, MARK_FILE),
     *(f"{LEDGER_FILE}{suffix}" for suffix in ("", *SIDECARS)),
 )
 # SQLite's file format: what a database begins with, and its log.

@@ -75,6 +75,11 @@ def is_of_index(change: LedgerChange) -> bool:
     return isinstance(change, _IndexChange)
 
 
+def is_logged(change: LedgerChange) -> bool:
+    """Whether a change is of those that are counted, so that their loss is noticed."""
+    return isinstance(change, PutTenant | PutAgent | DropAgent | PutTurn)
+
+
 def forget_unreachable(connection: sqlite3.Connection, before: float, replays_before: float) -> int:
     """Remove old turns that neither an agent nor a newer turn comes from, and old replays."""
     turns = connection.execute(_FORGET_TURNS, (before,))

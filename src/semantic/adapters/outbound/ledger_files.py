@@ -18,6 +18,7 @@ from semantic.domain.errors import CachePersistenceError
 
 SIDECARS = ("-wal", "-shm", "-journal")
 _OWNER_ONLY = 0o600
+_MARK_DIGITS = 18  # so many fit into an integer of SQLite
 _RETRY_AFTER_S = 1.0
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _UNWRITABLE = (
@@ -119,6 +120,36 @@ def sync_file(path: Path) -> None:
 def suspect_file(path: Path) -> Path:
     """The file that says that damage was seen, for the next start to see to it."""
     return Path(f"{path}.suspect")
+
+
+class Mark:
+    """A small file beside the ledger that says how much was logged: a ledger that says less is cut.
+
+    It is written after each change and never synced: it survives the death of the process, and may
+    be behind the ledger, but is ahead of it only if changes are lost.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> int:
+        """How much was logged; 0 if that is not known."""
+        try:
+            text = self._path.read_bytes()
+        except OSError:
+            return 0
+        is_whole = len(text) == _MARK_DIGITS + 1 and text[:-1].isdigit()
+        return int(text) if is_whole else 0
+
+    def write(self, number: int) -> None:
+        """Note it. A disk that fails is told of by the ledger itself."""
+        with suppress(OSError):
+            flags = os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+            handle = os.open(self._path, flags, _OWNER_ONLY)
+            try:
+                os.pwrite(handle, b"%0*d\n" % (_MARK_DIGITS, number), 0)
+            finally:
+                os.close(handle)
 
 
 def copy_whole(source: sqlite3.Connection, path: Path, timeout_s: float) -> None:

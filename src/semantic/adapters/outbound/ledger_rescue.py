@@ -1,12 +1,14 @@
 """Makes a whole ledger of a damaged one and its backup.
 
 Row by row, what the damaged ledger still holds goes before the backup, which is older. A table
-that can be read from end to end is taken as it is, so that what was removed stays removed. The
-index of parts is not rescued: files of attention state say all of it again.
+that can be read from end to end is taken as it is, so that what was removed stays removed. (A
+ledger that was cut is older than its backup, and comes second.) The index of parts is not rescued:
+files of attention state say all of it again.
 """
 
 import sqlite3
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -30,6 +32,8 @@ from semantic.adapters.outbound.ledger_schema import (
     Table,
     latest_version,
     migrate,
+    num_logged,
+    set_num_logged,
     version_of,
 )
 from semantic.domain.agents import Agent
@@ -51,10 +55,11 @@ class Rescue:
     backup: Path
     timeout_s: float
 
-    def run(self, reason: str) -> str:
+    def run(self, reason: str, *, is_backup_newer: bool = False) -> str:
         """Put a whole ledger in place; returns what happened, for people.
 
-        What was there is moved aside, never removed.
+        What was there is moved aside, never removed; a backup that could not be read too, since the
+        next one would take its place.
 
         Raises:
             NewerLedgerError: a newer server wrote the backup.
@@ -62,50 +67,72 @@ class Rescue:
         """
         fresh = self.ledger.with_name(f"{self.ledger.name}.rescue")
         remove(fresh)
+        sources = (self.ledger, self.backup)
         with closing(connect(fresh, self.timeout_s)) as target:
             target.execute("PRAGMA auto_vacuum = INCREMENTAL")
             target.execute("PRAGMA synchronous = OFF")
             migrate(target, 0)
-            num_cut = self._fill(target)
+            num_cut, unsound = self._fill(target, sources[::-1] if is_backup_newer else sources)
             what = _contents(target, num_cut)
         sync_file(fresh)
-        aside = self.move_aside()
+        origin = self._origin(is_sound=self.backup not in unsound)
+        aside = _move_aside(self.ledger)
+        if self.backup in unsound:
+            origin += _move_aside(self.backup)
         fresh.replace(self.ledger)
         sync_file(self.ledger.parent)
-        return f"{self.ledger.name} {reason}{aside}; restored {what}{self._origin()}."
+        return f"{self.ledger.name} {reason}{aside}; restored {what}{origin}."
 
-    def _fill(self, target: sqlite3.Connection) -> int:
-        """Copy all rows that can be had; returns how many agents lost turns."""
+    def _fill(self, target: sqlite3.Connection, paths: Sequence[Path]) -> tuple[int, list[Path]]:
+        """Copy all rows that can be had; returns how many agents lost turns, and what is bad."""
         with ExitStack() as stack:
-            damaged, backup = (
-                stack.enter_context(_opened(path, self.timeout_s))
-                for path in (self.ledger, self.backup)
-            )
+            opened = {p: stack.enter_context(_opened(p, self.timeout_s)) for p in paths}
+            unsound = {path for path, source in opened.items() if source is None}
             target.execute("BEGIN")
             for table in SEALED_TABLES:
-                if not (damaged and _copy(damaged, target, table)) and backup:
-                    _copy(backup, target, table)
-            num_cut = _mend_agents(target, backup)
+                for path, source in opened.items():
+                    if source is None:
+                        continue
+                    if _copy(source, target, table):
+                        break
+                    unsound.add(path)
+            num_cut = _mend_agents(target, opened[self.backup])
+            set_num_logged(target, max(map(_num_logged, opened.values())))
             target.execute("COMMIT")
-        return num_cut
+        return num_cut, [path for path in unsound if path.exists()]
 
     def move_aside(self) -> str:
         """Move what is in the ledger's place out of the way; returns a clause that says so."""
-        stamp = time.strftime("%Y%m%dT%H%M%S")
-        aside = self.ledger.with_name(f"{self.ledger.name}.damaged-{stamp}")
-        for number in range(2, 1000):
-            if not aside.exists():
-                break
-            aside = aside.with_name(f"{self.ledger.name}.damaged-{stamp}-{number}")
-        is_there = self.ledger.exists()
-        move(self.ledger, aside)
-        return f" and is now {aside.name}" if is_there else ""
+        return _move_aside(self.ledger)
 
-    def _origin(self) -> str:
+    def _origin(self, *, is_sound: bool) -> str:
         if not self.backup.exists():
             return "; there was no backup"
         at = datetime.fromtimestamp(self.backup.stat().st_mtime, UTC)
-        return f", with the backup of {at:%Y-%m-%d %H:%M} UTC"
+        when = f"the backup of {at:%Y-%m-%d %H:%M} UTC"
+        return f", with {when}" if is_sound else f"; {when} was damaged too"
+
+
+def _move_aside(path: Path) -> str:
+    """Move a database out of the way; returns a clause that says so."""
+    stamp = time.strftime("%Y%m%dT%H%M%S")
+    aside = path.with_name(f"{path.name}.damaged-{stamp}")
+    for number in range(2, 1000):
+        if not aside.exists():
+            break
+        aside = path.with_name(f"{path.name}.damaged-{stamp}-{number}")
+    is_there = path.exists()
+    move(path, aside)
+    return f" and is now {aside.name}" if is_there else ""
+
+
+def _num_logged(source: sqlite3.Connection | None) -> int:
+    try:
+        return num_logged(source) if source else 0
+    except READ_ERRORS as error:
+        if not is_damage(error):
+            raise
+        return 0
 
 
 def _opened(path: Path, timeout_s: float) -> AbstractContextManager[sqlite3.Connection | None]:

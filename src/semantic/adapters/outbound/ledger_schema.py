@@ -118,6 +118,17 @@ def check_tables(connection: sqlite3.Connection) -> None:
         raise DamagedLedgerError(f"the table {min(missing)[0]} is not as it should be")
 
 
+def num_logged(connection: sqlite3.Connection) -> int:
+    """Read how many changes of agents and turns a ledger has seen; 0 in those of older servers."""
+    row = connection.execute("SELECT value FROM facts WHERE name = 'num_logged'").fetchone()
+    return int(row[0]) if row else 0
+
+
+def set_num_logged(connection: sqlite3.Connection, number: int) -> None:
+    """Write it; mutates the ledger."""
+    connection.execute("INSERT OR REPLACE INTO facts VALUES ('num_logged', ?)", (number,))
+
+
 def version_of(connection: sqlite3.Connection) -> int:
     """Read which migrations a ledger has seen; 0 is a file without tables.
 

@@ -10,18 +10,25 @@ import sqlite3
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from semantic.adapters.outbound.ledger_changes import forget_unreachable, is_of_index, make_change
+from semantic.adapters.outbound.ledger_changes import (
+    forget_unreachable,
+    is_logged,
+    is_of_index,
+    make_change,
+)
 from semantic.adapters.outbound.ledger_files import (
     READ_ERRORS,
+    Mark,
     OneReader,
     Readers,
     check_pages,
     connect,
+    connect_read_only,
     copy_whole,
     is_damage,
     refusal,
@@ -43,6 +50,8 @@ from semantic.adapters.outbound.ledger_schema import (
     NewerLedgerError,
     check_tables,
     migrate,
+    num_logged,
+    set_num_logged,
     version_of,
 )
 from semantic.domain.agents import Pointer, Turn
@@ -50,9 +59,10 @@ from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CachePersistenceError
 from semantic.ports.persistence import LedgerChange, LedgerState, TurnPlace
 
-LEDGER_FILE, BACKUP_FILE = "ledger.db", "ledger.backup.db"
+LEDGER_FILE, BACKUP_FILE, MARK_FILE = "ledger.db", "ledger.backup.db", "ledger.mark"
 _TIMEOUT_S = 5.0
 _LOG_BYTES = 2**24
+_COUNT_LOGGED = "UPDATE facts SET value = value + ? WHERE name = 'num_logged'"
 _COUNT_SYNC = "UPDATE facts SET value = value + 1 WHERE name = 'num_synced'"
 # A change that meets one of these will meet it again.
 _UNSTORABLE = (
@@ -71,6 +81,11 @@ class _Open:
     is_synced: bool | None = None
     num_changes: int = 1
     num_backed_up: int = 0
+    num_logged: int = 0
+
+
+class _CutLedgerError(Exception):
+    """The ledger has seen less than its backup."""
 
 
 class SqliteLedger:
@@ -86,6 +101,7 @@ class SqliteLedger:
         self._is_in_memory = directory is None
         place = directory or Path()
         self._path, self._backup = place / LEDGER_FILE, place / BACKUP_FILE
+        self._mark = Mark(place / MARK_FILE)
         self._suspect = suspect_file(self._path)
         self._rescue = Rescue(self._path, self._backup, timeout_s)
         self._timeout_s = timeout_s
@@ -124,9 +140,14 @@ class SqliteLedger:
 
     def apply(self, changes: Sequence[LedgerChange], *, is_synced: bool) -> None:
         """Make changes in their order, all or none of them."""
+        num_new = sum(map(is_logged, changes))
         with self._transaction(is_synced=is_synced) as connection:
             for change in changes:
                 make_change(connection, change)
+            if num_new:
+                connection.execute(_COUNT_LOGGED, (num_new,))
+        if num_new:
+            self._note_logged(num_new)
         if not all(is_of_index(change) for change in changes):
             self._current.num_changes += 1
 
@@ -240,14 +261,16 @@ class SqliteLedger:
                 self._rescue.move_aside()
         try:
             return self._open(problem)
+        except _CutLedgerError as error:
+            problem = self._restore(f"was cut ({error})", is_backup_newer=True)
         except READ_ERRORS as error:
             if not is_damage(error):
                 raise
             problem = self._restore(f"was damaged ({error})")
         return self._open(problem)
 
-    def _restore(self, reason: str) -> str:
-        problem = self._rescue.run(reason)
+    def _restore(self, reason: str, *, is_backup_newer: bool = False) -> str:
+        problem = self._rescue.run(reason, is_backup_newer=is_backup_newer)
         self._suspect.unlink(missing_ok=True)
         return problem
 
@@ -255,13 +278,50 @@ class SqliteLedger:
         writer = connect(self._path, self._timeout_s)
         try:
             self._prepare(writer)
-            state = read_state(writer, problem)
+            lost = self._count_lost(writer, is_restored=bool(problem))
+            state = read_state(writer, " ".join(filter(None, (problem, lost))))
+            number = num_logged(writer)
         except BaseException:
             writer.close()
             raise
         readers = Readers(self._path, self._timeout_s)
-        self._opened = _Open(writer, readers, self._path.stat().st_ino)
+        inode = self._path.stat().st_ino
+        self._opened = _Open(writer, readers, inode, num_logged=number)
+        self._mark.write(number)
         return state
+
+    def _count_lost(self, writer: sqlite3.Connection, *, is_restored: bool) -> str:
+        """Compare a ledger with its mark; returns what is missing, for people.
+
+        Raises:
+            _CutLedgerError: the backup has more of it.
+        """
+        found, marked = num_logged(writer), self._mark.read()
+        num_lost = marked - found
+        if num_lost > 0 and not is_restored and self._num_backed_up() > found:
+            raise _CutLedgerError(f"it lacked its last {num_lost} changes")
+        set_num_logged(writer, max(found, marked))
+        if num_lost <= 0:
+            return ""
+        return (
+            f"{self._path.name}: up to {num_lost} of the latest changes to agents and turns were "
+            "lost, though they had been written."
+        )
+
+    def _num_backed_up(self) -> int:
+        """How much the backup has seen; 0 if it cannot be read."""
+        try:
+            with closing(connect_read_only(self._backup, self._timeout_s)) as backup:
+                return num_logged(backup)
+        except READ_ERRORS:
+            return 0
+
+    def _note_logged(self, number: int) -> None:
+        with self._lock:
+            current = self._current
+            current.num_logged += number
+            if not self._is_in_memory:
+                self._mark.write(current.num_logged)
 
     def _prepare(self, writer: sqlite3.Connection) -> None:
         """Check the file and bring it up to date."""
