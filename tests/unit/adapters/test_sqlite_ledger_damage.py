@@ -304,8 +304,8 @@ def killed(directory: Path, target: Path, *, num_turns: int, backed_up_at: int |
         for index in range(num_turns):
             parent = f"n{index - 1}" if index else None
             turn = turn_of(f"n{index}", parent, text=f"{index} " * 700)
-            changes = [PutTurn("local", turn), PutAgent(agent_of("n", turn.id, index + 1))]
-            ledger.apply(changes, is_synced=False)
+            agent = agent_of("n", turn.id, index + 1)
+            ledger.apply([PutTurn("local", turn), PutAgent(agent)], is_synced=False)
             if index + 1 == backed_up_at:
                 ledger.back_up()
         shutil.copytree(directory, target)
@@ -334,8 +334,7 @@ def test_what_a_cut_log_lost_comes_from_a_newer_backup(directory: Path, tmp_path
         state = ledger.load()
         assert agent_of("n", "n37", 38) in state.agents
         assert len(ledger.turns("local", "n37", limit=99)) == 38
-        check_others = {agent.id for agent in state.agents}
-        assert check_others == {*AGENTS, "n"}
+        assert {agent.id for agent in state.agents} == {*AGENTS, "n"}
         assert state.problem.startswith("ledger.db was cut (it lacked its last ")
         assert "up to 4 of the latest changes" in state.problem
         assert ledger.load().problem == ""

@@ -32,7 +32,8 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_documentation_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[3] / "docs" / "running.md").read_text()
-    for command in (["serve"], ["cache", "stats"], ["cache", "verify"], ["cache", "gc"]):
+    actions = ("stats", "verify", "gc", "export-key")
+    for command in (["serve"], *(["cache", action] for action in actions)):
         with pytest.raises(SystemExit, match="0"):
             main([*command, "--help"])
         flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
@@ -116,3 +117,13 @@ def test_a_home_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert "--home" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_export_key_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for _ in range(2):
+        assert main(["cache", "export-key", "--home", str(tmp_path / "new")]) == 0
+        printed.append(capsys.readouterr().out)
+
+    assert printed[0] == printed[1]
+    assert len(bytes.fromhex(printed[0])) == 32
