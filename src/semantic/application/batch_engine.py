@@ -288,11 +288,12 @@ class BlockPoolBatchEngine:
         while True:
             source = self._sharing.choose(generation, self._scheduler.running, cost)
             taken = source.seq if isinstance(source, TakeOver) else None
-            generation.seq = SequenceId(next(self._sequence_ids)) if taken is None else taken
-            if self._memory.admit(generation):
+            seq = SequenceId(next(self._sequence_ids)) if taken is None else taken
+            if self._memory.admit(seq, len(generation.tokens)):
                 break
             if not self._close_oldest_idle(spared=taken):
                 return False
+        generation.seq = seq
         self._scheduler.admit(generation)
         self._attempt(generation, lambda it: self._sharing.open(it, source, cost))
         self._advance(generation)
@@ -431,7 +432,7 @@ class BlockPoolBatchEngine:
         generation.num_rows = 0
         generation.is_sealing = False  # what a failed step left behind is not to be trusted
         if generation.is_done:
-            self._retire(generation)
+            self._retire(generation, is_sound=False)
         elif was_retried:
             self._fail(generation, _as_backend_error(error))
         else:
@@ -510,12 +511,13 @@ class BlockPoolBatchEngine:
         if not generation.num_rows:
             self._retire(generation)
 
-    def _retire(self, generation: Generation) -> None:
-        """Put a request away that ended, keeping its state, and give its final event."""
+    def _retire(self, generation: Generation, *, is_sound: bool = True) -> None:
+        """Put a request away that ended, keeping its state if it is sound; give its final event."""
         del self._generations[generation.job.id]
         if generation.seq in self._memory.sequences:
             self._sharing.seal_tail(generation)
-            if isinstance(generation.final, Finished) and generation.num_computed:
+            is_finished = isinstance(generation.final, Finished)
+            if is_sound and is_finished and generation.num_computed:
                 self._go_idle(generation)
             else:
                 self._close(generation)

@@ -217,7 +217,8 @@ class DeviceThread:
                     retry_after_s=2,
                 )
             self._live.add(job.id)
-        self._commands.put(_Submit(job))
+            # Within the lock: who is answered from here on is cancelled after this, not before.
+            self._commands.put(_Submit(job))
 
     def cancel(self, job_id: str) -> None:
         """End a request early; unknown ones are passed over."""

@@ -61,7 +61,7 @@ class Generation:
     decoding sequence is one behind; nothing else tells them apart.
 
     Attributes:
-        seq: The backend's id; a new one each time the sequence is opened.
+        seq: The backend's id while the sequence is open there; a new one each time.
         tokens: Prompt and reply, as far as the host knows them.
         num_launched: Positions whose state the device has been asked to compute.
         num_computed: Positions whose state is known to be computed.
@@ -181,6 +181,7 @@ class Generation:
     def rewind(self) -> None:
         """Forget the backend's state: it was closed or lost."""
         self.end_restore()
+        self.seq = NO_SEQUENCE
         self.num_launched = self.num_computed = self.num_rows = self.num_draws = 0
         self.num_sealed = self.last_sealed = 0
         self.chain = self.job.root

@@ -21,10 +21,10 @@ class WorkingMemory:
         """Sequences that room is reserved for."""
         return set(self._lengths)
 
-    def admit(self, generation: Generation) -> bool:
-        """Reserve a prompt and one block; False if there is no room."""
-        length = len(generation.tokens) + self._block_tokens
-        return self.resize(generation.seq, min(length, self.longest_that_fits()))
+    def admit(self, seq: SequenceId, num_tokens: int) -> bool:
+        """Reserve room for so many tokens and one block; False if there is none."""
+        length = num_tokens + self._block_tokens
+        return self.resize(seq, min(length, self.longest_that_fits()))
 
     def grow(self, generation: Generation) -> bool:
         """See that the next tokens have room; False if they do not."""

@@ -66,13 +66,16 @@ class AgentMemory:
             self._lock = DirectoryLock(directory)
         self.ledger: LedgerPort = SqliteLedger(directory)
         try:
-            self._state = self.ledger.load()
+            state = self.ledger.load()
         except CachePersistenceError:
             self._unlock()
             raise
-        self._loss = self._state.problem
+        self._loss = state.problem
         if self._loss:
             _log.warning("the ledger is not as it was left", problem=self._loss)
+        self._num_agents, self._num_parts = len(state.agents), len(state.parts)
+        self._parts = state.parts  # until the store has them
+        self._is_index_lost = state.is_index_lost
         if directory is not None:
             self._files = SafetensorsCache(directory, self._codec)
             self.disk = DiskTier(
@@ -82,7 +85,7 @@ class AgentMemory:
                 is_synced=settings.durability == "sync",
             )
         write = self.disk.change if self.disk else write_at_once(self.ledger)
-        self.agents = AgentLedger(self.ledger, self._state, write)
+        self.agents = AgentLedger(self.ledger, state, write)
         self.replays = KeptReplies(self.ledger, write)
 
     @property
@@ -107,7 +110,7 @@ class AgentMemory:
         if self._lock is None:
             return "kept in memory only (durability none)"
         where = self._settings.effective_cache_dir
-        return f"{len(self._state.agents)} known, {len(self._state.parts)} block files in {where}"
+        return f"{self._num_agents} known, {self._num_parts} block files in {where}"
 
     def make_engine(
         self,
@@ -124,7 +127,8 @@ class AgentMemory:
         settings = self._settings
         pool = BlockPool(model.backend.spec, settings.memory_budget_mb * 2**20)
         store = AgentCacheStore(pool, self.disk, on_moved=self.agents.move)
-        store.restore_index(self._state.parts)
+        store.restore_index(self._parts)
+        self._parts = ()
         store.roots.update(model.root(principal) for principal in self.agents.principals())
         if self._files is not None:
             self._files.announce(model.root(self.agents.principal()), model.fingerprint)
@@ -142,7 +146,7 @@ class AgentMemory:
             files=self._files,
             orphan_ttl_s=settings.orphan_ttl_h * 3600,
         )
-        self.housekeeping.start(settings.upkeep_interval_s, is_index_lost=self._state.is_index_lost)
+        self.housekeeping.start(settings.upkeep_interval_s, is_index_lost=self._is_index_lost)
         return BlockPoolBatchEngine(
             model.backend, model.tokenizer, store, limits, emit, on_ready=on_ready
         )

@@ -10,7 +10,7 @@ import pytest
 from semantic.adapters.outbound.fake_backend import FakeTokenizer, fake_spec
 from semantic.application.agent_store import AgentCacheStore
 from semantic.application.batch_engine import BlockPoolBatchEngine, EngineEvent, EventBatch
-from semantic.application.device_thread import DeviceThread, LoadedModel
+from semantic.application.device_thread import Command, DeviceThread, LoadedModel
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.block_pool import BlockPool
 from semantic.domain.chat import Failed, Finished
@@ -256,6 +256,35 @@ def test_who_was_failed_by_the_watchdog_does_not_run_on() -> None:
         backend.gate.set()
         made.await_state(ModelState.READY)
         assert eventually(lambda: backend.num_open == 0)
+
+
+class PausingQueue(queue.SimpleQueue[Command]):
+    """What the test's thread puts into it comes after two of others, if they come soon."""
+
+    def put(self, item: Command, block: bool = True, timeout: float | None = None) -> None:
+        if threading.current_thread() is threading.main_thread():
+            pause = threading.Event()
+            for _ in range(100):
+                if self.qsize() >= 2:
+                    break
+                pause.wait(0.01)
+        super().put(item, block, timeout)
+
+
+def test_who_is_failed_by_the_watchdog_while_being_submitted_does_not_run() -> None:
+    backend, commands = StallingBackend(), PausingQueue()
+    with device(backend, hang_timeout_s=0.3) as made:
+        made.await_state(ModelState.READY)
+        backend.gate.clear()
+        made.thread.submit(make_job("running", max_tokens=100_000))
+        backend.entered.wait(20)
+        made.thread._commands = commands  # the watchdog cancels both requests
+        made.thread.submit(make_job("late", max_tokens=100_000))
+        assert isinstance(made.final("late"), Failed)
+        backend.gate.set()
+        made.await_state(ModelState.READY)
+        assert eventually(lambda: backend.num_open == 0 and commands.empty())
+        assert len({chunk.seq for step in backend.steps for chunk in step.chunks}) == 1
 
 
 def test_a_defect_of_the_engine_ends_requests_and_not_the_thread() -> None:

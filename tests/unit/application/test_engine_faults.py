@@ -9,7 +9,7 @@ from semantic.adapters.outbound.fake_backend import fake_spec
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.chat import Failed
 from semantic.domain.errors import BackendError, CacheCorruptionError
-from semantic.domain.sampling import StopRules
+from semantic.domain.sampling import FinishReason, StopRules
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.outbound import (
     LAST_SAMPLED,
@@ -31,8 +31,8 @@ SPEC = fake_spec(block_tokens=8)
 class StrictBackend(FaultyBackend):
     """Notes what a real device cannot do.
 
-    That is: to close a sequence whose rows it has not given back, or to keep state that a failed
-    step left behind.
+    That is: to close a sequence whose rows it has not given back, or to keep or go on with state
+    that a failed step left behind.
     """
 
     def __init__(self, spec: ModelCacheSpec = SPEC, *, pipeline_depth: Literal[0, 1] = 0) -> None:
@@ -62,6 +62,16 @@ class StrictBackend(FaultyBackend):
         if seq in self._spoilt:
             self.violations.append(f"sealed {seq} after its step failed")
         return super().snapshot(seq, start, end, kind)
+
+    def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
+        if src in self._spoilt:
+            self.violations.append(f"forked {src} after its step failed")
+        return super().fork(src, dst, num_tokens)
+
+    def truncate(self, seq: SequenceId, num_tokens: int) -> int:
+        if seq in self._spoilt:
+            self.violations.append(f"went on with {seq} after its step failed")
+        return super().truncate(seq, num_tokens)
 
     def close(self, seq: SequenceId) -> None:
         if any(chunk.seq == seq for step in self._flying for chunk in step.chunks):
@@ -128,6 +138,30 @@ def test_what_a_failed_step_left_behind_is_never_kept(where: str) -> None:
         rig.submit(make_job(f"j{i}", f"prompt {i}" * 3, max_tokens=30))
     rig.run()
     assert backend.violations == []
+
+
+@pytest.mark.parametrize("where", ["launch", "collect"])
+def test_a_request_that_was_done_when_its_step_failed_does_not_stay_open(where: str) -> None:
+    backend = StrictBackend(pipeline_depth=1)
+    rig = make_rig(backend=backend, max_idle=4)
+    first = make_job("a", "x" * 20, agent="a", max_tokens=40)
+    rig.submit(first)
+    rig.submit(make_job("other", "o" * 20, max_tokens=60))
+    for _ in range(8):
+        rig.step()
+    rig.engine.cancel("a")  # its last row is still on the device
+    failures = iter([True])
+    if where == "launch":
+        backend.fail_launch = lambda _: next(failures, False)
+    else:
+        backend.fail_collect = lambda: next(failures, False)
+    rig.step()
+    assert rig.finished("a").reason is FinishReason.CANCELLED
+    second = make_job("a, turn 2", "x" * 20 + rig.text("a") + "more", agent="a")
+    rig.submit(second)
+    rig.run()
+    assert backend.violations == []
+    assert rig.text("a, turn 2") == alone(second)
 
 
 def test_a_request_that_fails_in_its_retry_keeps_nothing_of_it() -> None:

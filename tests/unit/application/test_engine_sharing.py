@@ -99,6 +99,29 @@ def test_what_is_sealed_after_a_fork_has_its_own_chain() -> None:
     assert rig.text("m") == alone(mixed)
 
 
+# -- idle copies --------------------------------------------------------------------------------
+
+
+def test_a_request_refused_an_idle_copy_leaves_it_to_others() -> None:
+    rig = make_rig(budget_tokens=200, max_idle=1)
+    rig.submit(make_job("turn 1", "c" * 40, agent="a", max_tokens=2))
+    rig.run()
+    rig.submit(make_job("other", "o" * 90, max_tokens=40))
+    rig.step()
+    # It would go on with the copy, but there is no memory for so long a prompt.
+    rig.submit(make_job("turn 2", "c" * 40 + "d" * 100, agent="a"))
+    rig.step()
+    assert rig.backend.num_open == 2
+    rig.engine.cancel("turn 2")
+    rig.step()
+    assert rig.backend.num_open == 2
+    third = make_job("turn 3", "c" * 40 + "e" * 4, agent="a")
+    rig.submit(third)
+    rig.run()
+    assert rig.text("turn 3") == alone(third)
+    assert rig.finished("turn 3").usage.cache_read_tokens == 40
+
+
 # -- layers that cannot be cut ------------------------------------------------------------------
 
 
