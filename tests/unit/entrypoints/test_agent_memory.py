@@ -1,0 +1,46 @@
+"""What keeps agents, put together over a real directory."""
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from semantic.adapters.config.settings import Settings
+from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer
+from semantic.application.batch_engine import BlockPoolBatchEngine
+from semantic.application.device_thread import LoadedModel
+from semantic.application.scheduler import EngineLimits
+from semantic.domain.blocks import BlockNamespace, BlockPart
+from semantic.entrypoints.agent_memory import AgentMemory
+from tests.unit.application.engine_rig import make_job
+
+pytestmark = pytest.mark.unit
+
+
+def open_memory(directory: Path) -> tuple[AgentMemory, BlockPoolBatchEngine]:
+    memory = AgentMemory(Settings(cache_dir=directory, backend="fake", durability="write_behind"))
+    model = LoadedModel("fake", FakeBackend(), FakeTokenizer())
+    return memory, memory.make_engine(model, EngineLimits(), lambda _: None, lambda: None)
+
+
+def test_what_was_found_at_the_start_is_not_kept_beside_the_store(tmp_path: Path) -> None:
+    memory, engine = open_memory(tmp_path)
+    root = BlockNamespace(str(tmp_path), "fake").root()
+    engine.submit(replace(make_job("a", "x" * 100), root=root))
+    while engine.has_work:
+        engine.step()
+    assert memory.close(20)
+    del memory, engine
+
+    memory, _ = open_memory(tmp_path)
+    assert memory.store is not None
+    assert memory.housekeeping is not None
+    assert "7 block files" in memory.summary
+    memory.housekeeping.collect(orphan_age_s=-1)
+    assert len(memory.store.index) == 0
+    assert memory.close(20)
+    gc.collect()
+    known = [part for part in gc.get_objects() if isinstance(part, BlockPart)]
+    assert not [part for part in known if part.root == root]
+    assert "7 block files" in memory.summary
