@@ -23,6 +23,8 @@ from semantic.domain.errors import PoolExhaustedError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.outbound import KVPayload
 
+_RECENT_S = 1.0  # how exactly it is known when the blocks of a running sequence were used
+
 
 class AgentCacheStore:
     """Sealed blocks by content, within the budgets of memory and disk.
@@ -154,20 +156,27 @@ class AgentCacheStore:
         packed = pack_tokens(tokens)
         with self.lock:
             self.roots.add(root)
-            chain = self.index.chain(parent)
-            if not self._is_unbroken(root, parent, chain):
+            before = self.index.get(parent)
+            if parent != root and (before is None or not before.has(LayerKind.FULL)):
                 return None  # without its beginning the block is of no use
-            start = chain[-1].end if chain else 0
-            node = self.index.add(root, parent, start, packed)
-            node.last_used = self._now()  # its files say so
-            is_kept = self._keep(node, payloads, chain)
-            self._touch([WantedPart(link, LayerKind.FULL) for link in (*chain, node)])
+            node = self.index.add(root, parent, before.end if before else 0, packed)
+            nbytes = sum(payload.nbytes for payload in payloads)
+            if before is not None and self._is_young(before, nbytes):
+                node.last_used = max(node.last_used, before.last_used)  # its files say so
+                is_kept = self._keep(node, payloads)
+            else:
+                is_kept = self._keep_in_chain(node, payloads)
             if not is_kept:
                 self.index.prune(node)
                 return None
             self.counters.sealed += 1
             self._tails.free_into(node)
             return node.name
+
+    def touch(self, name: BlockName) -> None:
+        """Mark all that leads to a block as just used."""
+        with self.lock:
+            self._touch([WantedPart(node, LayerKind.FULL) for node in self.index.chain(name)])
 
     def add(self, name: BlockName, payloads: Sequence[KVPayload]) -> None:
         """Keep further parts of a block, as far as there is room."""
@@ -339,6 +348,24 @@ class AgentCacheStore:
             if kind is not LayerKind.WINDOW:
                 self._files.write(WantedPart(node, kind))
         return True
+
+    def _is_young(self, node: BlockNode, nbytes: int) -> bool:
+        """Whether nothing that leads to a node, as young as it is, would go for so many bytes."""
+        is_recent = 0 <= self._now() - node.last_used < _RECENT_S
+        return is_recent and self._memory.has_room(nbytes, unused_since=node.last_used)
+
+    def _keep_in_chain(self, node: BlockNode, payloads: Sequence[KVPayload]) -> bool:
+        """Keep parts at the expense of anything but what leads to them, and mark it all as used.
+
+        Takes time for every block of the chain.
+        """
+        chain = self.index.chain(node.parent)
+        if not self._is_unbroken(node.root, node.parent, chain):
+            return False
+        node.last_used = self._now()
+        is_kept = self._keep(node, payloads, chain)
+        self._touch([WantedPart(link, LayerKind.FULL) for link in (*chain, node)])
+        return is_kept
 
     def _reconsider(self, node: BlockNode) -> None:
         """Forget or free a node if nobody counts on it any more."""

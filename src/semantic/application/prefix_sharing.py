@@ -206,6 +206,7 @@ class PrefixSharing:
                 generation.pointer, generation.num_sealed = tail, end
         elif start == end and generation.last_sealed < end:
             self._seal_end(generation)
+        self._store.touch(generation.pointer or generation.chain)
         if self._backend.spec.num_window:
             boundaries = [*generation.job.boundaries, generation.num_prompt, end]
             last = generation.pointer or generation.chain

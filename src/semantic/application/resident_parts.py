@@ -55,6 +55,15 @@ class ResidentParts:
             self._parts[block.name] = WantedPart(node, payload.kind)
         return [payload.kind for payload in new]
 
+    def has_room(self, nbytes: int, *, unused_since: float) -> bool:
+        """Whether so much fits if only those parts go that were not used since a time."""
+        usage = self._pool.usage()
+        excess = usage.used + nbytes - usage.total
+        victims = self._pool.oldest(excess)
+        if sum(block.nbytes for block in victims) < excess:
+            return False
+        return all(self._parts[block.name].node.last_used < unused_since for block in victims)
+
     def hold(self, part: WantedPart) -> None:
         """Keep a part that is in memory there, until it was let go as often as it was held."""
         self._pool.acquire([_pool_name(part.node.name, part.kind)])

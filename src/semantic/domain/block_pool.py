@@ -193,6 +193,11 @@ class BlockPool:
         with self._lock:
             return self._drop(nbytes)
 
+    def oldest(self, nbytes: int) -> tuple[KVBlock, ...]:
+        """The idle blocks that go next, up to `nbytes` of them; all if there are no more."""
+        with self._lock:
+            return tuple(self._entries[name].block for name in self._next_to_go(nbytes))
+
     def discard(self, names: Iterable[BlockName]) -> tuple[KVBlock, ...]:
         """Drop those of the blocks that are idle; held ones stay."""
         with self._lock:
@@ -286,6 +291,9 @@ class BlockPool:
 
     def _drop(self, excess: int, spared: set[BlockName] | None = None) -> tuple[KVBlock, ...]:
         """Remove idle blocks, oldest first, until at least `excess` bytes are gone."""
+        return tuple(self._remove(name) for name in self._next_to_go(excess, spared))
+
+    def _next_to_go(self, excess: int, spared: set[BlockName] | None = None) -> list[BlockName]:
         victims: list[BlockName] = []
         for name in self._idle:
             if excess <= 0:
@@ -294,7 +302,7 @@ class BlockPool:
                 continue
             victims.append(name)
             excess -= self._entries[name].block.nbytes
-        return tuple(self._remove(name) for name in victims)
+        return victims
 
     def _remove(self, name: BlockName) -> KVBlock:
         del self._idle[name]
