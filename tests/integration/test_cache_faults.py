@@ -449,7 +449,7 @@ def test_a_disk_budget_smaller_than_an_agent_keeps_its_beginning(
     claim(tmp_path / "cache")
     (tmp_path / "cache" / "something-else").write_bytes(bytes(700_000))  # counts as well
     with run_server(settings) as running:
-        talk(running, said, "words and more words " * 250)
+        talk(running, said, "words and more words " * 2500)
         assert running.server.memory.disk is not None
         running.server.memory.disk.flush(30)
         assert store_of(running).counters.unwritten > 0

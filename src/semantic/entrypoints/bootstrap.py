@@ -32,7 +32,7 @@ from semantic.application.scheduler import EngineLimits
 from semantic.application.stateful_chat import StatefulChat
 from semantic.application.turn_watch import TurnWatch
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.spec import ModelCacheSpec
+from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ModelCacheSpec
 from semantic.entrypoints.agent_memory import AgentMemory
 from semantic.ports.outbound import ModelBackendPort, TokenizerPort
 
@@ -204,9 +204,10 @@ def _load(
     on_progress: Callable[[str], None],
 ) -> LoadedModel:
     if backend_name == "fake":
-        from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer
+        from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer, fake_spec
 
-        return _loaded("fake", FakeBackend(), FakeTokenizer(), "fake", memory)
+        spec = fake_spec(block_tokens=DEFAULT_BLOCK_TOKENS)  # as all models
+        return _loaded("fake", FakeBackend(spec), FakeTokenizer(), "fake", memory)
     from semantic.adapters.outbound.fingerprint import fingerprint
     from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
     from semantic.adapters.outbound.model_source import LocalModelSource

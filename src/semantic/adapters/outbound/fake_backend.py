@@ -94,11 +94,16 @@ class _Sequence:
     def append(self, tokens: Sequence[int], window_size: int) -> None:
         start = self.length
         self.known[start : start + len(tokens)] = tokens
+        entry, state = self.full[-1] if self.full else 1, self.state or 0
+        entries: list[int] = []
         for token in tokens:
-            self.keep([_mix(self.full[-1] if self.full else 1, token) % 2**32])
-            self.state = _mix(self.state or 0, token)
+            entry = _mix(entry, token) % 2**32
+            entries.append(entry)
+            state = _mix(state, token)
+        self.keep(entries)
+        self.state = state
         if window_size:
-            added = [_disguise(entry) for entry in self.full[start:]]
+            added = [_disguise(entry) for entry in entries]
             self.window = [*self.window, *added][-window_size:]
 
     def keep(self, entries: Sequence[int]) -> None:
