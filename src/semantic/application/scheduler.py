@@ -282,12 +282,14 @@ class ConcurrentScheduler:
         # The next mask depends on a token that only the host can tell it.
         if generation.job.constraint is not None and generation.num_draws:
             return False
+        if not (self._cuts_at_blocks and generation.num_rows):
+            return True
         # State that can be kept only where a chunk ended must be kept before the next begins.
         start = generation.num_launched
         is_at_cut = start == generation.num_prompt or (
             start > generation.num_sealed and generation.block_end(start - 1) == start
         )
-        return not (self._cuts_at_blocks and is_at_cut and generation.num_rows)
+        return not is_at_cut
 
     def _distance_to_cut(self, generation: Generation) -> int:
         start = generation.num_launched

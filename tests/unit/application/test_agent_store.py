@@ -1,5 +1,10 @@
+import contextlib
 import gc
+import itertools
+import sys
 import tracemalloc
+from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -72,6 +77,62 @@ def test_eviction_leaves_no_empty_entries() -> None:
         tracemalloc.stop()
     # An entry left behind by each pair would take some 200 bytes.
     assert after - before < 20_000
+
+
+def seal_chain(store: AgentCacheStore, first: int, num_blocks: int) -> list[BlockName]:
+    """Seal blocks that follow each other, until one finds no room."""
+    sealed: list[BlockName] = []
+    for index in range(num_blocks):
+        parent = sealed[-1] if sealed else ROOT
+        name = store.seal(ROOT, parent, [first] * 8, payload(8 * index, 8 * index + 8))
+        if name is None:
+            break
+        sealed.append(name)
+    return sealed
+
+
+@contextlib.contextmanager
+def counted_calls() -> Iterator[Counter[str]]:
+    """Count the functions that are called in the block."""
+    calls: Counter[str] = Counter()
+    sys.setprofile(lambda _, event, __: calls.update([event]))
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("num_old", [0, 400])
+def test_a_block_takes_as_long_to_seal_however_many_it_follows(num_old: int) -> None:
+    now = [0.0]
+    pool = BlockPool(fake_spec(block_tokens=8), 400 * BLOCK_BYTES)
+    store = AgentCacheStore(pool, now=lambda: now[0])
+    for first in range(num_old):  # which have to make room
+        store.seal(ROOT, ROOT, [1000 + first] * 8, payload(0, 8))
+    now[0] = 10.0
+    with counted_calls() as few:
+        seal_chain(store, 1, 20)
+    with counted_calls() as many:
+        assert len(seal_chain(store, 2, 200)) == 200
+    assert many["call"] < 15 * few["call"]
+
+
+def test_what_was_used_gives_way_from_its_end() -> None:
+    store = store_of(6)
+    store.touch(seal_chain(store, 1, 6)[-1])
+    seal_chain(store, 2, 2)
+    assert store.plan(ROOT, [1] * 48).end == 32
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.4, 5.0])
+def test_a_block_does_not_take_the_place_of_what_it_follows(seconds: float) -> None:
+    times = itertools.count()
+    pool = BlockPool(fake_spec(block_tokens=8), 4 * BLOCK_BYTES)
+    store = AgentCacheStore(pool, now=lambda: next(times) * seconds)
+    seal_chain(store, 1, 4)
+    assert len(seal_chain(store, 2, 6)) == 4
+    assert store.plan(ROOT, [2] * 48).end == 32
+    assert store.plan(ROOT, [1] * 48).end == 0
 
 
 def test_a_tail_goes_into_the_block_that_it_begins() -> None:
