@@ -112,7 +112,7 @@ class BlockPoolBatchEngine:
         self._clock = clock
         self._sharing = PrefixSharing(backend, store, on_ready)
         self._scheduler = ConcurrentScheduler(
-            limits, cuts_at_blocks=not self._sharing.can_cut_anywhere
+            limits, window=backend.spec.window, has_state=backend.spec.num_state > 0
         )
         self._memory = WorkingMemory(backend, store)
         self._generations: dict[str, Generation] = {}

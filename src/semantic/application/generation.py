@@ -27,7 +27,7 @@ class Job:
         agent: Whose turn it is; shares of the device are counted per agent.
         root: Root of the tenant's block names; only sequences of one root share state.
         tokens: The prompt.
-        boundaries: Prompt positions worth resuming at; chunks and blocks end there.
+        boundaries: Prompt positions worth resuming at; blocks end there.
         sampling: With the seed set.
         stop: Strings and tokens that end the reply.
         max_tokens: The most tokens to generate; prompt and reply fit the context.
@@ -158,12 +158,12 @@ class Generation:
         done = min(self.num_computed, self.num_prompt)
         return PrefillProgress(done, self.num_prompt, self.reuse.reused)
 
-    def block_end(self, position: int) -> int:
-        """Where the block that holds `position`, which is not sealed yet, ends."""
-        end = self.num_sealed
+    def block_at(self, position: int) -> tuple[int, int]:
+        """Where the block that holds `position`, which is not sealed yet, begins and ends."""
+        start = end = self.num_sealed
         while end <= position:
-            end = block_end(end, self.block_tokens, self.job.boundaries)
-        return end
+            start, end = end, block_end(end, self.block_tokens, self.job.boundaries)
+        return start, end
 
     def next_chunk(self, num_tokens: int) -> Chunk:
         """Describe the next `num_tokens` tokens; does not count them as launched."""

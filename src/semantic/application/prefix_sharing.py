@@ -182,8 +182,7 @@ class PrefixSharing:
     def seal(self, generation: Generation, *, is_last: bool = False) -> None:
         """Keep the blocks that are full; `is_last` if nothing more will be computed."""
         while generation.is_sealing:
-            start = generation.num_sealed
-            end = generation.block_end(start)
+            start, end = generation.block_at(generation.num_sealed)
             if end > generation.num_computed:
                 break
             is_end = is_last and end == generation.num_computed

@@ -17,6 +17,7 @@ The scheduler keeps lists and counts. It knows neither the backend nor memory: t
 admits a candidate when it has room for it.
 """
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -163,17 +164,20 @@ class Portion:
 class ConcurrentScheduler:
     """Waiting and running requests, and whose turn it is. Used on the engine's thread only."""
 
-    def __init__(self, limits: EngineLimits, *, cuts_at_blocks: bool = False) -> None:
+    def __init__(self, limits: EngineLimits, *, window: int = 0, has_state: bool = False) -> None:
         """Start empty.
 
         Args:
             limits: May be replaced at any time through the attribute.
-            cuts_at_blocks: Chunks end at the end of each block, for models whose state can be
-                kept only where a chunk ended; else they end at the jobs' boundaries alone.
+            window: Tokens that window layers hold, 0 without such layers: a chunk does not push
+                out of them what is yet to be kept.
+            has_state: Chunks end at the jobs' boundaries, for state can be kept only where a
+                chunk ended.
         """
         self.limits = limits
         self.budget = ChunkBudget()
-        self._cuts_at_blocks = cuts_at_blocks
+        self._window = window
+        self._has_state = has_state
         self._clock = VirtualClock()
         self._waiting: list[Generation] = []
         self._running: list[Generation] = []
@@ -282,20 +286,26 @@ class ConcurrentScheduler:
         # The next mask depends on a token that only the host can tell it.
         if generation.job.constraint is not None and generation.num_draws:
             return False
-        if not (self._cuts_at_blocks and generation.num_rows):
-            return True
-        # State that can be kept only where a chunk ended must be kept before the next begins.
-        start = generation.num_launched
-        is_at_cut = start == generation.num_prompt or (
-            start > generation.num_sealed and generation.block_end(start - 1) == start
-        )
-        return not is_at_cut
+        # What cannot be had later must be kept before the next chunk begins.
+        return not generation.num_rows or self._distance_to_cut(generation) > 0
 
     def _distance_to_cut(self, generation: Generation) -> int:
+        """How many tokens the next chunk may have; 0 if what is on its way must be kept first."""
         start = generation.num_launched
         ends = [start + generation.num_behind]
-        if self._cuts_at_blocks:
-            ends.append(generation.block_end(start))
-        else:
-            ends.extend(b for b in generation.job.boundaries if b > start)
+        if generation.is_sealing and (self._has_state or self._window):
+            ends.append(self._next_cut(generation))
         return min(ends) - start
+
+    def _next_cut(self, generation: Generation) -> int:
+        """How far a sequence may run before more of it is kept."""
+        kept, cut = generation.num_computed, sys.maxsize
+        boundaries = generation.job.boundaries if self._has_state else ()
+        for boundary in (*boundaries, generation.num_prompt):
+            if boundary > kept:
+                cut = min(cut, boundary)
+        if self._window:
+            # The window part of the next block reaches back to its first token at most.
+            start, end = generation.block_at(kept)
+            cut = min(cut, max(end, start + self._window))
+        return cut

@@ -45,14 +45,29 @@ def test_many_jobs_get_what_each_would_get_alone(spec: ModelCacheSpec, depth: in
     assert rig.store.usage().working == 0
 
 
-def test_a_chunk_never_crosses_a_boundary() -> None:
-    rig = make_rig()
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    ("spec", "ends"),
+    [
+        (fake_spec(block_tokens=8), [40]),  # can be cut anywhere
+        (fake_spec(block_tokens=8, window=40), [40]),  # nothing leaves the window
+        (fake_spec(block_tokens=8, window=20), [20, 35, 40]),  # the block at 20 begins at 15
+        (fake_spec(block_tokens=8, window=4), [7, 15, 21, 29, 37, 40]),
+        (fake_spec(block_tokens=8, has_state=True), [7, 21, 40]),
+    ],
+)
+def test_a_prompt_is_cut_only_where_its_state_must_be_kept(
+    spec: ModelCacheSpec, ends: list[int], depth: Literal[0, 1]
+) -> None:
+    rig = make_rig(spec=spec, pipeline_depth=depth)
     job = make_job("a", "0123456789" * 4, boundaries=(7, 21))
     rig.submit(job)
     rig.run()
-    ends = {c.start + c.num_tokens for step in rig.backend.steps for c in step.chunks}
-    assert {7, 21, 40} <= ends
-    assert rig.text("a") == alone(job)
+    chunks = [chunk for step in rig.backend.steps for chunk in step.chunks]
+    assert [c.start + c.num_tokens for c in chunks if c.start < 40] == ends
+    assert rig.text("a") == alone(job, spec)
+    for end in (7, 21, 40):
+        assert rig.store.plan(job.root, [*job.tokens[:end], 0]).end == end
 
 
 def test_a_second_turn_reuses_the_first() -> None:

@@ -16,7 +16,7 @@ def test_blocks_are_cut_as_the_domain_cuts_them(boundaries: tuple[int, ...]) -> 
     ranges: list[tuple[int, int]] = []
     start = 0
     while start < 44:
-        end = min(item.block_end(start), 44)
+        end = min(item.block_at(start)[1], 44)
         ranges.append((start, end))
         start = end
     assert ranges == split_tokens(job.tokens, fake_spec(block_tokens=8), boundaries)
