@@ -173,6 +173,22 @@ def test_what_cannot_be_batched_runs_alone(mlx_model: GetModel) -> None:
     assert one_group._runner.batching.value == "rows of like length"
 
 
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_a_prompt_that_is_one_chunk_takes_one_pass(mlx_model: GetModel, family: str) -> None:
+    backend: Any = make_mlx(mlx_model(family))
+    model, passes = backend._runner._model, []
+
+    def run(tokens: Any, cache: Any) -> Any:
+        logits = model(tokens, cache=cache)
+        passes.append((tokens.shape, logits.shape[1]))
+        return logits
+
+    backend._runner._model = run
+    fresh = begin(backend, 0, prompt(10))
+    sampled(*step(backend, fresh.chunk(10)))
+    assert passes == [((1, 10), 1)]  # and logits of the last token alone
+
+
 # -- weights ------------------------------------------------------------------------------------
 
 

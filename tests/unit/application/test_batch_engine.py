@@ -47,7 +47,7 @@ def test_many_jobs_get_what_each_would_get_alone(spec: ModelCacheSpec, depth: in
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(
-    ("spec", "ends"),
+    "spec, ends",
     [
         (fake_spec(block_tokens=8), [40]),  # can be cut anywhere
         (fake_spec(block_tokens=8, window=40), [40]),  # nothing leaves the window

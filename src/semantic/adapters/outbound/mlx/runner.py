@@ -18,6 +18,7 @@ from semantic.adapters.outbound.mlx.cuda_plan import MAX_GROUPS
 from semantic.adapters.outbound.mlx.decode import views
 from semantic.adapters.outbound.mlx.group_step import GroupStep
 from semantic.adapters.outbound.mlx.groups import Group, MlxSequence, RowGroups
+from semantic.adapters.outbound.mlx.last_token import keep_last_token
 from semantic.adapters.outbound.mlx.layout import Array, Layout, capacity_for
 
 _LOG = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class MlxRunner:
             ValueError: it keeps a kind of cache that cannot be saved and restored.
         """
         self._model = model
+        keep_last_token(model)
         self._nesting = make_caches()
         caches = make_caches()
         model(mx.zeros((1, 2), mx.int32), cache=caches)

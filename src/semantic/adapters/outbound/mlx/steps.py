@@ -1,4 +1,4 @@
-"""A step's rows on their way through the model: prompts first, then one token of every row."""
+"""A step's rows on their way through the model: prompts one by one, then all single tokens."""
 
 from collections.abc import Sequence
 
@@ -13,9 +13,6 @@ from semantic.ports.outbound import LAST_SAMPLED
 
 def run_rows(runner: MlxRunner, rows: Sequence[PendingRow]) -> list[Array]:
     """Build the computation of a step; mutates the sequences.
-
-    The last token of a chunk that asks for a sample is computed with the other rows' one token, so
-    that logits are computed of these alone.
 
     Returns:
         What must be computed.
@@ -32,12 +29,9 @@ def run_rows(runner: MlxRunner, rows: Sequence[PendingRow]) -> list[Array]:
         if isinstance(tokens, Drawn) or (len(tokens) == 1 and sequence.length):
             last[sequence] = tokens if isinstance(tokens, Drawn) else tokens[0]
             continue
-        body = tokens[:-1] if row.drawn is not None and len(tokens) > 1 else tokens
-        logits = runner.extend(sequence, mx.array(body, mx.int32))
+        logits = runner.extend(sequence, mx.array(tokens, mx.int32))
         outputs += [array for part in sequence.held()[0].arrays for array in part]
-        if len(body) < len(tokens):
-            last[sequence] = tokens[-1]
-        elif row.drawn is not None:
+        if row.drawn is not None:
             outputs += draw_rows(logits, [row.drawn])
     if last:
         order, logits = runner.decode(
