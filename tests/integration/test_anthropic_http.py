@@ -126,7 +126,7 @@ def test_unknown_paths_and_bodies_too(running: RunningServer) -> None:
 def test_a_full_queue_is_an_overload(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, max_batch_size=1, max_queue=0, prefill_step_size=8)
     with run_server(settings) as running, running.client() as http:
-        busy = body(messages=user({"type": "text", "text": "x" * 20_000}), stream=True)
+        busy = body(messages=user({"type": "text", "text": "x" * 100_000}), stream=True)
         with http.stream("POST", "/v1/messages", json=busy) as first:
             pieces = first.iter_text()  # its end would be the stream's
             next(pieces)
@@ -230,7 +230,7 @@ def test_a_stream_event_by_event(running: RunningServer) -> None:
 
 def test_waiting_is_visible(running: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "HEARTBEAT_S", 0.01)
-    long = body(messages=[{"role": "user", "content": "w" * 8_000}], stream=True, max_tokens=1)
+    long = body(messages=[{"role": "user", "content": "w" * 80_000}], stream=True, max_tokens=1)
     text = post(running, long).text
     assert 'event: ping\ndata: {"type":"ping"}\n\n' in text
     assert ": prefill " in text
@@ -249,7 +249,7 @@ def await_live(running: RunningServer, number: int) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_in_mid_prefill_cancels_its_work(tmp_path: Path, stream: bool) -> None:
     with run_server(make_settings(tmp_path, prefill_step_size=64)) as running:
-        long = body(messages=[{"role": "user", "content": "q" * 12_000}], stream=stream)
+        long = body(messages=[{"role": "user", "content": "q" * 100_000}], stream=stream)
 
         async def leave() -> None:
             async with httpx.AsyncClient(base_url=running.url, trust_env=False) as http:
@@ -262,7 +262,7 @@ def test_a_client_that_leaves_in_mid_prefill_cancels_its_work(tmp_path: Path, st
         # It was cut short: much of the same prompt is still to be computed.
         with running.client() as http:
             usage = http.post("/v1/messages", json={**long, "stream": False}).json()["usage"]
-    assert usage["cache_creation_input_tokens"] > 2_000
+    assert usage["cache_creation_input_tokens"] > 20_000
 
 
 def test_agents_are_known_by_claude_codes_session(running: RunningServer) -> None:

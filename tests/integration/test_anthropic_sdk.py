@@ -124,7 +124,7 @@ def test_whole_and_streamed_replies_agree(client: anthropic.Anthropic) -> None:
 
 def test_pings_disturb_nobody(client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "HEARTBEAT_S", 0.001)
-    long: Any = [{"role": "user", "content": "p" * 3000}]
+    long: Any = [{"role": "user", "content": "p" * 60_000}]
     with client.messages.stream(model="fake", max_tokens=5, messages=long) as stream:
         message = stream.get_final_message()
     assert message.usage.output_tokens > 0

@@ -221,6 +221,19 @@ def test_cancel_at_any_point_frees_everything_within_a_step(depth: int, after: i
     assert rig.backend.num_open == 0
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_prompt_that_is_cancelled_computes_no_more(depth: Literal[0, 1]) -> None:
+    rig = make_rig(pipeline_depth=depth, limits=EngineLimits(prefill_step_size=8))
+    rig.submit(make_job("a", "p" * 800))
+    for _ in range(3):
+        rig.step()
+    num_steps = len(rig.backend.steps)
+    rig.engine.cancel("a")
+    rig.step()
+    assert rig.finished("a").reason is FinishReason.CANCELLED
+    assert len(rig.backend.steps) == num_steps
+
+
 def test_deadline() -> None:
     rig = make_rig()
     rig.submit(make_job("late", max_tokens=1000, deadline=rig.now[0] + 0.055))

@@ -167,6 +167,21 @@ def test_commands_keep_their_order() -> None:
             assert final.reason is FinishReason.CANCELLED
 
 
+def test_a_prompt_is_cancelled_within_a_step() -> None:
+    backend = StallingBackend()
+    with device(backend, limits=EngineLimits(prefill_step_size=8, batch_window_ms=0)) as made:
+        made.await_state(ModelState.READY)
+        backend.gate.clear()
+        made.thread.submit(make_job("a", "p" * 800))
+        backend.entered.wait(20)
+        made.thread.cancel("a")
+        backend.gate.set()
+        final = made.final("a")
+        assert isinstance(final, Finished)
+        assert final.reason is FinishReason.CANCELLED
+        assert len(backend.steps) == 1
+
+
 def test_a_load_that_fails_is_reported_and_refuses_work() -> None:
     def load(_: Callable[[str], None]) -> LoadedModel:
         raise ModelNotFoundError("there is no such model")
