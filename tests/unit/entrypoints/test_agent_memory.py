@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer
 from semantic.application.batch_engine import BlockPoolBatchEngine
 from semantic.application.device_thread import LoadedModel
 from semantic.application.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace, BlockPart
 from semantic.entrypoints.agent_memory import AgentMemory
+from tests.http_server import make_settings
 from tests.unit.application.engine_rig import make_job
 
 pytestmark = pytest.mark.unit
 
 
 def open_memory(directory: Path) -> tuple[AgentMemory, BlockPoolBatchEngine]:
-    memory = AgentMemory(Settings(cache_dir=directory, backend="fake", durability="write_behind"))
+    memory = AgentMemory(make_settings(directory))
     model = LoadedModel("fake", FakeBackend(), FakeTokenizer())
     return memory, memory.make_engine(model, EngineLimits(), lambda _: None, lambda: None)
 
