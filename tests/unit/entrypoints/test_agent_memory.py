@@ -41,6 +41,6 @@ def test_what_was_found_at_the_start_is_not_kept_beside_the_store(tmp_path: Path
     assert len(memory.store.index) == 0
     assert memory.close(20)
     gc.collect()
-    known = [part for part in gc.get_objects() if isinstance(part, BlockPart)]
+    known = [part for part in gc.get_objects() if type(part) is BlockPart]
     assert not [part for part in known if part.root == root]
     assert "7 block files" in memory.summary
