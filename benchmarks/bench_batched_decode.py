@@ -24,8 +24,8 @@ from benchmarks.starter import (
     seconds,
     starter_directory,
 )
-from semantic.adapters.outbound.torch_backend import TorchBackend
-from semantic.adapters.outbound.torch_linear import Weights, speed_up
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.linear import Weights, speed_up
 from semantic.domain.sampling import SamplingParams
 from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, SequenceId, Step
 

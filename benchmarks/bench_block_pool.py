@@ -9,8 +9,8 @@ Run with `python benchmarks/bench_block_pool.py`; the exit code is 1 if the targ
 import sys
 import time
 
-from semantic.domain.block_pool import BlockPool
 from semantic.domain.blocks import BlockNamespace, KVBlock
+from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 
 NUM_BLOCKS = 100_000

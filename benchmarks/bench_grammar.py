@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from statistics import median
 
 from benchmarks.starter import backend, prompt_tokens, starter_directory
-from semantic.adapters.outbound.grammar import LLGuidanceGrammar
-from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
-from semantic.application.agent_store import AgentCacheStore
-from semantic.application.batch_engine import BlockPoolBatchEngine
-from semantic.application.generation import Job
-from semantic.application.scheduler import EngineLimits
-from semantic.domain.block_pool import BlockPool
+from semantic.adapters.outbound.grammar.compiler import LLGuidanceGrammar
+from semantic.adapters.outbound.models.tokenizer import HFTokenizer
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.request import Job
+from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.chat import JsonFormat, JsonObject
 from semantic.domain.errors import DrainingError
+from semantic.domain.pool import BlockPool
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.outbound import ModelBackendPort, TokenConstraint

@@ -19,14 +19,14 @@ from pathlib import Path
 
 from benchmarks.starter import backend, interleaved, prompt_tokens, starter_directory
 from semantic.adapters.config.settings import STARTER_MODEL
-from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
-from semantic.adapters.outbound.torch_backend import TorchBackend
-from semantic.application.agent_store import AgentCacheStore
-from semantic.application.batch_engine import BlockPoolBatchEngine
-from semantic.application.generation import Job
-from semantic.application.scheduler import EngineLimits
-from semantic.domain.block_pool import BlockPool
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.models.tokenizer import HFTokenizer
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.request import Job
+from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace
+from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import SamplingParams, StopRules
 
 NUM_STREAMS, NUM_TOKENS, ROUNDS = 8, 48, 3

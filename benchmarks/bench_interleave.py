@@ -12,16 +12,16 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from benchmarks.starter import backend, prompt_tokens, starter_directory
-from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
-from semantic.adapters.outbound.torch_backend import TorchBackend
-from semantic.application.agent_store import AgentCacheStore
-from semantic.application.batch_engine import BlockPoolBatchEngine, EventBatch
-from semantic.application.generation import Job
-from semantic.application.scheduler import ChunkBudget, EngineLimits
-from semantic.domain.block_pool import BlockPool
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.models.tokenizer import HFTokenizer
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.engine.engine import BlockPoolBatchEngine, EventBatch
+from semantic.application.engine.request import Job
+from semantic.application.engine.scheduler import ChunkBudget, EngineLimits
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.chat import Failed, Finished, TextDelta
 from semantic.domain.errors import DrainingError
+from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import SamplingParams, StopRules
 
 NUM_PROMPT = 7000

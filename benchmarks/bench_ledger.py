@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from semantic.adapters.outbound.sqlite_ledger import LEDGER_FILE, SqliteLedger
+from semantic.adapters.outbound.ledger.sqlite import LEDGER_FILE, SqliteLedger
 from semantic.domain.agents import Agent, Pointer, Turn
 from semantic.domain.blocks import BlockName, BlockPart, block_name, pack_tokens
 from semantic.domain.chat import Message, Role, Usage

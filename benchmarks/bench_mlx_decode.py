@@ -11,7 +11,7 @@ import argparse
 import time
 from collections.abc import Callable
 
-from semantic.adapters.outbound.mlx import runtime
+from semantic.adapters.outbound.backends.mlx import runtime
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, SequenceId, Step
@@ -19,9 +19,9 @@ from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, SequenceId, Step
 runtime.prepare()
 import mlx.core as mx  # noqa: E402 - after the BLAS it is to use
 
-from semantic.adapters.outbound.mlx import tuning  # noqa: E402
-from semantic.adapters.outbound.mlx.loading import LoadedMlx, choose_device  # noqa: E402
-from semantic.adapters.outbound.mlx_backend import MlxBackend  # noqa: E402
+from semantic.adapters.outbound.backends.mlx.backend import MlxBackend  # noqa: E402
+from semantic.adapters.outbound.backends.mlx.cuda import tuning  # noqa: E402
+from semantic.adapters.outbound.backends.mlx.loading import LoadedMlx, choose_device  # noqa: E402
 
 SHAPES = {
     "tiny": (256, 8, 512, 8, 2, 1000, "float32"),

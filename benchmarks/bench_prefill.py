@@ -16,7 +16,7 @@ from benchmarks.starter import (
     seconds,
     starter_directory,
 )
-from semantic.adapters.outbound.torch_backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.domain.sampling import SamplingParams
 from semantic.ports.outbound import Chunk, Draw, SequenceId, Step
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.starter import TEXT, seconds, starter_directory
-from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
-from semantic.application.rendering import Renderer
-from semantic.application.replay import Replay, ReplayBook
+from semantic.adapters.outbound.models.tokenizer import HFTokenizer
+from semantic.application.prompt.renderer import Renderer
+from semantic.application.prompt.replay import Replay, ReplayBook
 from semantic.domain.chat import (
     ChatRequest,
     JsonObject,

@@ -15,12 +15,12 @@ from statistics import fmean
 import numpy as np
 
 from benchmarks.starter import starter_directory
-from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
-from semantic.adapters.outbound.host_sampler import Logits
-from semantic.adapters.outbound.kv_codec import FORMATS, KVCodec
-from semantic.adapters.outbound.torch_attention import Span
-from semantic.adapters.outbound.torch_backend import TorchBackend
-from semantic.adapters.outbound.torch_loading import DType, TorchOptions
+from semantic.adapters.outbound.backends.sampler import Logits
+from semantic.adapters.outbound.backends.torch.attention import Span
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.loading import DType, TorchOptions
+from semantic.adapters.outbound.blocks.kv_codec import FORMATS, KVCodec
+from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.outbound import Chunk, KVPayload, SequenceId, Step
 

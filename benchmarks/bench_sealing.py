@@ -14,12 +14,12 @@ from pathlib import Path
 from benchmarks import starter
 from benchmarks.bench_resume import GREEDY, conversation
 from semantic.adapters.config.settings import load_settings
-from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
-from semantic.adapters.outbound.torch_backend import TorchBackend
-from semantic.application.batch_engine import BlockPoolBatchEngine
-from semantic.application.device_thread import LoadedModel
-from semantic.application.generation import Job
-from semantic.application.scheduler import EngineLimits
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.models.tokenizer import HFTokenizer
+from semantic.application.engine.device_thread import LoadedModel
+from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.request import Job
+from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.agents import Principal
 from semantic.domain.sampling import StopRules
 from semantic.entrypoints.agent_memory import AgentMemory

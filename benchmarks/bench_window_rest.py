@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from semantic.adapters.outbound.safetensors_cache import SafetensorsCache
-from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
-from semantic.application.agent_store import AgentCacheStore
-from semantic.application.disk_tier import DiskLimits, DiskTier
-from semantic.domain.block_pool import BlockPool
+from semantic.adapters.outbound.blocks.files import SafetensorsCache
+from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.domain.blocks import BlockName, BlockNamespace, split_tokens
+from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.ports.outbound import HostBuffer, KVPayload
 

@@ -17,11 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from semantic.adapters.config.settings import STARTER_MODEL, load_settings
-from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
-from semantic.adapters.outbound.model_source import LocalModelSource
-from semantic.adapters.outbound.torch_backend import TorchBackend
-from semantic.adapters.outbound.torch_linear import Weights
-from semantic.adapters.outbound.torch_loading import TorchOptions
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.linear import Weights
+from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.adapters.outbound.models.source import LocalModelSource
+from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.spec import ModelCacheSpec
 
 TEXT = (

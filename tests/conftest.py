@@ -40,7 +40,7 @@ def starter_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _imported_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Import the starter model in the first test process that asks for it."""
     from semantic.adapters.config.settings import STARTER_MODEL
-    from semantic.adapters.outbound.model_source import LocalModelSource
+    from semantic.adapters.outbound.models.source import LocalModelSource
 
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
+from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.domain.chat import Message as SaidMessage
 from semantic.entrypoints.cli import main
 from tests.chaos.talk import Agent, Load, Message, ask

@@ -9,10 +9,10 @@ from typing import Literal, Protocol
 import pytest
 import torch
 
-from semantic.adapters.outbound.fake_backend import FakeBackend, fake_spec
-from semantic.adapters.outbound.mlx import runtime
-from semantic.adapters.outbound.torch_backend import TorchBackend
-from semantic.adapters.outbound.torch_loading import TorchOptions
+from semantic.adapters.outbound.backends.fake import FakeBackend, fake_spec
+from semantic.adapters.outbound.backends.mlx import runtime
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.domain.sampling import SamplingParams
 from semantic.ports.outbound import ModelBackendPort
 from tests.contract.driver import GREEDY, NUM_REPLY, begin
@@ -115,8 +115,8 @@ def make_mlx(
     model: TinyModel, dtype: Literal["float32", "bfloat16"] = "float32"
 ) -> ModelBackendPort:
     """A backend that computes in a number format."""
-    from semantic.adapters.outbound.mlx.loading import MlxOptions
-    from semantic.adapters.outbound.mlx_backend import MlxBackend
+    from semantic.adapters.outbound.backends.mlx.backend import MlxBackend
+    from semantic.adapters.outbound.backends.mlx.loading import MlxOptions
 
     return MlxBackend.from_directory(model.directory, model.spec, MlxOptions(dtype=dtype))
 

@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from semantic.adapters.outbound.safetensors_cache import SafetensorsCache
-from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
-from semantic.application.agent_store import AgentCacheStore
-from semantic.application.batch_engine import (
+from semantic.adapters.outbound.blocks.files import SafetensorsCache
+from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
+from semantic.application.cache.index import BlockNode
+from semantic.application.cache.restore_plan import WantedPart
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.cache.writer import DiskLimits, DiskTier
+from semantic.application.engine.engine import (
     BlockPoolBatchEngine,
     EngineEvent,
     EventBatch,
     PutAway,
 )
-from semantic.application.block_index import BlockNode
-from semantic.application.disk_tier import DiskLimits, DiskTier
-from semantic.application.generation import Job
-from semantic.application.recall import WantedPart
-from semantic.application.scheduler import EngineLimits
+from semantic.application.engine.request import Job
+from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.agents import Reuse
-from semantic.domain.block_pool import BlockPool
 from semantic.domain.blocks import BlockNamespace, BlockPart
 from semantic.domain.chat import Finished, TextDelta
 from semantic.domain.errors import DrainingError
+from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.domain.spec import LayerKind
 from semantic.ports.outbound import KVPayload, ModelBackendPort

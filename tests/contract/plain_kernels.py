@@ -16,7 +16,9 @@ class PlainKernels:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from semantic.adapters.outbound.mlx import cuda, cuda_attention, cuda_linear
+        from semantic.adapters.outbound.backends.mlx.cuda import attention as cuda_attention
+        from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
+        from semantic.adapters.outbound.backends.mlx.cuda import linear as cuda_linear
 
         self.calls: Counter[str] = Counter()
         self.group_counts: Counter[int] = Counter()
@@ -34,7 +36,7 @@ class PlainKernels:
     def _attend(self, queries: Any, groups: Any, plan: Any, scale: float) -> Any:
         import mlx.core as mx
 
-        from semantic.adapters.outbound.mlx.cuda_plan import MAX_GROUPS
+        from semantic.adapters.outbound.backends.mlx.cuda.plan import MAX_GROUPS
 
         self.calls["attend"] += 1
         rows = []
@@ -71,8 +73,8 @@ class PlainKernels:
     ) -> Any:
         import mlx.core as mx
 
-        from semantic.adapters.outbound.mlx.cuda_plan import MAX_GROUPS
-        from semantic.adapters.outbound.mlx.cuda_rope import turned_by
+        from semantic.adapters.outbound.backends.mlx.cuda.plan import MAX_GROUPS
+        from semantic.adapters.outbound.backends.mlx.cuda.rope import turned_by
 
         self.calls["keep_and_attend"] += 1
         self.group_counts[len(groups)] += 1

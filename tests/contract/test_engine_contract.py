@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from semantic.adapters.outbound.fake_backend import FakeTokenizer
-from semantic.application.agent_store import AgentCacheStore
-from semantic.application.batch_engine import BlockPoolBatchEngine, EngineEvent, EventBatch
-from semantic.application.generation import Job
-from semantic.application.scheduler import EngineLimits
-from semantic.domain.block_pool import BlockPool
+from semantic.adapters.outbound.backends.fake import FakeTokenizer
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.engine.engine import BlockPoolBatchEngine, EngineEvent, EventBatch
+from semantic.application.engine.request import Job
+from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.chat import Failed, Finished, TextDelta
+from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.outbound import ModelBackendPort
 from tests.contract.conftest import Alone

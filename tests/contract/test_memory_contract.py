@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from semantic.application import batch_engine, restore
-from semantic.application.recall import WantedPart
+from semantic.application.cache.restore_plan import WantedPart
+from semantic.application.engine import engine as batch_engine
+from semantic.application.engine import restore
 from semantic.domain.agents import Reuse
 from semantic.domain.chat import Finished
 from semantic.domain.sampling import FinishReason

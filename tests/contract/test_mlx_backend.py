@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from semantic.adapters.outbound.mlx import runtime
+from semantic.adapters.outbound.backends.mlx import runtime
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
@@ -271,7 +271,7 @@ def test_cuda_is_refused_where_there_is_none() -> None:
 
     if mx.cuda.is_available():
         pytest.skip("there is one")
-    from semantic.adapters.outbound.mlx.loading import choose_device
+    from semantic.adapters.outbound.backends.mlx.loading import choose_device
 
     with pytest.raises(InvalidRequestError, match="no CUDA device"):
         choose_device("cuda")

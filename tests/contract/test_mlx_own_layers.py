@@ -80,7 +80,7 @@ def watched(
 ) -> Iterator[Watched]:
     """The kernels where there is a GPU for them, else plain operations in their place."""
     require_mlx()
-    from semantic.adapters.outbound.mlx import cuda
+    from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 
     is_real = cuda.is_available()
     if not is_real:
@@ -197,7 +197,7 @@ def test_norms_of_another_format_stay_the_librarys(
     require_mlx()
     import mlx.core as mx
 
-    from semantic.adapters.outbound.mlx.blocks import use_own_blocks
+    from semantic.adapters.outbound.backends.mlx.cuda.layers import use_own_blocks
 
     PlainKernels(monkeypatch)
     model = _load(tmp_path, LlamaConfig(**SIZES))._runner._model
@@ -213,7 +213,7 @@ def test_kernels_that_are_wrong_are_not_used(
 ) -> None:
     """The model is batched by the library's code then."""
     require_mlx()
-    from semantic.adapters.outbound.mlx import cuda_attention
+    from semantic.adapters.outbound.backends.mlx.cuda import attention as cuda_attention
 
     PlainKernels(monkeypatch)
     keep_and_attend = cuda_attention.keep_and_attend
@@ -230,7 +230,7 @@ def test_all_kernels_are_compiled_while_a_model_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_mlx()
-    from semantic.adapters.outbound.mlx.cuda_plan import MAX_GROUPS
+    from semantic.adapters.outbound.backends.mlx.cuda.plan import MAX_GROUPS
 
     kernels = PlainKernels(monkeypatch)
     _load(tmp_path, LlamaConfig(**SIZES))

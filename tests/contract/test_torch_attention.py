@@ -5,7 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from semantic.adapters.outbound.torch_attention import Span, TorchSequence, packed_attention
+from semantic.adapters.outbound.backends.torch.attention import (
+    Span,
+    TorchSequence,
+    packed_attention,
+)
 from semantic.ports.outbound import Chunk, SequenceId
 
 pytestmark = pytest.mark.contract

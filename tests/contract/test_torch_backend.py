@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, OPTConfig
 
-from semantic.adapters.outbound.fake_backend import FakeBackend, fake_spec
-from semantic.adapters.outbound.torch_attention import packed_attention
-from semantic.adapters.outbound.torch_backend import TorchBackend
-from semantic.adapters.outbound.torch_loading import TorchOptions
+from semantic.adapters.outbound.backends.fake import FakeBackend, fake_spec
+from semantic.adapters.outbound.backends.torch.attention import packed_attention
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.ports.outbound import Chunk, Draw, ModelBackendPort

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from semantic.adapters.outbound.torch_calls import shorten_calls
+from semantic.adapters.outbound.backends.torch.calls import shorten_calls
 from tests.contract.driver import prompt
 from tests.contract.models import FAMILIES, TinyModel
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from semantic.adapters.outbound import torch_linear
-from semantic.adapters.outbound.torch_linear import PackedLinear, Weights
+from semantic.adapters.outbound.backends.torch import linear as torch_linear
+from semantic.adapters.outbound.backends.torch.linear import PackedLinear, Weights
 from tests.contract.driver import prompt
 from tests.contract.models import FAMILIES, TinyModel
 from tests.number_formats import needs_bfloat16

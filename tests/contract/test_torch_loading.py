@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from semantic.adapters.outbound.torch_backend import TorchBackend
-from semantic.adapters.outbound.torch_loading import (
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.loading import (
     TorchOptions,
     choose_device,
     choose_dtype,

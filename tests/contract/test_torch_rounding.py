@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from semantic.adapters.outbound.torch_rounding import (
+from semantic.adapters.outbound.backends.torch.rounding import (
     RefinedHead,
     RMSNorm,
     replace_norms,

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from semantic.adapters.inbound import sse
-from semantic.adapters.inbound.anthropic_schema import MessagesRequest
+from semantic.adapters.inbound.anthropic.schema import MessagesRequest
+from semantic.adapters.inbound.http import sse
 from semantic.domain.agents import LOCAL_TENANT
 from tests.http_server import RunningServer, make_settings, run_server
 

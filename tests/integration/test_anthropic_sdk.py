@@ -15,9 +15,9 @@ from anthropic.types import (
     ToolUseBlock,
 )
 
-from semantic.adapters.inbound import sse
-from semantic.adapters.outbound import fake_backend
-from semantic.adapters.outbound.fake_backend import FakeTokenizer
+from semantic.adapters.inbound.http import sse
+from semantic.adapters.outbound.backends import fake as fake_backend
+from semantic.adapters.outbound.backends.fake import FakeTokenizer
 from semantic.domain.chat import JsonObject
 from tests.http_server import RunningServer, make_settings, run_server
 

@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
-from semantic.application.rendering import Prompt, Renderer
-from semantic.application.replay import (
+from semantic.adapters.outbound.models.tokenizer import HFTokenizer
+from semantic.application.prompt.renderer import Prompt, Renderer
+from semantic.application.prompt.replay import (
     Replay,
     ReplayBook,
     emitted_tokens,
     keys_to_remember,
     prompt_digest,
 )
-from semantic.application.special_text import SpecialText
-from semantic.application.tool_prompt import call_text
+from semantic.application.prompt.special_text import SpecialText
+from semantic.application.prompt.tool_prompt import call_text
 from semantic.domain.chat import (
     ChatRequest,
     JsonObject,

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from semantic.adapters.outbound.agent_file import AgentFile
-from semantic.adapters.outbound.export_keys import ExportKeys
-from semantic.adapters.outbound.kv_codec import KVCodec
+from semantic.adapters.outbound.blocks.agent_archive import AgentFile
+from semantic.adapters.outbound.blocks.export_keys import ExportKeys
+from semantic.adapters.outbound.blocks.kv_codec import KVCodec
 from semantic.ports.persistence import ExportItem, ExportPart
 from tests.agent_frames import Edit, changed, with_fields, with_frame_fields
 from tests.http_server import make_settings, run_server

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from semantic.adapters.outbound.grammar import LLGuidanceGrammar
-from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
-from semantic.adapters.outbound.torch_backend import TorchBackend
-from semantic.adapters.outbound.torch_loading import TorchOptions
-from semantic.application.agent_store import AgentCacheStore
-from semantic.application.batch_engine import BlockPoolBatchEngine, EngineEvent, EventBatch
-from semantic.application.generation import Job
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.adapters.outbound.grammar.compiler import LLGuidanceGrammar
+from semantic.adapters.outbound.models.tokenizer import HFTokenizer
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.engine.engine import BlockPoolBatchEngine, EngineEvent, EventBatch
+from semantic.application.engine.request import Job
+from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.parsing import detect_reply_format
-from semantic.application.scheduler import EngineLimits
-from semantic.domain.block_pool import BlockPool
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.chat import Finished, JsonFormat, JsonObject, TextDelta
 from semantic.domain.errors import InvalidRequestError
+from semantic.domain.pool import BlockPool
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.domain.spec import ModelCacheSpec

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
-from semantic.application.rendering import render
-from semantic.application.special_text import SpecialText
-from semantic.application.text_assembler import TextAssembler
+from semantic.adapters.outbound.models.tokenizer import HFTokenizer
+from semantic.application.engine.text import TextAssembler
+from semantic.application.prompt.renderer import render
+from semantic.application.prompt.special_text import SpecialText
 from semantic.domain.chat import ChatRequest, Message, Role
 from semantic.domain.errors import InvalidRequestError
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from semantic.adapters.outbound.model_source import LocalModelSource
+from semantic.adapters.outbound.models.source import LocalModelSource
 from semantic.domain.errors import ModelNotFoundError
-from tests.unit.adapters.test_gguf_import import Tiny
+from tests.unit.adapters.outbound.models.test_gguf_import import Tiny
 
 pytestmark = pytest.mark.integration
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
-from semantic.adapters.outbound.mlx import runtime
-from semantic.adapters.outbound.torch_backend import TorchBackend
-from semantic.adapters.outbound.torch_loading import TorchOptions
+from semantic.adapters.outbound.backends.mlx import runtime
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.outbound import Chunk, Draw, ModelBackendPort, Sampled, SequenceId, Step
@@ -24,8 +24,8 @@ def test_the_same_text_as_on_torch(starter_model_dir: Path) -> None:
     if importlib.util.find_spec("mlx_lm") is None:
         pytest.skip("mlx-lm is not installed")
     runtime.prepare()
-    from semantic.adapters.outbound.mlx.loading import MlxOptions
-    from semantic.adapters.outbound.mlx_backend import MlxBackend
+    from semantic.adapters.outbound.backends.mlx.backend import MlxBackend
+    from semantic.adapters.outbound.backends.mlx.loading import MlxOptions
 
     spec = ModelCacheSpec.from_config(json.loads((starter_model_dir / "config.json").read_text()))
     torch_backend = TorchBackend(starter_model_dir, spec, TorchOptions(dtype="float32"))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
-from semantic.adapters.outbound.torch_backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, Sampled, SequenceId, Step

@@ -2,7 +2,7 @@
 
 A block is immutable: its name is a hash of everything its content depends on, so equal names
 mean equal content and sharing needs no bookkeeping. This module knows token ids, names and byte
-counts; it does not know tensors, files or agents. The memory budget is in `block_pool.py`.
+counts; it does not know tensors, files or agents. The memory budget is in `pool.py`.
 """
 
 import hashlib

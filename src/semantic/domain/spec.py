@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from semantic.domain.spec_extractors import ConfigAttributes, LayerKind, LayerSpec, read_layers
+from semantic.domain.model_families import ConfigAttributes, LayerKind, LayerSpec, read_layers
 
 __all__ = ["DEFAULT_BLOCK_TOKENS", "Compute", "LayerKind", "LayerSpec", "ModelCacheSpec"]
 

@@ -11,22 +11,22 @@ from typing import Literal
 import structlog
 
 from semantic.adapters.config.settings import Settings
-from semantic.adapters.outbound.cache_directory import claim
-from semantic.adapters.outbound.directory_lock import DirectoryLock
-from semantic.adapters.outbound.kv_codec import KVCodec
-from semantic.adapters.outbound.safetensors_cache import SafetensorsCache
-from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
-from semantic.application.agent_ledger import AgentLedger, write_at_once
-from semantic.application.agent_store import AgentCacheStore
-from semantic.application.batch_engine import BlockPoolBatchEngine, EventSink
-from semantic.application.cache_service import OpenCache
-from semantic.application.device_thread import LoadedModel
-from semantic.application.disk_tier import DiskLimits, DiskTier
-from semantic.application.housekeeping import Housekeeping
-from semantic.application.replay import KeptReplies
-from semantic.application.scheduler import EngineLimits
-from semantic.domain.block_pool import BlockPool
+from semantic.adapters.outbound.blocks.cache_directory import claim
+from semantic.adapters.outbound.blocks.files import SafetensorsCache
+from semantic.adapters.outbound.blocks.kv_codec import KVCodec
+from semantic.adapters.outbound.blocks.lock import DirectoryLock
+from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
+from semantic.application.agents.cache_admin import OpenCache
+from semantic.application.agents.ledger import AgentLedger, write_at_once
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.cache.upkeep import Housekeeping
+from semantic.application.cache.writer import DiskLimits, DiskTier
+from semantic.application.engine.device_thread import LoadedModel
+from semantic.application.engine.engine import BlockPoolBatchEngine, EventSink
+from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.prompt.replay import KeptReplies
 from semantic.domain.errors import CachePersistenceError, DrainingError
+from semantic.domain.pool import BlockPool
 from semantic.ports.persistence import LedgerPort
 
 _log = structlog.get_logger(__name__)

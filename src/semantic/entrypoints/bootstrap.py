@@ -14,23 +14,23 @@ from typing import Literal, TypeAlias
 import structlog
 
 from semantic.adapters.config.settings import STARTER_MODEL, Settings
-from semantic.adapters.outbound.agent_file import AgentFile
-from semantic.adapters.outbound.block_tree import BLOCKS
-from semantic.adapters.outbound.disk import keep_private
-from semantic.adapters.outbound.export_keys import ExportKeys, own_key
-from semantic.adapters.outbound.mlx import runtime as mlx_runtime
-from semantic.application.agent_service import AgentService
-from semantic.application.agent_transfer import AgentTransfer
-from semantic.application.cache_service import CacheBudgets, CacheService
-from semantic.application.device_thread import DeviceThread, LoadedModel
-from semantic.application.event_feed import EventFeed
-from semantic.application.inference import InferenceService
-from semantic.application.model_registry import ModelRegistry
+from semantic.adapters.outbound.backends.mlx import runtime as mlx_runtime
+from semantic.adapters.outbound.blocks.agent_archive import AgentFile
+from semantic.adapters.outbound.blocks.block_tree import BLOCKS
+from semantic.adapters.outbound.blocks.disk import keep_private
+from semantic.adapters.outbound.blocks.export_keys import ExportKeys, own_key
+from semantic.application.agents.cache_admin import CacheBudgets, CacheService
+from semantic.application.agents.feed import EventFeed
+from semantic.application.agents.service import AgentService
+from semantic.application.agents.transfer import AgentTransfer
+from semantic.application.agents.turn_watch import TurnWatch
+from semantic.application.engine.device_thread import DeviceThread, LoadedModel
+from semantic.application.engine.model_registry import ModelRegistry
+from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.parsing import detect_reply_format
-from semantic.application.replies import ReplyHub
-from semantic.application.scheduler import EngineLimits
-from semantic.application.stateful_chat import StatefulChat
-from semantic.application.turn_watch import TurnWatch
+from semantic.application.requests.reply import ReplyHub
+from semantic.application.requests.service import InferenceService
+from semantic.application.requests.stateful import StatefulChat
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ModelCacheSpec
 from semantic.entrypoints.agent_memory import AgentMemory
@@ -204,13 +204,13 @@ def _load(
     on_progress: Callable[[str], None],
 ) -> LoadedModel:
     if backend_name == "fake":
-        from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer, fake_spec
+        from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
 
         spec = fake_spec(block_tokens=DEFAULT_BLOCK_TOKENS)  # as all models
         return _loaded("fake", FakeBackend(spec), FakeTokenizer(), "fake", memory)
-    from semantic.adapters.outbound.fingerprint import fingerprint
-    from semantic.adapters.outbound.hf_tokenizer import HFTokenizer
-    from semantic.adapters.outbound.model_source import LocalModelSource
+    from semantic.adapters.outbound.models.fingerprint import fingerprint
+    from semantic.adapters.outbound.models.source import LocalModelSource
+    from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 
     source = LocalModelSource(settings.home_dir / "models", STARTER_MODEL)
     directory = source.resolve(settings.model, on_progress)
@@ -233,7 +233,7 @@ def _loaded(
     name: str,
     memory: AgentMemory,
 ) -> LoadedModel:
-    from semantic.adapters.outbound.grammar import LLGuidanceGrammar
+    from semantic.adapters.outbound.grammar.compiler import LLGuidanceGrammar
 
     return LoadedModel(
         id=model_id,
@@ -249,8 +249,8 @@ def _loaded(
 def _import_torch(settings: Settings) -> MakeBackend:
     _calm_openmp()
     try:
-        from semantic.adapters.outbound.torch_backend import TorchBackend
-        from semantic.adapters.outbound.torch_loading import TorchOptions
+        from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+        from semantic.adapters.outbound.backends.torch.loading import TorchOptions
     except ModuleNotFoundError as error:
         raise _missing(error, "torch") from error
     options = TorchOptions(settings.dtype, settings.device, settings.weights, settings.threads)
@@ -266,8 +266,8 @@ def _import_mlx(settings: Settings) -> MakeBackend:
         )
     mlx_runtime.prepare(settings.threads)
     try:
-        from semantic.adapters.outbound.mlx.loading import MlxOptions
-        from semantic.adapters.outbound.mlx_backend import MlxBackend
+        from semantic.adapters.outbound.backends.mlx.backend import MlxBackend
+        from semantic.adapters.outbound.backends.mlx.loading import MlxOptions
     except ModuleNotFoundError as error:
         raise _missing(error, "mlx") from error
     options = MlxOptions(settings.dtype, settings.device)

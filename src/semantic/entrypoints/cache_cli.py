@@ -11,16 +11,16 @@ from typing import TypeAlias
 from tqdm import tqdm
 
 from semantic.adapters.config.settings import Settings
-from semantic.adapters.outbound.block_tree import TEMPORARY
-from semantic.adapters.outbound.cache_directory import claim
-from semantic.adapters.outbound.directory_lock import DirectoryLock
-from semantic.adapters.outbound.export_keys import own_key
-from semantic.adapters.outbound.fingerprint import known_models
-from semantic.adapters.outbound.safetensors_cache import SafetensorsCache
-from semantic.adapters.outbound.sqlite_ledger import LEDGER_FILE, SqliteLedger
-from semantic.application.agent_ledger import AgentLedger, write_at_once
-from semantic.application.block_index import BlockIndex
-from semantic.application.replay import REPLAY_TTL_S
+from semantic.adapters.outbound.blocks.block_tree import TEMPORARY
+from semantic.adapters.outbound.blocks.cache_directory import claim
+from semantic.adapters.outbound.blocks.export_keys import own_key
+from semantic.adapters.outbound.blocks.files import SafetensorsCache
+from semantic.adapters.outbound.blocks.lock import DirectoryLock
+from semantic.adapters.outbound.ledger.sqlite import LEDGER_FILE, SqliteLedger
+from semantic.adapters.outbound.models.fingerprint import known_models
+from semantic.application.agents.ledger import AgentLedger, write_at_once
+from semantic.application.cache.index import BlockIndex
+from semantic.application.prompt.replay import REPLAY_TTL_S
 from semantic.domain.agents import Agent
 from semantic.domain.blocks import BlockPart
 from semantic.domain.errors import (

@@ -18,33 +18,33 @@ from starlette.middleware.cors import CORSMiddleware
 
 from semantic import __version__
 from semantic.adapters.config.settings import Settings
-from semantic.adapters.inbound.anthropic_api import anthropic_router
-from semantic.adapters.inbound.bodies import BodyLimit
-from semantic.adapters.inbound.cache_api import CacheApi
-from semantic.adapters.inbound.completions_api import completions_router
-from semantic.adapters.inbound.connections import (
+from semantic.adapters.inbound.agents.cache_routes import CacheApi
+from semantic.adapters.inbound.agents.generate import GenerateApi
+from semantic.adapters.inbound.agents.routes import DirectApi
+from semantic.adapters.inbound.agents.transfer_routes import IMPORT_PATH, TransferApi
+from semantic.adapters.inbound.anthropic.routes import anthropic_router
+from semantic.adapters.inbound.http.bodies import BodyLimit
+from semantic.adapters.inbound.http.connections import (
     ConnectionLimits,
     FullHouse,
     Listener,
     OpenConnections,
     raise_descriptor_limit,
 )
-from semantic.adapters.inbound.direct_api import DirectApi
-from semantic.adapters.inbound.direct_generate import GenerateApi
-from semantic.adapters.inbound.docs_page import docs_router
-from semantic.adapters.inbound.health import health_router
-from semantic.adapters.inbound.http_errors import install_error_handlers
-from semantic.adapters.inbound.openai_api import openai_router
-from semantic.adapters.inbound.responses_api import responses_router
-from semantic.adapters.inbound.rewriting import HeadAsGet, ShortPaths
-from semantic.adapters.inbound.security import (
+from semantic.adapters.inbound.http.docs_page import docs_router
+from semantic.adapters.inbound.http.errors import install_error_handlers
+from semantic.adapters.inbound.http.health import health_router
+from semantic.adapters.inbound.http.middleware import (
     LOCAL_ORIGINS,
     AccessLog,
     ForeignPages,
     LocalHosts,
 )
-from semantic.adapters.inbound.transfer_api import IMPORT_PATH, TransferApi
-from semantic.application.turn_log import PastTurns
+from semantic.adapters.inbound.http.rewriting import HeadAsGet, ShortPaths
+from semantic.adapters.inbound.openai.completions_routes import completions_router
+from semantic.adapters.inbound.openai.routes import openai_router
+from semantic.adapters.inbound.responses.routes import responses_router
+from semantic.application.agents.turn_log import PastTurns
 from semantic.domain.errors import InvalidRequestError, ModelSwapError
 from semantic.entrypoints.bootstrap import Server
 from semantic.ports.inbound import ModelState

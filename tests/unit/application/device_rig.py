@@ -3,12 +3,12 @@
 import contextlib
 from collections.abc import Iterator
 
-from semantic.application.agent_store import AgentCacheStore
-from semantic.application.batch_engine import BlockPoolBatchEngine
-from semantic.application.device_thread import DeviceThread, LoadedModel
-from semantic.application.replies import ReplyHub
-from semantic.application.scheduler import EngineLimits
-from semantic.domain.block_pool import BlockPool
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.engine.device_thread import DeviceThread, LoadedModel
+from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.requests.reply import ReplyHub
+from semantic.domain.pool import BlockPool
 from semantic.ports.inbound import ModelState
 
 

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypedDict, Unpack
 
-from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer, fake_spec
-from semantic.application.agent_store import AgentCacheStore
-from semantic.application.batch_engine import BlockPoolBatchEngine, EngineEvent, EventBatch
-from semantic.application.generation import Job
-from semantic.application.scheduler import EngineLimits
-from semantic.domain.block_pool import BlockPool
+from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.engine.engine import BlockPoolBatchEngine, EngineEvent, EventBatch
+from semantic.application.engine.request import Job
+from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.chat import Failed, Finished, ServiceClass, TextDelta
+from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.outbound import Chunk, Draw, Sampled, SequenceId, Step, StepOutput, Ticket

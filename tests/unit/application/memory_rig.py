@@ -7,20 +7,20 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from semantic.adapters.outbound.fake_backend import FakeBackend, fake_spec
-from semantic.adapters.outbound.payload_parts import sort_parts
-from semantic.adapters.outbound.sqlite_ledger import SqliteLedger
-from semantic.application.agent_ledger import AgentLedger, Exchange
-from semantic.application.agent_store import AgentCacheStore
-from semantic.application.disk_tier import DiskLimits, DiskTier
-from semantic.application.housekeeping import Housekeeping
-from semantic.application.recall import RestorePlan, WantedPart
-from semantic.application.restore import Restore
+from semantic.adapters.outbound.backends.fake import FakeBackend, fake_spec
+from semantic.adapters.outbound.backends.payload_parts import sort_parts
+from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
+from semantic.application.agents.ledger import AgentLedger, Exchange
+from semantic.application.cache.restore_plan import RestorePlan, WantedPart
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.cache.upkeep import Housekeeping
+from semantic.application.cache.writer import DiskLimits, DiskTier
+from semantic.application.engine.restore import Restore
 from semantic.domain.agents import LOCAL_TENANT, Pointer, Reuse, Turn
-from semantic.domain.block_pool import BlockPool
 from semantic.domain.blocks import BlockName, BlockPart, PartKey, block_end
 from semantic.domain.chat import Usage
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
+from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.outbound import HostBuffer, KVPayload, SequenceId
 from semantic.ports.persistence import (

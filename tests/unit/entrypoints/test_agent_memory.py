@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from semantic.adapters.outbound.fake_backend import FakeBackend, FakeTokenizer
-from semantic.application.batch_engine import BlockPoolBatchEngine
-from semantic.application.device_thread import LoadedModel
-from semantic.application.scheduler import EngineLimits
+from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer
+from semantic.application.engine.device_thread import LoadedModel
+from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace, BlockPart
 from semantic.entrypoints.agent_memory import AgentMemory
 from tests.http_server import make_settings

@@ -1,0 +1,1 @@
+"""Agents, their turns and their files."""

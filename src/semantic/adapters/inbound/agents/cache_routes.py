@@ -1,0 +1,169 @@
+"""The cache: its figures, what is done to it by hand, and a feed of what happens."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import asdict, fields
+from typing import Any, assert_never
+
+from fastapi import APIRouter
+from fastapi.responses import StreamingResponse
+
+from semantic.adapters.inbound.agents.cache_views import CacheOut, CollectOut, EvictOut, PrefetchOut
+from semantic.adapters.inbound.agents.routes import AgentPath, refusals
+from semantic.adapters.inbound.agents.schema import Collect, Evict
+from semantic.adapters.inbound.agents.views import ReuseOut, StateOut, UsageOut
+from semantic.adapters.inbound.http import sse
+from semantic.application.agents.feed import EventFeed, Subscription
+from semantic.domain.agents import Principal
+from semantic.domain.feed import AgentChanged, FeedEvent, Missed, TurnEnded, TurnStarted
+from semantic.ports.cache import CacheCounts, CacheManagementPort, CheckProgress
+
+Json = dict[str, Any]
+_SAMPLE_S = 1.0
+_QUIET_SAMPLES = 5
+_PROGRESS_STEPS = 100
+
+
+def _stream(description: str, example: str) -> dict[int | str, dict[str, Any]]:
+    shown = {"schema": {}, "example": example}
+    return {200: {"description": description, "content": {"text/event-stream": shown}}}
+
+
+_VERIFY = _stream("progress, then done", 'data: {"type":"done","checked":9,"total":9,"bad":0}\n\n')
+_EVENTS = _stream("events until you leave", 'data: {"type":"cache","sealed":3}\n\n')
+
+
+class CacheApi:
+    """Endpoints that look after attention state."""
+
+    def __init__(
+        self, cache: CacheManagementPort, feed: EventFeed, principal: Callable[[], Principal]
+    ) -> None:
+        self._cache = cache
+        self._feed = feed
+        self._principal = principal
+
+    def router(self) -> APIRouter:
+        """Say which method answers where."""
+        router = APIRouter(prefix="/v1", tags=["cache"])
+        add, one = router.add_api_route, "/agents/{agent_id}"
+        add(f"{one}/prefetch", self.prefetch, methods=["POST"], responses=refusals(404, 503))
+        add(f"{one}/evict", self.evict, methods=["POST"], responses=refusals(404, 503))
+        add("/cache", self.overview, methods=["GET"], responses=refusals(503))
+        add("/cache/gc", self.collect, methods=["POST"], responses=refusals(503))
+        stream: Json = {"response_class": StreamingResponse, "response_model": None}
+        add(
+            "/cache/verify",
+            self.verify,
+            methods=["POST"],
+            responses=_VERIFY | refusals(503),
+            **stream,
+        )
+        add("/events", self.events, methods=["GET"], responses=_EVENTS | refusals(503), **stream)
+        return router
+
+    async def prefetch(self, agent_id: AgentPath) -> PrefetchOut:
+        """Begin to read an agent's state from disk, so that its next turn starts at once."""
+        num_parts = await asyncio.to_thread(self._cache.prefetch, self._principal(), agent_id)
+        return PrefetchOut(agent_id=agent_id, parts=num_parts)
+
+    async def evict(self, agent_id: AgentPath, body: Evict | None = None) -> EvictOut:
+        """Drop an agent's own state from memory, or everywhere; what others share stays."""
+        is_cold = body is not None and body.to == "cold"
+        state = await asyncio.to_thread(
+            lambda: self._cache.evict(self._principal(), agent_id, is_cold=is_cold)
+        )
+        return EvictOut(agent_id=agent_id, state=StateOut.of(state))
+
+    async def overview(self) -> CacheOut:
+        """Tiers, bytes, hit rates, sharing, queues and budgets."""
+        return CacheOut.of(await asyncio.to_thread(self._cache.overview, self._principal()))
+
+    async def collect(self, body: Collect | None = None) -> CollectOut:
+        """Delete what no agent reaches."""
+        age_s = body.orphan_age_s if body else None
+        return CollectOut(freed_bytes=await asyncio.to_thread(self._cache.collect, age_s))
+
+    async def verify(self) -> StreamingResponse:
+        """Check every file on disk; bad ones are dropped. Progress comes as events."""
+        checking = self._cache.verify()
+        # Refusals come before the stream begins.
+        first = await asyncio.to_thread(next, checking, CheckProgress(0, 0, 0))
+        return sse.event_stream(_progress(first, checking))
+
+    async def events(self) -> StreamingResponse:
+        """What happens to agents and blocks, as it happens.
+
+        A reader that is too slow misses events and is told how many: `{"type": "missed"}`.
+        """
+        return sse.event_stream(self._watch(self._feed.subscribe(self._principal().tenant)))
+
+    async def _watch(self, subscription: Subscription) -> AsyncIterator[str]:
+        counts, pressure = self._cache.sample()
+        num_quiet = 0
+        try:
+            yield sse.data({"type": "cache", **asdict(CacheCounts()), "pressure": pressure})
+            while True:
+                event = await subscription.next(_SAMPLE_S)
+                if event is not None:
+                    yield sse.data(_shown(event))
+                seen, level = self._cache.sample()
+                num_quiet += 1
+                if (seen, level) != (counts, pressure):
+                    yield sse.data(
+                        {"type": "cache", **_difference(seen, counts), "pressure": level}
+                    )
+                    counts, pressure, num_quiet = seen, level, 0
+                elif event is None and num_quiet >= _QUIET_SAMPLES:
+                    num_quiet = 0
+                    yield sse.comment("quiet")
+        except StopAsyncIteration:
+            return
+        finally:
+            subscription.close()
+
+
+async def _progress(first: CheckProgress, rest: Iterator[CheckProgress]) -> AsyncIterator[str]:
+    step = max(1, first.num_total // _PROGRESS_STEPS)
+    latest = first
+    yield sse.data({"type": "progress", **_checked(first)})
+    while (progress := await asyncio.to_thread(next, rest, None)) is not None:
+        latest = progress
+        if progress.num_checked % step == 0:
+            yield sse.data({"type": "progress", **_checked(progress)})
+    yield sse.data({"type": "done", **_checked(latest)})
+
+
+def _checked(progress: CheckProgress) -> Json:
+    return {
+        "checked": progress.num_checked,
+        "total": progress.num_total,
+        "bad": progress.num_bad,
+    }
+
+
+def _difference(now: CacheCounts, before: CacheCounts) -> Json:
+    names = [entry.name for entry in fields(CacheCounts)]
+    return {name: getattr(now, name) - getattr(before, name) for name in names}
+
+
+def _shown(event: FeedEvent | Missed) -> Json:
+    match event:
+        case AgentChanged():
+            return {"type": f"agent.{event.deed.value}", "agent_id": event.agent_id}
+        case TurnStarted():
+            named = {"agent_id": event.agent_id, "turn_id": event.turn_id}
+            return {"type": "turn.started", **named, "prompt_tokens": event.prompt_tokens}
+        case TurnEnded():
+            return {
+                "type": "turn.finished",
+                "agent_id": event.agent_id,
+                "turn_id": event.turn_id,
+                "reason": event.reason,
+                "usage": UsageOut.of(event.usage).model_dump(),
+                "reuse": ReuseOut.of(event.reuse).model_dump(),
+            }
+        case Missed():
+            return {"type": "missed", "events": event.num_events}
+        case _:
+            assert_never(event)

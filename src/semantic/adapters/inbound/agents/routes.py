@@ -1,0 +1,188 @@
+"""The agent API: agents as things one can hold, thin over the inbound ports."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query, Response
+
+from semantic.adapters.inbound.agents.schema import (
+    AgentSettings,
+    CreateAgent,
+    Fork,
+    PatchAgent,
+    Rewind,
+    Text,
+    new_agent,
+)
+from semantic.adapters.inbound.agents.views import (
+    AgentList,
+    AgentOut,
+    ErrorOut,
+    ExplanationOut,
+    TurnList,
+    TurnOut,
+)
+from semantic.domain.agents import Principal
+from semantic.domain.errors import InvalidRequestError
+from semantic.ports.inbound import AgentManagementPort, AgentQuery
+
+AgentPath = Annotated[
+    str,
+    Path(pattern=r"^[A-Za-z0-9._-]{1,128}$", description="the agent's id", examples=["coder"]),
+]
+_Sort = Literal["last_used", "created_at", "turns", "id"]
+_SORTS = {"turns": "num_turns"}
+_MAX_ID = 128
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Describe the errors an endpoint answers with, besides those every endpoint may."""
+    said = {
+        400: "the request is wrong",
+        404: "there is no such agent or turn",
+        409: "it contradicts what is there",
+        413: "the body is too large",
+        429: "a quota is used up",
+        503: "the model is loading, the queue is full, or the server stops",
+        504: "it took too long",
+    }
+    wanted = sorted({400, *statuses})
+    return {status: {"model": ErrorOut, "description": said[status]} for status in wanted}
+
+
+class DirectApi:
+    """Endpoints under `/v1/agents` that move no tokens."""
+
+    def __init__(self, agents: AgentManagementPort, principal: Callable[[], Principal]) -> None:
+        self._agents = agents
+        self._principal = principal
+
+    def router(self) -> APIRouter:
+        """Say which method answers where."""
+        router = APIRouter(prefix="/v1/agents", tags=["agents"])
+        add, one = router.add_api_route, "/{agent_id}"
+        made: dict[int | str, dict[str, Any]] = {
+            200: {"model": AgentOut, "description": "it was there already, with these settings"}
+        }
+        add("", self.create, methods=["POST"], status_code=201, responses=made | refusals(409))
+        add("", self.page, methods=["GET"], responses=refusals())
+        add(one, self.get, methods=["GET"], responses=refusals(404))
+        add(one, self.patch, methods=["PATCH"], responses=refusals(404))
+        add(
+            one,
+            self.delete,
+            methods=["DELETE"],
+            status_code=204,
+            response_class=Response,
+            responses=refusals(404),
+        )
+        add(
+            f"{one}/fork",
+            self.fork,
+            methods=["POST"],
+            status_code=201,
+            responses=refusals(404, 409),
+        )
+        add(f"{one}/rewind", self.rewind, methods=["POST"], responses=refusals(404))
+        add(f"{one}/turns", self.turns, methods=["GET"], responses=refusals(404))
+        add(f"{one}/explain", self.explain, methods=["GET"], responses=refusals(404))
+        return router
+
+    async def create(self, body: CreateAgent, response: Response) -> AgentOut:
+        """Make an agent. The same id and settings again return the agent that is there."""
+        agent_id = body.id or f"agent-{secrets.token_hex(6)}"
+        agent = new_agent(body, self._principal().tenant, agent_id, time.time())
+        view, is_new = await asyncio.to_thread(self._agents.create, agent)
+        if not is_new:
+            response.status_code = 200
+        return AgentOut.of(view)
+
+    async def page(
+        self,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        after: Annotated[str | None, Query(description="`next` of the page before")] = None,
+        sort: _Sort = "last_used",
+        order: Literal["asc", "desc"] = "desc",
+        label: Annotated[list[Text] | None, Query(description="key:value; all must match")] = None,
+        prefix: Annotated[Text, Query(description="what ids begin with")] = "",
+        pin: bool | None = None,
+    ) -> AgentList:
+        """List agents, a page at a time."""
+        query = AgentQuery(
+            sort=_SORTS.get(sort, sort),
+            is_descending=order == "desc",
+            limit=limit,
+            after=after,
+            labels=tuple(_label(text) for text in label or ()),
+            id_prefix=prefix,
+            is_pinned=pin,
+        )
+        found = await asyncio.to_thread(self._agents.page, self._principal(), query)
+        shown = [AgentOut.of(view) for view in found.agents]
+        return AgentList(data=shown, total=found.num_matching, next=found.cursor)
+
+    async def get(self, agent_id: AgentPath) -> AgentOut:
+        """One agent, and where its attention state is."""
+        return AgentOut.of(await asyncio.to_thread(self._agents.get, self._principal(), agent_id))
+
+    async def patch(self, agent_id: AgentPath, body: PatchAgent) -> AgentOut:
+        """Change settings; fields that are absent stay. A new system prompt holds from now on."""
+        settings: AgentSettings = body
+        view = await asyncio.to_thread(
+            self._agents.update, self._principal(), agent_id, settings.apply
+        )
+        return AgentOut.of(view)
+
+    async def delete(self, agent_id: AgentPath) -> None:
+        """Delete an agent; a turn that is running is cancelled. Forks keep the past they share."""
+        await asyncio.to_thread(self._agents.delete, self._principal(), agent_id)
+
+    async def fork(self, agent_id: AgentPath, body: Fork) -> AgentList:
+        """Make one or many agents with the same past, all or none; no attention state is copied."""
+        count = body.n or 1
+        ids = body.ids or [_drawn_id(agent_id) for _ in range(count)]
+        views = await asyncio.to_thread(
+            self._agents.fork, self._principal(), agent_id, ids, body.turn_id
+        )
+        return AgentList(data=[AgentOut.of(view) for view in views], total=len(views), next=None)
+
+    async def rewind(self, agent_id: AgentPath, body: Rewind) -> AgentOut:
+        """Go back to an earlier turn; a turn that is running is cancelled."""
+        view = await asyncio.to_thread(
+            self._agents.rewind, self._principal(), agent_id, body.turn_id
+        )
+        return AgentOut.of(view)
+
+    async def turns(
+        self,
+        agent_id: AgentPath,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        before: Annotated[Text | None, Query(description="`next` of the page before")] = None,
+    ) -> TurnList:
+        """An agent's log, the latest turn first."""
+        found = await asyncio.to_thread(
+            self._agents.turns, self._principal(), agent_id, before, limit
+        )
+        has_more = bool(found) and found[-1].parent is not None
+        next_page = found[-1].id if has_more else None
+        return TurnList(data=[TurnOut.of(turn) for turn in found], next=next_page)
+
+    async def explain(self, agent_id: AgentPath) -> ExplanationOut:
+        """What the latest turn reused, where its prompt diverged, and what the next starts from."""
+        found = await asyncio.to_thread(self._agents.explain, self._principal(), agent_id)
+        return ExplanationOut.of(agent_id, found)
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, colon, value = text.partition(":")
+    if not colon:
+        raise InvalidRequestError("a label is written key:value.", param="label")
+    return key, value
+
+
+def _drawn_id(agent_id: str) -> str:
+    suffix = f"-{secrets.token_hex(4)}"
+    return f"{agent_id[: _MAX_ID - len(suffix)]}{suffix}"

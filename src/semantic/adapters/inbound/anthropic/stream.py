@@ -1,0 +1,231 @@
+"""A reply's events as Anthropic's stream events, and the message they add up to.
+
+Clients rely on an order: the message starts once, blocks are numbered from 0, one is open at a
+time and stops before the next starts, thinking ends with its signature, and the message stops
+once. `MessageStream` keeps that order whatever comes; nothing here knows of HTTP.
+"""
+
+import enum
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from semantic.adapters.inbound.anthropic.blocks import TOOL_ID_PREFIX
+from semantic.adapters.inbound.anthropic.errors import anthropic_body
+from semantic.domain.chat import (
+    Event,
+    Failed,
+    Finished,
+    PrefillProgress,
+    Started,
+    TextDelta,
+    ThinkingDelta,
+    ThinkingEnded,
+    ToolCallDelta,
+    ToolCallEnded,
+    ToolCallStarted,
+    Usage,
+)
+from semantic.domain.sampling import FinishReason
+
+Json: TypeAlias = dict[str, object]
+
+_STOP_REASONS = {
+    FinishReason.END_TURN: "end_turn",
+    FinishReason.STOP_SEQUENCE: "stop_sequence",
+    FinishReason.MAX_TOKENS: "max_tokens",
+    FinishReason.CONTEXT_FULL: "model_context_window_exceeded",
+    FinishReason.TOOL_USE: "tool_use",
+    FinishReason.CANCELLED: "end_turn",
+}
+
+
+class _Kind(enum.Enum):
+    TEXT = "text"
+    THINKING = "thinking"
+    TOOL_USE = "tool_use"
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """The block that is open; `call` is the number of its tool call."""
+
+    kind: _Kind
+    call: int = -1
+
+
+class MessageStream:
+    """Turns the events of one reply into stream events; each names itself in `type`.
+
+    Args:
+        shows_thinking: Otherwise thinking is an empty block with a signature.
+    """
+
+    def __init__(self, *, shows_thinking: bool = True) -> None:
+        self._shows_thinking = shows_thinking
+        self._started: Started | None = None
+        self._is_begun = False
+        self._is_ended = False
+        self._index = -1
+        self._open: _Open | None = None
+
+    def push(self, event: Event) -> list[Json]:
+        """Take the reply's next event; after a final one nothing more comes."""
+        if self._is_ended:
+            return []
+        match event:
+            case Started():
+                self._started = event
+                return []
+            case PrefillProgress(_, total, reused):
+                return self._begin(_found(total, reused))
+            case Finished():
+                self._is_ended = True
+                return [*self._begin(event.usage), *self._close(), *_ending(event)]
+            case Failed():
+                self._is_ended = True
+                return [anthropic_body(event.error)]
+            case _:
+                return [*self._begin(), *self._content(event)]
+
+    def _begin(self, usage: Usage | None = None) -> list[Json]:
+        """Start the message, once it is known what of the prompt was found."""
+        started = self._started
+        if self._is_begun or started is None:
+            return []
+        self._is_begun = True
+        message: Json = {
+            "id": f"msg_{started.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": started.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {**_usage(usage or started.usage), "output_tokens": 0},
+        }
+        return [{"type": "message_start", "message": message}]
+
+    # -- content --------------------------------------------------------------------------------
+
+    def _content(self, event: Event) -> list[Json]:
+        match event:
+            case TextDelta(text):
+                return self._more(_Kind.TEXT, "text", text)
+            case ThinkingDelta(text):
+                return self._more(_Kind.THINKING, "thinking", text)
+            case ThinkingEnded(signature):
+                is_open = self._open is not None and self._open.kind is _Kind.THINKING
+                return self._close(signature) if is_open else []
+            case ToolCallStarted(index, call_id, name):
+                block: Json = {"id": TOOL_ID_PREFIX + call_id, "name": name, "input": {}}
+                return self._start(_Open(_Kind.TOOL_USE, index), block)
+            case ToolCallDelta(index, arguments):
+                if self._open != _Open(_Kind.TOOL_USE, index) or not arguments:
+                    return []
+                return [self._delta({"type": "input_json_delta", "partial_json": arguments})]
+            case ToolCallEnded(index):
+                return self._close() if self._open == _Open(_Kind.TOOL_USE, index) else []
+            case _:
+                return []
+
+    def _more(self, kind: _Kind, field: str, text: str) -> list[Json]:
+        """More text or thinking, in a block that is open or opened for it."""
+        if not text:
+            return []
+        events: list[Json] = []
+        if self._open != _Open(kind):
+            content: Json = {field: "", **({"signature": ""} if kind is _Kind.THINKING else {})}
+            events = self._start(_Open(kind), content)
+        if kind is _Kind.TEXT or self._shows_thinking:
+            events.append(self._delta({"type": f"{field}_delta", field: text}))
+        return events
+
+    def _start(self, block: _Open, content: Json) -> list[Json]:
+        events = self._close()
+        self._open = block
+        self._index += 1
+        started: Json = {
+            "type": "content_block_start",
+            "index": self._index,
+            "content_block": {"type": block.kind.value, **content},
+        }
+        return [*events, started]
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+    def _close(self, signature: str = "") -> list[Json]:
+        if self._open is None:
+            return []
+        events: list[Json] = []
+        if self._open.kind is _Kind.THINKING:
+            events.append(self._delta({"type": "signature_delta", "signature": signature}))
+        self._open = None
+        return [*events, {"type": "content_block_stop", "index": self._index}]
+
+
+def whole_message(events: Sequence[Json]) -> Json:
+    """The message that a complete stream's events add up to.
+
+    Example:
+        >>> stream = MessageStream()
+        >>> reply = [
+        ...     Started("1", "m", Usage(3)),
+        ...     TextDelta("Hi"),
+        ...     Finished(FinishReason.END_TURN, Usage(3, 2)),
+        ... ]
+        >>> whole_message([made for event in reply for made in stream.push(event)])["content"]
+        [{'type': 'text', 'text': 'Hi'}]
+    """
+    message: Json = {}
+    blocks: list[dict[str, str]] = []
+    for event in events:
+        match event:
+            case {"type": "message_start", "message": dict(head)}:
+                message = dict(head)
+            case {"type": "content_block_start", "content_block": dict(block)}:
+                blocks.append({**block, "input": ""} if "input" in block else dict(block))
+            case {"type": "content_block_delta", "delta": {"type": _, **more}}:
+                for field, value in more.items():
+                    name = "input" if field == "partial_json" else str(field)
+                    blocks[-1][name] += str(value)
+            case {"type": "message_delta", "delta": dict(delta), "usage": usage, **more}:
+                message |= {**delta, "usage": usage, **more}
+    message["content"] = [_parsed(block) for block in blocks]
+    return message
+
+
+def _parsed(block: dict[str, str]) -> Json:
+    if "input" not in block:
+        return {**block}
+    return {**block, "input": json.loads(block["input"] or "{}")}
+
+
+def _ending(event: Finished) -> list[Json]:
+    delta = {"stop_reason": _STOP_REASONS[event.reason], "stop_sequence": event.stop_sequence}
+    usage = {
+        **_usage(event.usage),
+        "output_tokens": event.usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": event.usage.thinking_tokens},
+    }
+    # A field of ours beside Anthropic's, where it was promised.
+    durable: Json = {} if event.is_durable is None else {"durable": event.is_durable}
+    return [
+        {"type": "message_delta", "delta": delta, "usage": usage, **durable},
+        {"type": "message_stop"},
+    ]
+
+
+def _found(total: int, reused: int) -> Usage:
+    return Usage(total, cache_read_tokens=reused, cache_creation_tokens=total - reused)
+
+
+def _usage(usage: Usage) -> Json:
+    """The prompt's tokens in three parts that do not overlap."""
+    return {
+        "input_tokens": usage.uncached_tokens,
+        "cache_creation_input_tokens": usage.cache_creation_tokens,
+        "cache_read_input_tokens": usage.cache_read_tokens,
+    }

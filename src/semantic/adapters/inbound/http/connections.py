@@ -1,0 +1,288 @@
+"""Open connections: how many there may be, and how long a client may keep one waiting.
+
+A connection is *silent* while its client owes us something: a request's headers, or the rest of
+its body. When there are too many, the one that was silent longest is closed, so a new client
+always gets in. While all of them are being answered, a few more are let in for health checks and
+cancels; whoever asks for other things there is told that the server is full.
+"""
+
+import asyncio
+import contextlib
+import errno
+import resource
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from semantic.adapters.inbound.http.errors import error_response
+
+_log = structlog.get_logger(__name__)
+
+_MAX_DESCRIPTORS = 65536  # some systems name no limit, or one of a billion
+_MAX_KEPT_FOR_FILES = 256
+_MAX_SPARE = 32
+_ACCEPTED_AT_ONCE = 16
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_TELL_EVERY_S = 60.0
+_FULL = "is_full"  # in a request's state: it came on a connection beyond the limit
+
+
+def raise_descriptor_limit() -> int:
+    """Allow this process as many open files as its user may have; returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft >= wanted:
+        return soft
+    with contextlib.suppress(ValueError, OSError):  # macOS permits less than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return soft
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What clients may take up.
+
+    Attributes:
+        max_open: Connections.
+        num_spare: More of them, while all others are being answered.
+        read_timeout_s: Longest wait for a request's headers, and for the next piece of its body.
+        write_timeout_s: Longest wait for a client that does not read.
+    """
+
+    max_open: int
+    num_spare: int
+    read_timeout_s: float
+    write_timeout_s: float
+
+    @classmethod
+    def within(
+        cls,
+        num_descriptors: int,
+        max_connections: int,
+        *,
+        read_timeout_s: float,
+        write_timeout_s: float,
+    ) -> "ConnectionLimits":
+        """Fit a number of connections into the descriptors there are, and leave some for files."""
+        for_clients = num_descriptors - min(_MAX_KEPT_FOR_FILES, num_descriptors // 2)
+        num_spare = min(_MAX_SPARE, for_clients // 4)
+        max_open = max(1, min(max_connections, for_clients - num_spare))
+        if max_open < max_connections:
+            _log.warning(
+                "max_connections is cut to what the limit of open files permits",
+                max_connections=max_connections,
+                permitted=max_open,
+                open_files=num_descriptors,
+            )
+        return cls(max_open, num_spare, read_timeout_s, write_timeout_s)
+
+
+class OpenConnections:
+    """All connections of a server. Used on the event loop's thread."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self._open: set[Connection] = set()
+        self._silent: OrderedDict[Connection, None] = OrderedDict()  # the longest silent first
+        self._num_cut = 0
+        self._told_at = float("-inf")
+
+    def protocol(self) -> "type[Connection]":
+        """Return the protocol that an HTTP server makes of each connection."""
+
+        class OneOfThese(Connection):
+            pool = self
+
+        return OneOfThese
+
+    def enter(self, connection: "Connection") -> None:
+        """Take a new connection in; another one, or this one, may have to go for it."""
+        self._open.add(connection)
+        self._silent[connection] = None
+        oldest = next(iter(self._silent))
+        if len(self._open) > self.limits.max_open and oldest is not connection:
+            self._cut(oldest)
+        num_over = len(self._open) - self.limits.max_open
+        if num_over > self.limits.num_spare:
+            self._cut(connection)
+        elif num_over > 0:
+            connection.app_state = {**connection.app_state, _FULL: True}
+
+    def leave(self, connection: "Connection") -> None:
+        """Note that a connection was closed."""
+        self._open.discard(connection)
+        self._silent.pop(connection, None)
+
+    def note(self, connection: "Connection", *, is_silent: bool) -> None:
+        """Note a sign of life: whether its client still owes us something."""
+        self._silent.pop(connection, None)
+        if is_silent and connection in self._open:
+            self._silent[connection] = None
+
+    def make_room(self) -> None:
+        """Close some silent connections: descriptors ran out."""
+        for connection in list(self._silent)[:_ACCEPTED_AT_ONCE]:
+            self._cut(connection)
+
+    def _cut(self, connection: "Connection") -> None:
+        self.leave(connection)
+        connection.transport.abort()
+        self._num_cut += 1
+        now = time.monotonic()
+        if now - self._told_at >= _TELL_EVERY_S:
+            _log.warning(
+                "too many connections: those that were silent longest are closed",
+                closed=self._num_cut,
+                max_connections=self.limits.max_open,
+            )
+            self._told_at, self._num_cut = now, 0
+
+
+class _Timer:
+    """Calls something later, unless it is stopped or started anew."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._handle: asyncio.TimerHandle | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._handle is not None
+
+    def start(self, delay_s: float, call: Callable[[], None]) -> None:
+        self.stop()
+        self._handle = self._loop.call_later(delay_s, call)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+
+class Connection(H11Protocol):
+    """One connection, cut when its client keeps us waiting for too long.
+
+    uvicorn itself closes those that are idle between two requests.
+    """
+
+    pool: OpenConnections
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._read_timer = _Timer(self.loop)
+        self._write_timer = _Timer(self.loop)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._is_in_request and not self.cycle.more_body
+
+    @property
+    def _is_in_request(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        return cycle is not None and not cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        self._expect_more()
+        self.pool.enter(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget it."""
+        super().connection_lost(exc)
+        self.pool.leave(self)
+        self._read_timer.stop()
+        self._write_timer.stop()
+
+    def data_received(self, data: bytes) -> None:
+        """Read on. Headers must be complete in time; a body may take long if it keeps coming."""
+        super().data_received(data)
+        self.pool.note(self, is_silent=not self._is_answering)
+        if self._is_answering:
+            self._read_timer.stop()
+        elif self._is_in_request or not self._read_timer.is_running:
+            self._expect_more()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, as long as uvicorn keeps idle connections."""
+        self._read_timer.stop()
+        super().on_response_complete()
+        self.pool.note(self, is_silent=not self._is_answering)
+
+    def pause_writing(self) -> None:
+        """Begin to wait for a client that does not read."""
+        super().pause_writing()
+        self._write_timer.start(self.pool.limits.write_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Go on: the client reads."""
+        super().resume_writing()
+        self._write_timer.stop()
+
+    def _expect_more(self) -> None:
+        self._read_timer.start(self.pool.limits.read_timeout_s, self._end_wait)
+
+    def _end_wait(self) -> None:
+        if self.flow.read_paused:  # it is us who do not read
+            self._expect_more()
+        else:
+            self.transport.abort()
+
+
+class Listener(socket.socket):
+    """A listening socket from which an event loop accepts a few connections at a time.
+
+    asyncio accepts as many as wait before it looks at one of them. When descriptors run out, it
+    logs every try, thousands in a row; here it tries once, and again after a second.
+    """
+
+    def __init__(self, family: int, pool: OpenConnections) -> None:
+        super().__init__(family, socket.SOCK_STREAM)
+        self._pool = pool
+        self._num_accepted = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection.
+
+        Raises:
+            BlockingIOError: none waits, or the event loop should do other things first.
+        """
+        if self._num_accepted >= _ACCEPTED_AT_ONCE:
+            self._num_accepted = 0
+            raise BlockingIOError
+        self._num_accepted += 1
+        try:
+            return super().accept()
+        except OSError as error:
+            is_short = error.errno in _OUT_OF_DESCRIPTORS
+            self._num_accepted = _ACCEPTED_AT_ONCE if is_short else 0
+            if is_short:
+                self._pool.make_room()
+            raise
+
+
+class FullHouse:
+    """Answers 503 on connections beyond the limit, but for health checks and cancels."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on if there is room for it."""
+        path = scope.get("path", "")
+        is_passed = path.startswith("/health") or path.endswith("/cancel")
+        if is_passed or not scope.get("state", {}).get(_FULL):
+            await self._app(scope, receive, send)
+            return
+        message = "all connections are in use (max_connections); try again later."
+        headers = {"connection": "close", "retry-after": "1"}
+        refusal = error_response(503, message, "overloaded", headers=headers)
+        await refusal(scope, receive, send)

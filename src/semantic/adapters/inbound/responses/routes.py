@@ -1,0 +1,181 @@
+"""OpenAI's Responses, thin over the inbound ports: a response is a turn, its id the turn's."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response
+
+from semantic.adapters.inbound.http import sse
+from semantic.adapters.inbound.http.errors import error_response
+from semantic.adapters.inbound.http.frame_log import FrameLog
+from semantic.adapters.inbound.openai.docs import ERRORS, reply_or_stream
+from semantic.adapters.inbound.openai.fields import Hint, refuse
+from semantic.adapters.inbound.openai.reply_set import Json, ReplySet, answer
+from semantic.adapters.inbound.responses.docs import DeletedResponse, ResponseBody
+from semantic.adapters.inbound.responses.echo import response_of, settings_of
+from semantic.adapters.inbound.responses.run import ResponseBook, ResponseRun
+from semantic.adapters.inbound.responses.schema import ResponsesRequest
+from semantic.adapters.inbound.responses.writer import PREFIX, ResponseWriter
+from semantic.domain.agents import Principal
+from semantic.domain.errors import InvalidRequestError
+from semantic.ports.inbound import InferencePort, ModelManagementPort, PastTurn, PastTurnsPort
+
+_Place = Annotated[int | None, Query(ge=0, description="`sequence_number` of the last event seen")]
+_FOUND: dict[int | str, dict[str, Any]] = {200: {"model": ResponseBody}}
+
+
+class _Responses:
+    """Finds responses for the endpoints."""
+
+    def __init__(
+        self, turns: PastTurnsPort, models: ModelManagementPort, principal: Callable[[], Principal]
+    ) -> None:
+        self._turns = turns
+        self._models = models
+        self.principal = principal
+        self._books: defaultdict[str, ResponseBook] = defaultdict(ResponseBook)
+
+    @property
+    def book(self) -> ResponseBook:
+        """The caller's responses of late."""
+        return self._books[self.principal().tenant]
+
+    async def past(self, response_id: str) -> PastTurn | None:
+        """Find the turn of a response."""
+        name = response_id.removeprefix(PREFIX)
+        return await asyncio.to_thread(self._turns.find, name, self.principal())
+
+    async def previous(self, body: ResponsesRequest) -> PastTurn | None:
+        """Find the turn a request goes on from.
+
+        Raises:
+            InvalidRequestError: there is none, or its text was not stored.
+        """
+        name = body.previous_response_id
+        past = await self.past(name) if name else None
+        if name and past is None:
+            raise InvalidRequestError(
+                f"there is no stored response {name!r}.", param="previous_response_id"
+            )
+        return past
+
+    async def find(self, response_id: str) -> Json | None:
+        """Find a response: of late, or from the log of turns."""
+        known = self.book.find(response_id)
+        if known is not None:
+            return known
+        past = await self.past(response_id)
+        if past is None:
+            return None
+        served = self._models.models()[0].id
+        return response_of(response_id.removeprefix(PREFIX), past, served)
+
+    async def shown(self, response_id: str) -> Response:
+        """Answer with a response."""
+        found = await self.find(response_id)
+        return JSONResponse(found) if found else _missing(response_id)
+
+    async def events(self, response_id: str, after: int | None) -> Response:
+        """Answer with the events of a response, those that follow number `after`.
+
+        Raises:
+            InvalidRequestError: they are not kept.
+        """
+        log = self.book.log(response_id)
+        if log is not None:
+            return sse.event_stream(log.read(0 if after is None else after + 1))
+        refuse(
+            await self.find(response_id),
+            "stream",
+            "events are kept of what is made with background and stream, and for a while only.",
+        )
+        return _missing(response_id)
+
+    async def cancelled(self, response_id: str) -> Response:
+        """Stop a response and answer with it."""
+        run = self.book.running(response_id)
+        if run is None:
+            return await self.shown(response_id)
+        await run.cancel()
+        return JSONResponse(run.response)
+
+    async def forget(self, response_id: str) -> bool:
+        """Remove a response; False if there is none."""
+        run = self.book.running(response_id)
+        if run is not None:
+            await run.cancel()
+        is_dropped = self.book.forget(response_id)
+        name = response_id.removeprefix(PREFIX)
+        return await asyncio.to_thread(self._turns.forget, name, self.principal()) or is_dropped
+
+
+def responses_router(
+    inference: InferencePort,
+    models: ModelManagementPort,
+    turns: PastTurnsPort,
+    principal: Callable[[], Principal],
+) -> APIRouter:
+    """Serve `/v1/responses` on behalf of a principal."""
+    router = APIRouter(prefix="/v1/responses", tags=["openai"], responses=ERRORS)
+    responses = _Responses(turns, models, principal)
+
+    @router.post("", response_model=None, responses=reply_or_stream(ResponseBody))
+    async def create(body: ResponsesRequest, http: Request, hint: Hint) -> Response:
+        """Answer, whole, as a stream of events, or in the background."""
+        past = await responses.previous(body)
+        try:
+            request = body.to_domain(hint, past)
+            replies = ReplySet([await inference.start(request, principal())])
+        except InvalidRequestError as error:
+            error.param = body.spelled(error.param, past)
+            raise
+        writer = ResponseWriter(settings_of(body), wants_handles=body.wants_handles)
+        run = ResponseRun(replies, writer, responses.book, is_stored=body.is_stored)
+        if body.background:
+            return await _in_background(run, responses.book, is_streamed=bool(body.stream))
+        if body.stream:
+            return sse.event_stream(run.frames(), replies)
+        return await answer(http, run.collect(), replies)
+
+    @router.get("/{response_id}", response_model=None, responses=reply_or_stream(ResponseBody))
+    async def retrieve(
+        response_id: str, stream: bool = False, starting_after: _Place = None
+    ) -> Response:
+        """A stored response, or one on its way; or its events, if it streams in the background."""
+        if stream:
+            return await responses.events(response_id, after=starting_after)
+        return await responses.shown(response_id)
+
+    @router.delete(
+        "/{response_id}", response_model=None, responses={200: {"model": DeletedResponse}}
+    )
+    async def delete(response_id: str) -> Response:
+        """Remove a response; attention state stays."""
+        if not await responses.forget(response_id):
+            return _missing(response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    @router.post("/{response_id}/cancel", response_model=None, responses=_FOUND)
+    async def cancel(response_id: str) -> Response:
+        """Stop a response; one that has ended is returned as it is."""
+        return await responses.cancelled(response_id)
+
+    return router
+
+
+async def _in_background(run: ResponseRun, book: ResponseBook, *, is_streamed: bool) -> Response:
+    """Go on with a response, whether its client stays or not."""
+    log = run.log = FrameLog() if is_streamed else None
+    book.keep_running(run, log)
+    if log is not None:
+        return sse.event_stream(log.read())
+    await run.is_begun.wait()
+    return JSONResponse(run.response)
+
+
+def _missing(response_id: str) -> Response:
+    message = f"there is no stored response {response_id!r}."
+    return error_response(404, message, "response_not_found", param="response_id")

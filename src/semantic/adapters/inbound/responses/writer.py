@@ -1,0 +1,269 @@
+"""A reply as an OpenAI response: the object as it grows, and the events that tell of it."""
+
+import time
+from dataclasses import dataclass, field
+
+from semantic.adapters.inbound.openai.fields import outer_call_id
+from semantic.adapters.inbound.openai.output import durable_json, scored_json
+from semantic.adapters.inbound.openai.reply_set import Json
+from semantic.domain.chat import (
+    Event,
+    Failed,
+    Finished,
+    Started,
+    TextDelta,
+    ThinkingDelta,
+    ThinkingEnded,
+    ToolCallDelta,
+    ToolCallEnded,
+    ToolCallStarted,
+    Usage,
+)
+from semantic.domain.errors import PoolExhaustedError, QuotaExceededError, RateLimitedError
+from semantic.domain.sampling import FinishReason
+
+PREFIX = "resp_"
+_CUT_SHORT = (FinishReason.MAX_TOKENS, FinishReason.CONTEXT_FULL)
+_LIMITS = (RateLimitedError, QuotaExceededError, PoolExhaustedError)
+
+
+@dataclass(slots=True)
+class _Item:
+    """The output item that is being written."""
+
+    kind: str
+    id: str
+    index: int
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[Json] = field(default_factory=list)
+    handle: str | None = None
+    call: ToolCallStarted | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def place(self) -> Json:
+        return {"item_id": self.id, "output_index": self.index}
+
+    def part(self, text: str | None = None) -> Json:
+        """Its content."""
+        text = self.text if text is None else text
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        logprobs = self.logprobs if text else []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def json(self, status: str) -> Json:
+        """It as it stands; empty while it is in progress."""
+        is_begun = status != "in_progress"
+        if self.kind == "reasoning":
+            item: Json = {"id": self.id, "type": "reasoning", "summary": [], "status": status}
+            item["content"] = [self.part()] if is_begun else []
+            return item | ({"encrypted_content": self.handle} if self.handle else {})
+        if self.kind == "message":
+            content = [self.part()] if is_begun else []
+            head: Json = {"id": self.id, "type": "message", "role": "assistant"}
+            return head | {"status": status, "content": content}
+        call = self.call
+        return {
+            "id": self.id,
+            "type": "function_call",
+            "call_id": outer_call_id(call.id) if call else "",
+            "name": call.name if call else "",
+            "arguments": self.text if is_begun else "",
+            "status": status,
+        }
+
+
+_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+
+
+class ResponseWriter:
+    """Turns one reply's events into a response. Not thread-safe.
+
+    Attributes:
+        response: The response as it stands.
+    """
+
+    def __init__(self, settings: Json, *, wants_handles: bool = False) -> None:
+        """Begin.
+
+        Args:
+            settings: What the response repeats of its request.
+            wants_handles: Thinking comes with a handle that stands for it.
+        """
+        self.response: Json = settings
+        self._wants_handles = wants_handles
+        self._output: list[Json] = []
+        self._item: _Item | None = None
+        self._request_id = ""
+        self._num_events = 0
+
+    def feed(self, event: Event) -> list[Json]:
+        """Take the next event of the reply; returns the events that tell of it."""
+        match event:
+            case Started():
+                return self._start(event)
+            case Finished():
+                return self._finish(event)
+            case Failed():
+                return self._fail(event)
+            case _:
+                return self._go_on(event)
+
+    def _go_on(self, event: Event) -> list[Json]:
+        match event:
+            case TextDelta():
+                return self._text(event)
+            case ThinkingDelta(text):
+                return self._delta("reasoning", text, "response.reasoning_text.delta")
+            case ThinkingEnded(signature):
+                return self._end_thinking(signature)
+            case ToolCallStarted():
+                return self._open("function_call", event)
+            case ToolCallDelta():
+                return self._arguments(event.arguments)
+            case ToolCallEnded():
+                return self._close("completed")
+            case _:
+                return []
+
+    # -- the whole ------------------------------------------------------------------------------
+
+    def _start(self, started: Started) -> list[Json]:
+        self._request_id = started.request_id
+        head: Json = {
+            "id": f"{PREFIX}{started.request_id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "model": started.model,
+            "output": self._output,
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+        }
+        self.response = head | self.response
+        return [self._whole("response.created"), self._whole("response.in_progress")]
+
+    def _finish(self, event: Finished) -> list[Json]:
+        is_cut = event.reason in _CUT_SHORT
+        is_cancelled = event.reason is FinishReason.CANCELLED
+        events = self._close("incomplete" if is_cut or is_cancelled else "completed")
+        self.response["usage"] = usage_json(event.usage)
+        self.response |= durable_json([event])
+        if is_cut:
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        status = "cancelled" if is_cancelled else "incomplete" if is_cut else "completed"
+        return [*events, self._end(status)]
+
+    def _fail(self, event: Failed) -> list[Json]:
+        events = self._close("incomplete")
+        code = "rate_limit_exceeded" if isinstance(event.error, _LIMITS) else "server_error"
+        self.response["error"] = {"code": code, "message": event.error.message}
+        return [*events, self._end("failed")]
+
+    def _end(self, status: str) -> Json:
+        self.response["status"] = status
+        if status == "completed":
+            self.response["completed_at"] = int(time.time())
+        told = "incomplete" if status == "cancelled" else status
+        return self._whole(f"response.{told}")
+
+    def _whole(self, kind: str) -> Json:
+        return self._event(kind, {"response": {**self.response, "output": list(self._output)}})
+
+    def _event(self, kind: str, content: Json) -> Json:
+        event = {"type": kind, "sequence_number": self._num_events, **content}
+        self._num_events += 1
+        return event
+
+    # -- its items ------------------------------------------------------------------------------
+
+    def _text(self, event: TextDelta) -> list[Json]:
+        scored = [scored_json(token) for token in event.logprobs]
+        events = self._open_if_other("message")
+        if self._item is not None:
+            self._item.logprobs += scored
+        return events + self._delta("message", event.text, "response.output_text.delta", scored)
+
+    def _delta(
+        self, kind: str, text: str, told: str, scored: list[Json] | None = None
+    ) -> list[Json]:
+        events = self._open_if_other(kind)
+        item = self._item
+        if item is None:
+            return events
+        item.pieces.append(text)
+        content = {**item.place, "content_index": 0, "delta": text}
+        return [*events, self._event(told, content | self._scored(kind, scored or []))]
+
+    def _scored(self, kind: str, scored: list[Json]) -> Json:
+        return {"logprobs": scored} if kind == "message" else {}
+
+    def _arguments(self, arguments: str) -> list[Json]:
+        item = self._item
+        if item is None:
+            return []
+        item.pieces.append(arguments)
+        told = "response.function_call_arguments.delta"
+        return [self._event(told, {**item.place, "delta": arguments})]
+
+    def _end_thinking(self, signature: str) -> list[Json]:
+        if self._item is None or self._item.kind != "reasoning":
+            return []
+        self._item.handle = signature if self._wants_handles else None
+        return self._close("completed")
+
+    def _open_if_other(self, kind: str) -> list[Json]:
+        is_open = self._item is not None and self._item.kind == kind
+        return [] if is_open else self._open(kind)
+
+    def _open(self, kind: str, call: ToolCallStarted | None = None) -> list[Json]:
+        events = self._close("completed")
+        index = len(self._output)
+        name = f"{_PREFIXES[kind]}_{self._request_id}_{index}"
+        item = self._item = _Item(kind, name, index, call=call)
+        added = {"output_index": index, "item": item.json("in_progress")}
+        events.append(self._event("response.output_item.added", added))
+        if kind != "function_call":
+            part = {**item.place, "content_index": 0, "part": item.part("")}
+            events.append(self._event("response.content_part.added", part))
+        return events
+
+    def _close(self, status: str) -> list[Json]:
+        item, self._item = self._item, None
+        if item is None:
+            return []
+        made = item.json(status)
+        self._output.append(made)
+        done = {"output_index": item.index, "item": made}
+        return [*self._told_whole(item), self._event("response.output_item.done", done)]
+
+    def _told_whole(self, item: _Item) -> list[Json]:
+        if item.kind == "function_call":
+            content = {**item.place, "arguments": item.text, "name": item.call and item.call.name}
+            return [self._event("response.function_call_arguments.done", content)]
+        told = "output_text" if item.kind == "message" else "reasoning_text"
+        place = {**item.place, "content_index": 0}
+        text = {**place, "text": item.text, **self._scored(item.kind, item.logprobs)}
+        return [
+            self._event(f"response.{told}.done", text),
+            self._event("response.content_part.done", {**place, "part": item.part()}),
+        ]
+
+
+def usage_json(usage: Usage) -> Json:
+    """Tokens of a response."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": usage.cache_read_tokens,
+            "cache_write_tokens": usage.cache_creation_tokens,
+        },
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.thinking_tokens},
+        "total_tokens": usage.total_tokens,
+    }

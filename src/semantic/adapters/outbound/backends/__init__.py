@@ -1,0 +1,1 @@
+"""What computes: torch, MLX and a fake."""

@@ -1,0 +1,354 @@
+"""A backend without weights, for tests and for developers of clients.
+
+Its attention state is the token ids themselves, kept the way the spec's layers say: all of them
+(full), the last W (window), a running hash (state). Each next token is a function of everything
+kept, so a misplaced, stale or foreign block shows as a wrong token. It is deterministic, and
+writes lower-case gibberish.
+"""
+
+import string
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from typing import Literal
+
+import numpy as np
+
+from semantic.adapters.outbound.backends.eager import EagerBackend, PayloadTicket, StepTicket
+from semantic.adapters.outbound.backends.payload_parts import sort_parts
+from semantic.adapters.outbound.backends.sampler import Logits, sample
+from semantic.adapters.outbound.backends.step_rows import (
+    check_ids,
+    make_rows,
+    sequence_of,
+    tokens_of,
+)
+from semantic.domain.chat import JsonObject
+from semantic.domain.errors import CacheCorruptionError
+from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
+from semantic.ports.outbound import (
+    Chunk,
+    Computed,
+    DeviceMemory,
+    HostBuffer,
+    KVPayload,
+    Row,
+    Sampled,
+    SequenceId,
+    SpecialToken,
+    Step,
+    StepOutput,
+    Ticket,
+    Traits,
+)
+
+END_TOKEN = 256
+START_TOKEN = 257
+VOCAB_SIZE = 258
+_PRIME = 2**61 - 1
+
+
+def fake_spec(
+    *, block_tokens: int = 16, window: int = 0, has_state: bool = False
+) -> ModelCacheSpec:
+    """Geometry of a fake model: full attention, and window or state layers if asked for."""
+    layers = [LayerSpec(LayerKind.FULL, num_kv_heads=1, key_dim=1, value_dim=1)]
+    if window:
+        layers.append(
+            LayerSpec(LayerKind.WINDOW, num_kv_heads=1, key_dim=1, value_dim=1, window=window)
+        )
+    if has_state:
+        layers.append(LayerSpec(LayerKind.STATE, state_elements=4))
+    return ModelCacheSpec(
+        "fake", tuple(layers), VOCAB_SIZE, max_context=131_072, block_tokens=block_tokens
+    )
+
+
+def _mix(value: int, token: int) -> int:
+    return (value * 1_000_003 + token + 1) % _PRIME
+
+
+def _disguise(entry: int) -> int:
+    """What a window layer keeps where a full one keeps `entry`."""
+    return _mix(entry, 7) % 2**32
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What a fake model keeps.
+
+    Attributes:
+        full: An entry a token; as in a model, each depends on everything before it.
+        window: The entries of the last tokens, in a disguise of their own.
+        state: Of all tokens; None where it was not restored yet.
+    """
+
+    known: list[int]
+    full: list[int] = field(default_factory=list)
+    full_hash: int = 1
+    window: list[int] = field(default_factory=list)
+    state: int | None = 1
+    last_sampled: int | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.full)
+
+    def append(self, tokens: Sequence[int], window_size: int) -> None:
+        start = self.length
+        self.known[start : start + len(tokens)] = tokens
+        entry, state = self.full[-1] if self.full else 1, self.state or 0
+        entries: list[int] = []
+        for token in tokens:
+            entry = _mix(entry, token) % 2**32
+            entries.append(entry)
+            state = _mix(state, token)
+        self.keep(entries)
+        self.state = state
+        if window_size:
+            added = [_disguise(entry) for entry in entries]
+            self.window = [*self.window, *added][-window_size:]
+
+    def keep(self, entries: Sequence[int]) -> None:
+        """Add full attention state as it is, computed or restored."""
+        self.full.extend(entries)
+        for entry in entries:
+            self.full_hash = _mix(self.full_hash, entry)
+        self.last_sampled = None
+
+    def buffer(self, start: int, end: int, kind: LayerKind) -> HostBuffer:
+        """Copy the entries of ``[start, end)``, or the state at `end`."""
+        first_kept = self.length - len(self.window)
+        if kind is LayerKind.FULL:
+            return _ids_buffer("full", self.full[start:end])
+        if kind is LayerKind.WINDOW and start >= first_kept:
+            return _ids_buffer("window", self.window[start - first_kept : end - first_kept])
+        if kind is LayerKind.STATE and end == self.length and self.state is not None:
+            return HostBuffer("state", (1,), "u64", struct.pack("<Q", self.state))
+        raise ValueError(f"the {kind.value} at {end} is gone")
+
+    def copy(self) -> "_Sequence":
+        return replace(self, known=list(self.known), full=list(self.full))
+
+
+class FakeBackend(EagerBackend):
+    """`ModelBackendPort` over token ids; see the module."""
+
+    def __init__(
+        self, spec: ModelCacheSpec | None = None, *, pipeline_depth: Literal[0, 1] = 0
+    ) -> None:
+        self._spec = spec or fake_spec()
+        kinds = {layer.kind for layer in self._spec.layers}
+        self._window = max((layer.window for layer in self._spec.layers), default=0)
+        self._has_state = LayerKind.STATE in kinds
+        abi = f"fake.v2.{self._window}.{int(self._has_state)}"
+        self._traits = Traits(pipeline_depth, is_unified_memory=True, kv_abi=abi)
+        self._sequences: dict[SequenceId, _Sequence] = {}
+
+    @property
+    def spec(self) -> ModelCacheSpec:
+        """Geometry of the attention state."""
+        return self._spec
+
+    @property
+    def traits(self) -> Traits:
+        """What the engine must know."""
+        return self._traits
+
+    @property
+    def num_open(self) -> int:
+        """How many sequences are open; for tests of cleaning up."""
+        return len(self._sequences)
+
+    def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
+        """Begin a sequence."""
+        if seq in self._sequences:
+            raise ValueError(f"sequence {seq} is open")
+        check_ids(tokens, VOCAB_SIZE)
+        self._sequences[seq] = _Sequence(list(tokens))
+
+    def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
+        """Append state from payloads."""
+        sequence = self._sequences[seq]
+        found = sort_parts(parts, sequence.length, end, self._spec, self._traits.kv_abi)
+        if end > len(sequence.known):
+            raise CacheCorruptionError(f"only {len(sequence.known)} of {end} tokens are known")
+        full = [entry for part in found.full for entry in _entries(part)]
+        window = [entry for part in found.window for entry in _entries(part)]
+        state = _state_of(found.state) if found.state else None
+        if end > sequence.length:
+            sequence.keep(full[: end - sequence.length])
+            sequence.window, sequence.state = [], None
+        if found.window:
+            sequence.window = window[: end - found.window[0].start][-self._window :]
+        if state is not None:
+            sequence.state = state
+
+    def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
+        """Open a sequence with another's first tokens."""
+        source = self._sequences[src]
+        if not 0 <= num_tokens <= source.length or not self._can_cut(source, num_tokens):
+            return False
+        self.open(dst, source.known[:num_tokens])
+        self._cut(self._sequences[dst], source, num_tokens)
+        return True
+
+    def launch(self, step: Step) -> Ticket:
+        """Compute a step at once."""
+        return StepTicket(StepOutput(tuple(make_rows(step, self._run))))
+
+    def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
+        """Copy state."""
+        sequence = self._sequences[seq]
+        if not 0 <= start < end <= sequence.length or kind not in self._spec.kinds:
+            raise ValueError(f"{kind.value} layers do not hold [{start}, {end})")
+        if kind is LayerKind.WINDOW:
+            start = max(start, end - self._window)
+        return PayloadTicket(
+            KVPayload(self._traits.kv_abi, kind, start, end, (sequence.buffer(start, end, kind),))
+        )
+
+    def truncate(self, seq: SequenceId, num_tokens: int) -> int:
+        """Cut a sequence back."""
+        sequence = self._sequences[seq]
+        if num_tokens < 0:
+            raise ValueError(f"a sequence cannot have {num_tokens} tokens")
+        if num_tokens >= sequence.length:
+            return sequence.length
+        reached = num_tokens if self._can_cut(sequence, num_tokens) else 0
+        # The tokens up to the cut stay known: state may be loaded for them again.
+        self._sequences[seq] = _Sequence(sequence.known[:num_tokens])
+        self._cut(self._sequences[seq], sequence, reached)
+        return reached
+
+    def close(self, seq: SequenceId) -> None:
+        """Drop a sequence."""
+        self._sequences.pop(seq, None)
+
+    def bytes_for(self, lengths: Sequence[int]) -> int:
+        """Four bytes a token and layer, as the spec says."""
+        return sum(self._spec.bytes_per_context(length) for length in lengths)
+
+    def memory(self) -> DeviceMemory:
+        """Report what the open sequences take."""
+        return DeviceMemory(0, self.bytes_for([s.length for s in self._sequences.values()]))
+
+    def shutdown(self) -> None:
+        """Drop everything."""
+        self._sequences.clear()
+
+    # -- one row --------------------------------------------------------------------------------
+
+    def _run(self, chunk: Chunk) -> Row:
+        """Work on a copy, so that a row that fails changes nothing."""
+        sequence = sequence_of(chunk, self._sequences, self._is_whole).copy()
+        sequence.append(tokens_of(chunk, sequence.last_sampled, VOCAB_SIZE), self._window)
+        row: Row = Computed(chunk.seq)
+        if chunk.draw is not None:
+            history = sequence.known[: sequence.length]
+            token, logprob = sample(self._logits(sequence), chunk.draw, history)
+            sequence.last_sampled = token
+            row = Sampled(chunk.seq, token, logprob)
+        self._sequences[chunk.seq] = sequence
+        return row
+
+    def _logits(self, sequence: _Sequence) -> Logits:
+        key = sequence.full_hash
+        for entry in sequence.window:
+            key = _mix(key, entry)
+        if self._has_state:
+            key = _mix(key, sequence.state or 0)
+        logits = np.random.Generator(np.random.Philox(key=key)).random(VOCAB_SIZE, np.float32)
+        logits *= 4
+        logits[_LETTERS] += 4
+        logits[START_TOKEN] = -10
+        return logits
+
+    # -- checks ---------------------------------------------------------------------------------
+
+    def _is_whole(self, sequence: _Sequence) -> bool:
+        """Whether window and state are those of the sequence's end."""
+        has_window = len(sequence.window) == min(self._window, sequence.length)
+        return has_window and (not self._has_state or sequence.state is not None)
+
+    def _can_cut(self, sequence: _Sequence, num_tokens: int) -> bool:
+        if num_tokens in (0, sequence.length):
+            return True
+        first_kept = sequence.length - len(sequence.window) if self._window else 0
+        return not self._has_state and max(0, num_tokens - self._window) >= first_kept
+
+    def _cut(self, cut: _Sequence, source: _Sequence, num_tokens: int) -> None:
+        """Give `cut` the first tokens' state of `source`; it can be cut there."""
+        cut.keep(source.full[:num_tokens])
+        kept = len(source.window) - (source.length - num_tokens)
+        cut.window = source.window[: max(0, kept)]
+        cut.state = source.state if num_tokens else 1
+
+
+_LETTERS = np.frombuffer((string.ascii_lowercase + "  ").encode(), np.uint8)
+
+
+def _ids_buffer(name: str, ids: Sequence[int]) -> HostBuffer:
+    return HostBuffer(name, (len(ids),), "u32", array("I", ids).tobytes())
+
+
+def _entries(part: KVPayload) -> "array[int]":
+    (buffer,) = part.buffers or (None,)
+    if buffer is None or memoryview(buffer.data).nbytes != 4 * (part.end - part.start):
+        raise CacheCorruptionError("a payload has the wrong size")
+    return array("I", bytes(buffer.data))
+
+
+def _state_of(part: KVPayload) -> int:
+    data = b"".join(bytes(buffer.data) for buffer in part.buffers)
+    if len(data) != 8:
+        raise CacheCorruptionError("a payload has the wrong size")
+    (state,) = struct.unpack("<Q", data)
+    return int(state)
+
+
+class FakeTokenizer:
+    """One token a byte, and two special tokens around each message."""
+
+    vocab_size = VOCAB_SIZE
+    eos_ids = frozenset({END_TOKEN})
+    special_tokens = (SpecialToken(START_TOKEN, "<|start|>"), SpecialToken(END_TOKEN, "<|end|>"))
+    special_ids: Mapping[str, int] = {token.text: token.id for token in special_tokens}
+    chat_template: str | None = None
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenise; the special tokens are written as in the chat template."""
+        ids: list[int] = []
+        for i, piece in enumerate(text.split("<|start|>")):
+            ids += [START_TOKEN] if i else []
+            for j, run in enumerate(piece.split("<|end|>")):
+                ids += [END_TOKEN] if j else []
+                ids += run.encode()
+        return ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Tokenise; nothing begins a text."""
+        return self.encode(text)
+
+    def encode_plain(self, text: str, *, is_start: bool = False) -> list[int]:  # noqa: ARG002
+        """Return the text's bytes."""
+        return list(text.encode())
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the byte a token stands for."""
+        return bytes((token,)) if 0 <= token < END_TOKEN else b""
+
+    def render_chat(
+        self,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] = (),  # noqa: ARG002
+        *,
+        add_generation_prompt: bool = True,
+        today: date | None = None,  # noqa: ARG002
+        is_thinking: bool | None = None,  # noqa: ARG002
+    ) -> str:
+        """Write each message as role, newline, content between the special tokens."""
+        turns = [f"<|start|>{m['role']}\n{m['content']}<|end|>" for m in messages]
+        return "".join(turns) + ("<|start|>assistant\n" if add_generation_prompt else "")

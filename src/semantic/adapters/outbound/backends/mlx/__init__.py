@@ -1,0 +1,1 @@
+"""mlx-lm models on MLX."""

@@ -1,0 +1,334 @@
+"""One query a row over keys of unlike lengths, as a kernel of our own for MLX's CUDA build.
+
+MLX's kernels there take no mask that differs by row, and written out as two multiplications and a
+softmax it is five operations, each of which costs the host some ten microseconds. This one takes
+the arrays of several groups of rows and reads each row to its own length, so that padding costs
+nothing and all rows of a step are one operation. A block of threads attends over one chunk of one
+row's tokens for all query heads that share the keys; a second kernel weighs a row's chunks.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from semantic.adapters.outbound.backends.mlx.cuda.device import HEADER, make_kernel
+from semantic.adapters.outbound.backends.mlx.cuda.plan import MAX_GROUPS, TILE, Plan
+from semantic.adapters.outbound.backends.mlx.cuda.rope import PREPARE, HeadNorms
+from semantic.adapters.outbound.backends.mlx.layout import Array
+
+_THREADS = 128
+_DIMS = (64, 128, 256)  # of a head
+_MAX_SHARED = 8  # query heads per key head: the columns of a tensor core's tile
+
+_HELPERS = """
+template <typename T>
+__device__ inline unsigned pair(float low, float high) {
+    T both[2] = {T(low), T(high)};
+    return *reinterpret_cast<unsigned*>(both);
+}
+
+__device__ inline uint4 load(const void* from, bool is_there) {
+    return is_there ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+}
+"""
+
+# Thread (g, c) of a warp holds row g and columns 2c, 2c+1, 2c+8, 2c+9 of a tile. Which dimension of
+# a head is which column does not matter as long as queries and keys agree, so each thread reads 16
+# bytes in a row. Weights come out of the first product as the second one takes them.
+_CHUNKS = """
+    constexpr int WARPS = 4, PIECES = DIM / 32, BLOCKS = DIM / 64;
+    constexpr float LEAST = -3.4e38f;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    const int head = blockIdx.y;
+    const int4 chunk = reinterpret_cast<const int4*>(chunks)[blockIdx.x];
+    const int row = chunk.x, start = chunk.y, size = chunk.z;
+    const int group = chunk.w % MAX_GROUPS, place = chunk.w / MAX_GROUPS;
+    const T *key, *value;
+    int64_t key_step, value_step;
+    ARRAYS
+    key += start * key_step;
+    value += start * value_step;
+    constexpr float FACTOR = SCALE * 1.44269504f;  // for exponents of two
+
+    uint4 query[PIECES];
+    const T* asked = queries + row * queries_strides[0]
+        + (head * SHARED + g) * queries_strides[1] + c * 8;
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) query[p] = load(asked + p * 32, g < SHARED);
+    PREPARE
+
+    float top = LEAST, total = 0, mix[BLOCKS][4][4] = {};
+    for (int base = warp * TILE; base < size; base += WARPS * TILE) {
+        uint4 k[2][PIECES], v[4][BLOCKS];
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+            const int token = base + t * 8 + g;
+#pragma unroll
+            for (int p = 0; p < PIECES; p++)
+                k[t][p] = load(key + token * key_step + p * 32 + c * 8, token < size);
+        }
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            const int token = base + r / 2 * 8 + 2 * c + r % 2;
+#pragma unroll
+            for (int b = 0; b < BLOCKS; b++)
+                v[r][b] = load(value + token * value_step + b * 64 + g * 8, token < size);
+        }
+
+        __syncwarp();  // all reads are on their way before the first is waited for
+        float score[2][4] = {}, most = LEAST;
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+#pragma unroll
+            for (int p = 0; p < PIECES; p++) {
+                multiply<T>(score[t], query[p].x, 0, query[p].y, 0, k[t][p].x, k[t][p].y);
+                multiply<T>(score[t], query[p].z, 0, query[p].w, 0, k[t][p].z, k[t][p].w);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const bool is_there = base + t * 8 + 2 * c + i < size;
+                score[t][i] = is_there ? score[t][i] * FACTOR : LEAST;
+                most = fmaxf(most, score[t][i]);
+            }
+        }
+        most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, 2));
+        if (__any_sync(0xffffffff, most > top)) {
+            most = fmaxf(most, top);
+            const float shrink = exp2f(top - most);
+            top = most;
+            total *= shrink;
+            const float low = __shfl_sync(0xffffffff, shrink, 8 * c);
+            const float high = __shfl_sync(0xffffffff, shrink, 8 * c + 4);
+#pragma unroll
+            for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) mix[b][j][i] *= i % 2 ? high : low;
+        }
+#pragma unroll
+        for (int t = 0; t < 2; t++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                score[t][i] = exp2f(score[t][i] - top);
+                total += score[t][i];
+            }
+        const unsigned w0 = pair<T>(score[0][0], score[0][1]);
+        const unsigned w1 = pair<T>(score[1][0], score[1][1]);
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const unsigned half = j % 2 ? 0x7632 : 0x5410;
+                unsigned a[4];
+#pragma unroll
+                for (int r = 0; r < 4; r += 2) {
+                    const uint4 one = v[r][b], two = v[r + 1][b];
+                    a[r] = __byte_perm(j < 2 ? one.x : one.y, j < 2 ? two.x : two.y, half);
+                    a[r + 1] = __byte_perm(j < 2 ? one.z : one.w, j < 2 ? two.z : two.w, half);
+                }
+                multiply<T>(mix[b][j], a[0], a[1], a[2], a[3], w0, w1);
+            }
+    }
+
+    __shared__ float warp_tops[WARPS][8], warp_totals[WARPS][8], warp_mixes[WARPS][SHARED][DIM];
+    total += __shfl_xor_sync(0xffffffff, total, 1);
+    total += __shfl_xor_sync(0xffffffff, total, 2);
+    if (c == 0) {
+        warp_tops[warp][g] = top;
+        warp_totals[warp][g] = total;
+    }
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (2 * c + i % 2 < SHARED)
+                    warp_mixes[warp][2 * c + i % 2][b * 64 + g * 8 + j + i / 2 * 4] = mix[b][j][i];
+    __syncthreads();
+    for (int n = threadIdx.x; n < SHARED * DIM; n += WARPS * 32) {
+        const int q = n / DIM, d = n % DIM;
+        float highest = LEAST, sum = 0, mixed = 0;
+        for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, warp_tops[w][q]);
+        for (int w = 0; w < WARPS; w++) {
+            const float weight = exp2f(warp_tops[w][q] - highest);
+            sum += weight * warp_totals[w][q];
+            mixed += weight * warp_mixes[w][q][d];
+        }
+        const int at = blockIdx.x * gridDim.y * SHARED + head * SHARED + q;
+        mixes[at * DIM + d] = mixed;
+        if (d == 0) {
+            tops[at] = highest;
+            totals[at] = sum;
+        }
+    }
+"""
+
+_ARRAY = """
+    if (group == N) {
+        key = keysN + place * keysN_strides[0] + head * keysN_strides[1];
+        value = valuesN + place * valuesN_strides[0] + head * valuesN_strides[1];
+        key_step = keysN_strides[2];
+        value_step = valuesN_strides[2];
+    }
+"""
+
+_JOIN = """
+    constexpr int TEAMS = 1024 / DIM;
+    const int i = threadIdx.x, team = threadIdx.y, head = blockIdx.y, row = blockIdx.z;
+    float top = -3.4e38f, mix = 0, total = 0;
+#pragma unroll 4
+    for (int chunk = firsts[row] + team; chunk < firsts[row + 1]; chunk += TEAMS) {
+        const int at = chunk * gridDim.y + head;
+        const float highest = fmaxf(top, tops[at]);
+        const float old = exp2f(top - highest), weight = exp2f(tops[at] - highest);
+        total = total * old + weight * totals[at];
+        mix = mix * old + weight * mixes[at * DIM + i];
+        top = highest;
+    }
+    __shared__ float team_mixes[TEAMS][DIM], team_tops[TEAMS], team_totals[TEAMS];
+    team_mixes[team][i] = mix;
+    if (i == 0) {
+        team_tops[team] = top;
+        team_totals[team] = total;
+    }
+    __syncthreads();
+    if (team > 0) return;
+    float highest = top, sum = 0, mixed = 0;
+    for (int t = 1; t < TEAMS; t++) highest = fmaxf(highest, team_tops[t]);
+    for (int t = 0; t < TEAMS; t++) {
+        const float weight = exp2f(team_tops[t] - highest);
+        sum += weight * team_totals[t];
+        mixed += weight * team_mixes[t][i];
+    }
+    out[(row * gridDim.y + head) * DIM + i] = T(mixed / sum);
+"""
+
+
+def can_attend(queries: Array, keys: Array, values: Array) -> bool:
+    """Whether the kernel takes such arrays, judged by shape and number format."""
+    dim, num_shared = queries.shape[-1], queries.shape[1] // keys.shape[1]
+    return (
+        queries.dtype in (mx.bfloat16, mx.float16)
+        and queries.dtype == keys.dtype == values.dtype
+        and queries.shape[2] == 1
+        and dim in _DIMS
+        and dim == values.shape[-1]
+        and num_shared <= _MAX_SHARED
+    )
+
+
+def attend(queries: Array, groups: Sequence[Sequence[Array]], plan: Plan, scale: float) -> Array:
+    """Attend with one query a row.
+
+    Args:
+        queries: ``[rows, heads, 1, dim]``
+        groups: Keys and values ``[rows, key heads, tokens, dim]``, at most `MAX_GROUPS`.
+        plan: Of these groups.
+        scale: Of the scores.
+    """
+    kernel = _chunks_kernel(len(groups), scale)
+    return _run(kernel, queries, queries.shape[1], groups, plan, [])
+
+
+def keep_and_attend(
+    heads: Array,
+    angles: Array,
+    norms: HeadNorms | None,
+    groups: Sequence[Sequence[Array]],
+    plan: Plan,
+    scale: float,
+) -> Array:
+    """Put each row's new key and value in their place, its last one, then attend with its query.
+
+    The groups' arrays are written to: nothing else may share their memory.
+
+    Args:
+        heads: Queries, keys and values ``[rows, all heads, 1, dim]``, not yet normed or turned.
+        angles: By which to turn, by row.
+        norms: Of queries and keys.
+        groups: Keys and values ``[rows, key heads, tokens, dim]``, at most `MAX_GROUPS`.
+        plan: Of these groups, the new tokens among them.
+        scale: Of the scores.
+    """
+    num_heads = heads.shape[1] - 2 * groups[0][0].shape[1]
+    eps = None if norms is None else norms.eps
+    factors = [] if norms is None else [norms.query_factors, norms.key_factors]
+    kernel = _keeping_kernel(len(groups), scale, eps)
+    return _run(kernel, heads, num_heads, groups, plan, [angles, plan.firsts, *factors])
+
+
+def _run(
+    kernel: Any,
+    queries: Array,
+    num_heads: int,
+    groups: Sequence[Sequence[Array]],
+    plan: Plan,
+    more: Sequence[Array],
+) -> Array:
+    num_rows, dim, num_key_heads = queries.shape[0], queries.shape[-1], groups[0][0].shape[1]
+    num_chunks = plan.chunks.shape[0]
+    shape = (num_chunks, num_heads)
+    mixes, tops, totals = kernel(
+        inputs=[queries, *itertools.chain(*groups), plan.chunks, *more],
+        template=[("T", queries.dtype), ("DIM", dim), ("SHARED", num_heads // num_key_heads)],
+        grid=(num_chunks * _THREADS, num_key_heads, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(*shape, dim), shape, shape],
+        output_dtypes=[mx.float32, mx.float32, mx.float32],
+    )
+    num_teams = 1024 // dim
+    (out,) = _join_kernel()(
+        inputs=[mixes, tops, totals, plan.firsts],
+        template=[("T", queries.dtype), ("DIM", dim)],
+        grid=(dim, num_teams * num_heads, num_rows),
+        threadgroup=(dim, num_teams, 1),
+        output_shapes=[(num_rows, num_heads, 1, dim)],
+        output_dtypes=[queries.dtype],
+    )
+    return out
+
+
+@functools.cache
+def _chunks_kernel(num_groups: int, scale: float) -> Any:
+    return _make_chunks_kernel("attend_chunks", num_groups, scale, [], "")
+
+
+@functools.cache
+def _keeping_kernel(num_groups: int, scale: float, eps: float | None) -> Any:
+    is_normed = eps is not None
+    factors = ["query_factors", "key_factors"]
+    constants = f"constexpr bool IS_NORMED = {int(is_normed)}; constexpr float EPS = {eps or 0:e}f;"
+    absent = "" if is_normed else "".join(f"const T* {name} = queries;" for name in factors)
+    more = ["angles", "firsts", *(factors if is_normed else [])]
+    return _make_chunks_kernel(
+        "keep_and_attend_chunks", num_groups, scale, more, constants + absent + PREPARE
+    )
+
+
+def _make_chunks_kernel(
+    name: str, num_groups: int, scale: float, more: Sequence[str], prepare: str
+) -> Any:
+    arrays = [f"{name}{n}" for n in range(num_groups) for name in ("keys", "values")]
+    choice = "".join(_ARRAY.replace("N", str(n)) for n in range(num_groups))
+    source = _CHUNKS.replace("ARRAYS", choice).replace("PREPARE", prepare)
+    constants = f"constexpr int MAX_GROUPS = {MAX_GROUPS}, TILE = {TILE};"
+    constants += f"constexpr float SCALE = {scale:.9e}f;"
+    return make_kernel(
+        name,
+        ["queries", *arrays, "chunks", *more],
+        ["mixes", "tops", "totals"],
+        f"{constants}{source}",
+        header=HEADER + _HELPERS,
+        ensure_row_contiguous=False,  # slices of keys and values must not be copied
+    )
+
+
+@functools.cache
+def _join_kernel() -> Any:
+    return make_kernel("attend_join", ["mixes", "tops", "totals", "firsts"], ["out"], _JOIN)

@@ -1,0 +1,185 @@
+"""A matrix times a few rows, as a kernel of our own for MLX's CUDA build.
+
+With one row MLX has a kernel for it. With two and more it asks cuBLAS, which is as fast on the
+device but costs the host half as much again, and it is the host that a step waits for. Here a block
+of threads takes a strip of the matrix and all rows at once: its warps share the strip's columns
+among them, and add up what they found at the end. What models do to the rows just before or just
+after is done on the way, where asked for: it would be an operation of its own otherwise.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from semantic.adapters.outbound.backends.mlx.cuda.device import HEADER, make_kernel
+from semantic.adapters.outbound.backends.mlx.layout import Array
+
+MAX_ROWS = 8  # the columns of a tensor core's tile
+
+_HEIGHT = 16  # of a strip: a tile's
+_WARPS = 8
+_STEP = 32  # columns that a warp takes at once
+
+# Thread (g, c) of a warp holds rows g and g + 8 of the strip, and row g of what is given. Which
+# column is which does not matter as long as both agree, so each thread reads 16 bytes in a row.
+# Numbers are written into the source since MLX writes out a kernel's arguments at every call.
+#
+# A root mean square is the same for all columns, so rows are divided by it at the end; their
+# squares are what tensor cores leave on the diagonal when they multiply the rows by themselves.
+# Of gated layers, the strip's first eight rows are gates and the others what they let through.
+_SOURCE = (
+    f"constexpr int HEIGHT = {_HEIGHT}, WARPS = {_WARPS}, STEP = {_STEP};"
+    """
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    const int num_rows = given_shape[0], height = weight_shape[0], size = weight_shape[1];
+    const int num_outputs = IS_GATED ? height / 2 : height;
+    constexpr int WIDTH = IS_GATED ? HEIGHT / 2 : HEIGHT;
+    constexpr int AHEAD = IS_NORMED ? 2 : 4;  // with more, fewer blocks of threads run at once
+    const int first = blockIdx.x * WIDTH, last = num_outputs - 1;
+    // Beyond the last row the last one again: what comes of it is not written.
+    const int upper = min(first + g, last);
+    const int lower = IS_GATED ? num_outputs + upper : min(first + 8 + g, last);
+    const T* x = given + int64_t(min(g, num_rows - 1)) * size + c * 8;
+    const T* top = weight + int64_t(upper) * size + c * 8;
+    const T* low = weight + int64_t(lower) * size + c * 8;
+
+    float sum[4] = {}, square[4] = {};
+    for (int start = warp * AHEAD * STEP; start < size; start += WARPS * AHEAD * STEP) {
+        uint4 a[AHEAD], b[AHEAD], d[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            const int k = start + i * STEP, column = min(k, size - STEP);
+            d[i] = *reinterpret_cast<const uint4*>(x + column);
+            if (k >= size) d[i] = make_uint4(0, 0, 0, 0);
+            a[i] = __ldcs(reinterpret_cast<const uint4*>(top + column));
+            b[i] = __ldcs(reinterpret_cast<const uint4*>(low + column));
+        }
+        __syncwarp();  // all reads are on their way before the first is waited for
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            if (IS_NORMED) {
+                multiply<T>(square, d[i].x, 0, d[i].y, 0, d[i].x, d[i].y);
+                multiply<T>(square, d[i].z, 0, d[i].w, 0, d[i].z, d[i].w);
+                const int column = min(start + i * STEP, size - STEP);
+                d[i] = product<T>(d[i], *reinterpret_cast<const uint4*>(factors + column + c * 8));
+            }
+            multiply<T>(sum, a[i].x, b[i].x, a[i].y, b[i].y, d[i].x, d[i].y);
+            multiply<T>(sum, a[i].z, b[i].z, a[i].w, b[i].w, d[i].z, d[i].w);
+        }
+    }
+
+    __shared__ float sums[WARPS][8][HEIGHT + 4], squares[WARPS][8];
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[warp][2 * c + i % 2][i / 2 * 8 + g] = sum[i];
+    if (IS_NORMED && c == g / 2) squares[warp][g] = square[g % 2];
+    __syncthreads();
+    for (int n = threadIdx.x; n < num_rows * WIDTH; n += WARPS * 32) {
+        const int row = n / WIDTH, place = n % WIDTH;
+        float all = 0, passed = 0, norm = 0;
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) {
+            all += sums[i][row][place];
+            if (IS_GATED) passed += sums[i][row][place + 8];
+            if (IS_NORMED) norm += squares[i][row];
+        }
+        if (IS_NORMED) {
+            norm = rsqrtf(norm / size + EPS);
+            all *= norm;
+            passed *= norm;
+        }
+        if (IS_GATED) all = all / (1 + expf(-all)) * passed;
+        const int64_t at = int64_t(row) * num_outputs + first + place;
+        if (first + place > last) continue;
+        if (IS_ADDED) all += float(added[IS_BIAS ? first + place : at]);
+        out[at] = T(all);
+    }
+"""
+)
+
+_PRODUCT = """
+template <typename T>
+__device__ inline uint4 product(uint4 one, uint4 two) {
+    using Pair = cuda::std::conditional_t<
+        cuda::std::is_same_v<T, __nv_bfloat16>, __nv_bfloat162, __half2>;
+    const Pair *a = reinterpret_cast<Pair*>(&one), *b = reinterpret_cast<Pair*>(&two);
+    uint4 both;
+    Pair* out = reinterpret_cast<Pair*>(&both);
+#pragma unroll
+    for (int i = 0; i < 4; i++) out[i] = __hmul2(a[i], b[i]);
+    return both;
+}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A root-mean-square norm of the rows."""
+
+    factors: Array
+    eps: float
+
+
+def can_multiply(given: Array, weight: Array) -> bool:
+    """Whether the kernel takes such arrays and is worth it: one token each for a few rows."""
+    return (
+        given.ndim == 3
+        and given.shape[1] == 1
+        and 1 < given.shape[0] <= MAX_ROWS
+        and weight.dtype in (mx.bfloat16, mx.float16)
+        and given.dtype == weight.dtype
+        and weight.shape[1] % _STEP == 0
+    )
+
+
+def multiply(
+    given: Array,
+    weight: Array,
+    *,
+    norm: Norm | None = None,
+    added: Array | None = None,
+    is_gated: bool = False,
+) -> Array:
+    """Multiply ``[rows, 1, columns]`` by the transpose of ``[outputs, columns]``.
+
+    Args:
+        given: What is multiplied.
+        weight: Of a linear layer.
+        norm: Of what is given, first.
+        added: To what comes out, last: a bias, or rows like the outcome.
+        is_gated: The weights are those of SwiGLU's gate, and below them of what it lets through;
+            half as many outputs come out.
+    """
+    num_outputs = weight.shape[0] // 2 if is_gated else weight.shape[0]
+    num_strips = -(-num_outputs // (_HEIGHT // 2 if is_gated else _HEIGHT))
+    is_bias = added is not None and added.ndim == 1
+    eps = None if norm is None else norm.eps
+    optional = [norm and norm.factors, added]
+    (out,) = _kernel(eps, added is not None, is_bias, is_gated)(
+        inputs=[given, weight, *(array for array in optional if array is not None)],
+        template=[("T", weight.dtype)],
+        grid=(num_strips * 32 * _WARPS, 1, 1),
+        threadgroup=(32 * _WARPS, 1, 1),
+        output_shapes=[(given.shape[0], 1, num_outputs)],
+        output_dtypes=[weight.dtype],
+    )
+    return out
+
+
+@functools.cache
+def _kernel(eps: float | None, is_added: bool, is_bias: bool, is_gated: bool) -> Any:
+    is_normed = eps is not None
+    optional = {"factors": is_normed, "added": is_added}
+    flags = {"NORMED": is_normed, "ADDED": is_added, "BIAS": is_bias, "GATED": is_gated}
+    lines = [f"constexpr float EPS = {eps or 0:e}f;"]
+    lines += [f"constexpr bool IS_{name} = {int(is_so)};" for name, is_so in flags.items()]
+    lines += [f"const T* {name} = given;" for name, is_there in optional.items() if not is_there]
+    kinds = [name.lower() for name, is_so in flags.items() if is_so]
+    return make_kernel(
+        "_".join(["multiply_few_rows", *kinds]),
+        ["given", "weight", *(name for name, is_there in optional.items() if is_there)],
+        ["out"],
+        "".join(lines) + _SOURCE,
+        header=HEADER + _PRODUCT,
+    )

@@ -1,0 +1,195 @@
+"""Sequences of like length side by side in shared arrays, so that one operation serves them all.
+
+Attention one row at a time over arrays of their own was tried first and is exact, but MLX pays a
+few microseconds for every operation: on an H200 eight rows took 1.8 times as long as one dense
+batch, thirty-two five times. A dense batch of everybody pads the short to the longest. So the
+capacity of a sequence is one of a series of sizes a quarter apart, and those of one size that
+decode together share arrays ``[rows, heads, capacity, dim]``: at most a quarter is padding beyond
+the first sizes, and joining or leaving copies the rows of that size only.
+
+The rows that take part in a step are always the first ones. Others that took part a moment ago
+stay behind them, so that a row that pauses for a step costs no copy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Optional
+
+import mlx.core as mx
+
+from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
+from semantic.adapters.outbound.backends.mlx.layout import Array, Arrays, Layout, capacity_for
+
+if TYPE_CHECKING:
+    from semantic.adapters.outbound.backends.mlx.sampling import Drawn
+
+_STAY = 2  # steps a row may miss before it is moved out of its group
+
+
+@dataclass(slots=True, eq=False)
+class MlxSequence:
+    """A sequence's tokens, and where its state is.
+
+    Attributes:
+        window_start: Before this position window layers hold nothing: it was not restored.
+        has_state: Whether recurrent layers hold the state at `length`.
+        group: Where its arrays are; None while nothing is held.
+        last: What was sampled after the last token.
+        last_step: The number of the step it took part in last.
+    """
+
+    known: list[int]
+    length: int = 0
+    window_start: int = 0
+    has_state: bool = True
+    group: Optional["Group"] = None
+    last: Optional["Drawn"] = None
+    last_step: int = 0
+
+    def held(self) -> tuple["Group", int]:
+        """Its group and its row there."""
+        if self.group is None:
+            raise ValueError("the sequence holds nothing")
+        return self.group, self.group.members.index(self)
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Sequences that share arrays.
+
+    Attributes:
+        members: By row.
+        arrays: By part; rows along the first axis.
+    """
+
+    capacity: int
+    arrays: Arrays
+    members: list[MlxSequence] = field(default_factory=list)
+
+
+class RowGroups:
+    """Keeps every sequence's arrays, alone or in a group."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._unsettled: list[Group] = []
+
+    def nbytes(self, sequences: Sequence[MlxSequence]) -> int:
+        """Bytes of the groups these sequences are in."""
+        groups = {id(s.group): s.group for s in sequences if s.group is not None}
+        return sum(self.layout.nbytes(g.capacity) * len(g.members) for g in groups.values())
+
+    def alone(self, sequence: MlxSequence, capacity: int) -> Group:
+        """Give a sequence arrays of its own with this capacity, or more if it has more."""
+        if sequence.group is None:
+            return _settle_in(sequence, Group(capacity, self.layout.zeros(capacity)))
+        group, row = sequence.held()
+        capacity = max(capacity, group.capacity)
+        if len(group.members) > 1:
+            arrays = _gather([(group, row)])
+            self.remove(sequence)
+            group = _settle_in(sequence, Group(group.capacity, arrays))
+        if capacity > group.capacity:
+            group.arrays = self.layout.fit(group.arrays, capacity)
+            group.capacity = capacity
+        return group
+
+    def copy(self, source: MlxSequence, target: MlxSequence) -> None:
+        """Give `target` the state of `source` up to the target's length.
+
+        A lone source's arrays of the same size are shared until either is written to; but not
+        where our own kernel writes, which MLX does not see. There they are copied at once, before
+        the source goes on.
+        """
+        group, row = source.held()
+        capacity = capacity_for(target.length)
+        is_alone = len(group.members) == 1
+        arrays = [[a[row : row + 1] for a in part] for part in group.arrays]
+        if cuda.is_in_use():
+            cut = self.layout.fit(arrays, capacity)
+            fitted = [[a[mx.array([0])] for a in part] for part in cut]
+            mx.async_eval(fitted)
+        else:
+            fitted = self.layout.fit(arrays if is_alone else _gather([(group, row)]), capacity)
+        _settle_in(target, Group(capacity, fitted))
+
+    def remove(self, sequence: MlxSequence) -> None:
+        """Drop a sequence's arrays; those that shared them move together."""
+        group = sequence.group
+        if group is None:
+            return
+        rows = [row for row, member in enumerate(group.members) if member is not sequence]
+        sequence.group = None
+        group.members = [group.members[row] for row in rows]
+        if rows:
+            group.arrays = _gather([(group, row) for row in rows])
+            self._unsettled.append(group)
+
+    def assemble(self, sequences: Sequence[MlxSequence], step: int) -> list[Group]:
+        """Bring sequences that are about to add a token into groups, where they come first."""
+        by_capacity: dict[int, list[MlxSequence]] = {}
+        for sequence in sequences:
+            if sequence.length + 1 > sequence.held()[0].capacity:
+                self.alone(sequence, capacity_for(sequence.length + 1))
+            by_capacity.setdefault(sequence.held()[0].capacity, []).append(sequence)
+            sequence.last_step = step
+        return [
+            self._assemble(capacity, members, step) for capacity, members in by_capacity.items()
+        ]
+
+    def unsettled(self) -> list[Array]:
+        """Arrays that were moved and are not computed yet; forgets them."""
+        arrays = [array for group in self._unsettled for part in group.arrays for array in part]
+        self._unsettled.clear()
+        return arrays
+
+    def _assemble(self, capacity: int, members: list[MlxSequence], step: int) -> Group:
+        base = members[0].held()[0]
+        if set(base.members[: len(members)]) == set(members):
+            return base
+        groups = {id(m.group): m.held()[0] for m in members}
+        base = max(groups.values(), key=lambda group: len(group.members))
+        wanted = set(members)
+        kept = [m for m in base.members if m in wanted]
+        added = [m for m in members if m.group is not base]
+        paused = [m for m in base.members if m not in wanted and step - m.last_step <= _STAY]
+        together = [*kept, *added, *paused]
+        arrays = _gather([m.held() for m in together])
+        joined = Group(capacity, arrays)
+        for group in groups.values():
+            self._keep_rest(group, set(together))
+        for member in together:
+            _settle_in(member, joined)
+        return joined
+
+    def _keep_rest(self, group: Group, gone: set[MlxSequence]) -> None:
+        rows = [row for row, member in enumerate(group.members) if member not in gone]
+        if rows and len(rows) < len(group.members):
+            group.arrays = _gather([(group, row) for row in rows])
+            self._unsettled.append(group)
+        group.members = [group.members[row] for row in rows]
+
+
+def _settle_in(sequence: MlxSequence, group: Group) -> Group:
+    group.members.append(sequence)
+    sequence.group = group
+    return group
+
+
+def _gather(places: Sequence[tuple[Group, int]]) -> Arrays:
+    """Copy rows of any groups side by side; the copy does not keep the others in memory."""
+    runs: list[tuple[Group, slice]] = []
+    for group, row in places:
+        if runs and runs[-1][0] is group and runs[-1][1].stop == row:
+            runs[-1] = (group, slice(runs[-1][1].start, row + 1))
+        else:
+            runs.append((group, slice(row, row + 1)))
+    first = places[0][0].arrays
+    return [
+        [_joined([g.arrays[place][i][run] for g, run in runs]) for i in range(len(part))]
+        for place, part in enumerate(first)
+    ]
+
+
+def _joined(pieces: list[Array]) -> Array:
+    return mx.contiguous(pieces[0]) if len(pieces) == 1 else mx.concatenate(pieces)

@@ -1,0 +1,182 @@
+"""Loads a model with mlx-lm for the MLX backend, or says why it cannot be run.
+
+Reads what newer configs say in other words than mlx-lm expects, and sees to it that the caches the
+library keeps are those the geometry describes.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
+from semantic.adapters.outbound.backends.mlx.cuda import tuning
+from semantic.adapters.outbound.backends.mlx.layout import leaves, library
+from semantic.adapters.outbound.backends.mlx.runtime import import_library
+from semantic.domain.errors import InvalidRequestError
+from semantic.domain.spec import Compute, LayerKind, ModelCacheSpec
+
+_LOG = logging.getLogger(__name__)
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, OSError, RuntimeError)
+
+
+@dataclass(frozen=True, slots=True)
+class MlxOptions:
+    """How a model is run.
+
+    Attributes:
+        dtype: Of weights that are not quantised, and of attention state; auto keeps the model's
+            own on a GPU and takes float32 on a CPU, whose other kernels are slow.
+        device: auto takes the GPU where there is one.
+    """
+
+    dtype: DType = "auto"
+    device: Device = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedMlx:
+    """A model, its geometry as the library keeps it, how its caches are made, and why its dtype."""
+
+    model: Any
+    spec: ModelCacheSpec
+    make_caches: Callable[[], list[Any]]
+    reason: str = ""
+
+
+def choose_device(device: Device) -> None:
+    """Make MLX compute there from now on.
+
+    Raises:
+        InvalidRequestError: CUDA is asked for and there is none.
+    """
+    has_cuda = mx.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise InvalidRequestError("device cuda: MLX finds no CUDA device here", param="device")
+    has_gpu = has_cuda or mx.metal.is_available()
+    mx.set_default_device(mx.gpu if has_gpu and device != "cpu" else mx.cpu)
+
+
+def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> LoadedMlx:
+    """Load a model's weights on this thread.
+
+    Raises:
+        InvalidRequestError: this backend cannot run the model.
+    """
+    choose_device(options.device)
+    config = json.loads((directory / "config.json").read_text("utf-8"))
+    utils = import_library("mlx_lm.utils")
+    try:
+        model, _ = utils.load_model(
+            directory, lazy=True, model_config=config_in_its_words(config, spec)
+        )
+        reason = _convert(model, options.dtype)
+        tuning.tune(model)
+        mx.eval(model.parameters())
+        model.eval()
+        spec, make_caches = _agree(model, spec)
+    except _UNREADABLE as error:
+        raise refusal(spec, str(error)) from error
+    return LoadedMlx(model, spec, make_caches, reason)
+
+
+def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:
+    """The error that says why a model cannot be run here."""
+    return InvalidRequestError(
+        f"the mlx backend cannot run {spec.model_type}: {reason}", param="model"
+    )
+
+
+def config_in_its_words(config: Mapping[str, Any], spec: ModelCacheSpec) -> dict[str, Any]:
+    """What mlx-lm must be told besides a config: transformers 5 nests and omits some of it."""
+    if isinstance(inner := config.get("text_config"), Mapping):
+        return {"text_config": {**inner, **config_in_its_words(inner, spec)}}
+    told = _rope(config.get("rope_parameters") or {})
+    kinds = [layer.kind for layer in spec.layers]
+    if {LayerKind.WINDOW, LayerKind.FULL} <= set(kinds):
+        told["sliding_window_pattern"] = kinds.index(LayerKind.FULL) + 1
+    return {name: value for name, value in told.items() if config.get(name) is None}
+
+
+def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    full = parameters.get("full_attention", parameters)
+    sliding = parameters.get("sliding_attention", {})
+    told = {
+        "rope_theta": full.get("rope_theta"),
+        "rope_local_base_freq": sliding.get("rope_theta"),
+        "partial_rotary_factor": full.get("partial_rotary_factor"),
+        "rope_scaling": None if full.get("rope_type", "default") == "default" else dict(full),
+    }
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def describe(dtype: str, reason: str) -> Compute:
+    """Say how a model that was loaded is computed."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        threads = os.environ.get("OPENBLAS_NUM_THREADS", "")
+        num_threads = int(threads) if threads.isdigit() else os.cpu_count() or 1
+        return Compute("cpu", dtype, num_threads, "MLX", reason)
+    device = "cuda" if cuda.is_in_use() else "metal"
+    kernels = "MLX and our own" if cuda.is_available() else "MLX"
+    return Compute(device, dtype, 0, kernels, reason)
+
+
+def _convert(model: Any, dtype: DType) -> str:
+    """Bring floating-point weights to one number format, and say why that one.
+
+    Quantised weights stay packed.
+    """
+    if dtype != "auto":
+        model.set_dtype(getattr(mx, dtype))
+        return "it was asked for"
+    if mx.default_device() == mx.Device(mx.cpu):
+        model.set_dtype(mx.float32)
+        return "MLX is slow in the others on a CPU"
+    if _is_wide(model):
+        model.set_dtype(mx.bfloat16)
+        return "the model's float32 is wider than a GPU needs"
+    return "the model's own"
+
+
+def _is_wide(model: Any) -> bool:
+    """Whether the weights are float32, which no GPU needs."""
+    flatten = import_library("mlx.utils").tree_flatten
+    sizes: dict[Any, int] = {}
+    for _, weight in flatten(model.parameters()):
+        sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.nbytes
+    return bool(max(sizes, key=lambda dtype: sizes[dtype]) == mx.float32)
+
+
+def _agree(model: Any, spec: ModelCacheSpec) -> tuple[ModelCacheSpec, Callable[[], list[Any]]]:
+    """Make the library's caches and the geometry say the same of sliding windows."""
+    kinds = {layer.kind for layer in spec.layers}
+    has_rings = any(
+        isinstance(leaf, library.RotatingKVCache)
+        for leaf in leaves(library.make_prompt_cache(model))
+    )
+    if LayerKind.WINDOW not in kinds or has_rings:
+        return spec, lambda: list(library.make_prompt_cache(model))
+    if kinds == {LayerKind.WINDOW}:
+        # mlx-lm ignores Mistral's window; a ring in every layer is all that it takes.
+        return spec, lambda: [library.RotatingKVCache(layer.window) for layer in spec.layers]
+    _LOG.warning(
+        "mlx-lm ignores the sliding windows of %s: contexts are limited to %d tokens, "
+        "where this makes no difference",
+        spec.model_type,
+        spec.window,
+    )
+    layers = tuple(replace(layer, kind=LayerKind.FULL, window=0) for layer in spec.layers)
+    max_context = min(spec.max_context, spec.window)
+    return (
+        replace(spec, layers=layers, max_context=max_context),
+        lambda: list(library.make_prompt_cache(model)),
+    )

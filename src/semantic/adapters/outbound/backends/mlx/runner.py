@@ -1,0 +1,185 @@
+"""Runs a loaded model: many tokens of one sequence, or one token of many.
+
+Which way of batching a model bears is found out while it loads, by comparing it with rows that run
+alone: several groups in one pass, one group in a pass, or one row in a pass.
+"""
+
+import enum
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from semantic.adapters.outbound.backends.mlx.attention import wrap_attention
+from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
+from semantic.adapters.outbound.backends.mlx.cuda.decode import views
+from semantic.adapters.outbound.backends.mlx.cuda.layers import give_back_blocks
+from semantic.adapters.outbound.backends.mlx.cuda.plan import MAX_GROUPS
+from semantic.adapters.outbound.backends.mlx.group_step import GroupStep
+from semantic.adapters.outbound.backends.mlx.groups import Group, MlxSequence, RowGroups
+from semantic.adapters.outbound.backends.mlx.last_token import keep_last_token
+from semantic.adapters.outbound.backends.mlx.layout import Array, Layout, capacity_for
+
+_LOG = logging.getLogger(__name__)
+_TOLERANCES = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
+
+
+class Batching(enum.Enum):
+    """How many rows share a pass, from the best to the last resort."""
+
+    GROUPS = "all rows"
+    GROUP = "rows of like length"
+    ALONE = "one row"
+
+
+class MlxRunner:
+    """A model and the sequences' arrays."""
+
+    def __init__(self, model: Any, make_caches: Callable[[], list[Any]]) -> None:
+        """Find out what the model keeps and how it can be batched.
+
+        Raises:
+            ValueError: it keeps a kind of cache that cannot be saved and restored.
+        """
+        self._model = model
+        keep_last_token(model)
+        self._nesting = make_caches()
+        caches = make_caches()
+        model(mx.zeros((1, 2), mx.int32), cache=caches)
+        self.layout = Layout(make_caches, caches)
+        self.groups = RowGroups(self.layout)
+        self._step = 0
+        wrap_attention()
+        self.batching = self._choose_batching()
+        if self.batching is not Batching.GROUPS:
+            _LOG.info("mlx runs %s at a time with this model", self.batching.value)
+
+    def extend(self, sequence: MlxSequence, tokens: Array) -> Array:
+        """Compute tokens of one sequence; returns the logits after the last one, lazily."""
+        length, num_tokens = sequence.length, tokens.shape[0]
+        capacity = capacity_for(max(length + num_tokens, len(sequence.known)))
+        if sequence.group is None:
+            group = Group(capacity, [], [sequence])
+        else:
+            group = self.groups.alone(sequence, capacity)
+        caches = self.layout.thaw(group.arrays or None, length, group.capacity)
+        logits = self._model(tokens[None], cache=caches)[:, -1]
+        group.arrays = self.layout.freeze(caches, length + num_tokens, group.capacity)
+        sequence.group = group
+        sequence.length += num_tokens
+        return logits
+
+    def decode(
+        self, sequences: Sequence[MlxSequence], feed: Callable[[Sequence[MlxSequence]], Array]
+    ) -> tuple[list[MlxSequence], Array]:
+        """Compute one token of each sequence.
+
+        Args:
+            sequences: They hold at least one token each.
+            feed: Gives the tokens of sequences, in their order.
+
+        Returns:
+            The sequences in the order of the rows, and the rows' logits.
+        """
+        return self._decode(sequences, feed, self.batching)
+
+    def _decode(
+        self,
+        sequences: Sequence[MlxSequence],
+        feed: Callable[[Sequence[MlxSequence]], Array],
+        batching: Batching,
+    ) -> tuple[list[MlxSequence], Array]:
+        if batching is Batching.ALONE:
+            rows = [self.extend(sequence, feed([sequence])) for sequence in sequences]
+            return list(sequences), mx.concatenate(rows)
+        self._step += 1
+        wanted = set(sequences)
+        batches: list[list[Group]] = [self.groups.assemble(sequences, self._step)]
+        if batching is Batching.GROUP:
+            batches = [[group] for group in batches[0]]
+        order: list[MlxSequence] = []
+        outputs = []
+        for batch in batches:
+            members = [[m for m in group.members if m in wanted] for group in batch]
+            rows = [member for group in members for member in group]
+            outputs.append(self._pass(batch, members, feed(rows)))
+            order += rows
+        return order, outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+    def _pass(
+        self, groups: Sequence[Group], members: Sequence[Sequence[MlxSequence]], tokens: Array
+    ) -> Array:
+        steps: list[GroupStep] = []
+        start = 0
+        for group, rows in zip(groups, members, strict=True):
+            steps.append(GroupStep(group, tuple(row.length for row in rows), start))
+            start += len(rows)
+        caches = views(self.layout, self._nesting, steps)
+        logits = self._model(tokens[:, None], cache=caches)[:, -1]
+        for rows in members:
+            for row in rows:
+                row.length += 1
+        return logits
+
+    def release(self) -> None:
+        """Drop the model."""
+        self._model = None
+        self.layout.release()
+
+    # -- the choice of batching -----------------------------------------------------------------
+
+    def _choose_batching(self) -> Batching:
+        if self._is_sound(Batching.GROUPS):
+            self._warm_up()
+            return Batching.GROUPS
+        if num_layers := give_back_blocks(self._model):
+            _LOG.warning("our own kernels are wrong for %d layers: they are not used", num_layers)
+            return self._choose_batching()
+        return Batching.GROUP if self._is_sound(Batching.GROUP) else Batching.ALONE
+
+    def _warm_up(self) -> None:
+        """Have all kernels compiled that a step may need, before anybody waits for them."""
+        if not cuda.is_available():
+            return
+        rows = [MlxSequence([]) for _ in range(MAX_GROUPS)]
+        capacity = 0
+        for row in rows:
+            self.extend(row, mx.arange(2))
+            capacity = capacity_for(capacity + 1)
+            self.groups.alone(row, capacity)
+        for count in range(1, MAX_GROUPS + 1):
+            _, logits = self._decode(
+                rows[:count], lambda given: mx.zeros(len(given), mx.int32), Batching.GROUPS
+            )
+            mx.eval(logits)
+
+    def _is_sound(self, batching: Batching) -> bool:
+        """Whether rows that are batched this way get the logits they get alone."""
+        token = mx.array([1], mx.int32)
+        alone = [self.extend(row, token) for row in self._rows()]
+        try:
+            given = self._rows()
+            rows, logits = self._decode(given, lambda rows: mx.repeat(token, len(rows)), batching)
+            expected = mx.concatenate([alone[given.index(row)] for row in rows])
+            return _is_close(logits, expected)
+        except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+            _LOG.debug("batching of %s fails: %s", batching.value, error)
+            return False
+
+    def _rows(self) -> list[MlxSequence]:
+        """Two of unlike length in one group, and one in another."""
+        rows = [MlxSequence([]) for _ in range(3)]
+        for row, length in zip(rows, (3, 6, 4), strict=True):
+            self.extend(row, mx.arange(length))
+        self.groups.alone(rows[-1], capacity_for(rows[-1].held()[0].capacity + 1))
+        return rows
+
+
+def _is_close(logits: Array, expected: Array) -> bool:
+    tolerance = _TOLERANCES.get(expected.dtype, 1e-1)
+    wide, other = logits.astype(mx.float32), expected.astype(mx.float32)
+    limit = tolerance * mx.maximum(mx.max(mx.abs(other)), 1e-3)
+    # A model whose logits are no numbers cannot be judged; its rows fail when they are drawn.
+    is_judged = mx.all(mx.isfinite(other))
+    return bool(mx.logical_or(mx.max(mx.abs(wide - other)) <= limit, ~is_judged).item())

@@ -1,0 +1,191 @@
+"""Choosing tokens on the device, and waiting for those that are under way.
+
+Greedy rows and rows with a plain temperature are drawn on the device, so that the next step can be
+launched before their tokens are known. All others are drawn on the host from their logits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
+from semantic.adapters.outbound.backends.mlx.layout import Array
+from semantic.adapters.outbound.backends.sampler import sample
+from semantic.domain.errors import BackendError, InvalidRequestError
+from semantic.domain.sampling import SamplingParams, uniform
+from semantic.ports.outbound import Chunk, Computed, Draw, Row, RowFailed, Sampled, SequenceId
+
+_ALMOST_ONE = 1 - 2**-24  # the largest float32 below 1
+_COLDEST = 1e-30  # colder ones are zero in float32
+_NOT_NUMBERS = "the model produced logits that are not numbers"
+
+
+class DeviceTokens:
+    """Tokens of several rows that the device draws together.
+
+    Attributes:
+        tokens: To feed the next step with.
+        checked: The same, -1 where the logits were not numbers.
+    """
+
+    def __init__(self, tokens: Array, checked: Array) -> None:
+        self.tokens = tokens
+        self.checked = checked
+        self._values: list[int] | None = None
+
+    def value(self, index: int) -> int:
+        """Wait for a row's token."""
+        if self._values is None:
+            self._values = self.checked.tolist()
+        return self._values[index]
+
+
+@dataclass(slots=True, eq=False)
+class Drawn:
+    """A row's token, wherever it is.
+
+    Attributes:
+        position: Of the token.
+        device: Where the device draws it, with the others of its step; None if the host draws.
+        index: The row there.
+        logits: The row's, if the host draws.
+    """
+
+    draw: Draw
+    seq: SequenceId
+    sequence: MlxSequence
+    position: int
+    device: DeviceTokens | None = None
+    index: int = 0
+    logits: Array | None = None
+    _answer: Sampled | RowFailed | None = None
+
+    def answer(self) -> Sampled | RowFailed:
+        """Wait for the token."""
+        if self._answer is None:
+            self._answer = self._wait()
+            self.logits = None
+        return self._answer
+
+    def has_failed(self) -> bool:
+        """Whether it is known that there is no token."""
+        return isinstance(self._answer, RowFailed)
+
+    def token_if_known(self) -> int:
+        """The token, -1 while it is under way on the device; one the host draws is drawn now."""
+        answer = None if self.device is not None and self._answer is None else self.answer()
+        return answer.token if isinstance(answer, Sampled) else -1
+
+    def _wait(self) -> Sampled | RowFailed:
+        if self.device is not None:
+            token = self.device.value(self.index)
+            return Sampled(self.seq, token) if token >= 0 else RowFailed(self.seq, _NOT_NUMBERS)
+        logits = np.array(self.logits, np.float32)
+        try:
+            token, logprob = sample(logits, self.draw, self.sequence.known[: self.position])
+        except BackendError as error:
+            return RowFailed(self.seq, error.message)
+        return Sampled(self.seq, token, logprob)
+
+
+@dataclass(slots=True, eq=False)
+class PendingRow:
+    """A chunk under way."""
+
+    chunk: Chunk
+    sequence: MlxSequence
+    drawn: Drawn | None = None
+
+    def finish(self) -> Row:
+        """Wait for the row, and let the sequence know its token."""
+        if self.drawn is None:
+            return Computed(self.chunk.seq)
+        row = self.drawn.answer()
+        known, position = self.sequence.known, self.drawn.position
+        # The next step may have been launched with this token before it was known.
+        if isinstance(row, Sampled) and position < len(known) and known[position] < 0:
+            known[position] = row.token
+        return row
+
+
+def is_drawn_on_device(draw: Draw) -> bool:
+    """Whether a row's token can be chosen without its history or the host."""
+    params = draw.params
+    if draw.allowed is not None or params.has_penalties or params.logit_bias:
+        return False
+    is_filtered = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
+    return params.top_logprobs is None and (params.is_greedy or not is_filtered)
+
+
+def check_draw(draw: Draw, vocab_size: int) -> None:
+    """Refuse what no logits could satisfy.
+
+    Raises:
+        InvalidRequestError: the mask allows no token, or there is no seed to draw with.
+    """
+    allowed = draw.allowed
+    if allowed is not None and not int.from_bytes(allowed, "little") & ((1 << vocab_size) - 1):
+        raise InvalidRequestError("no token is allowed here")
+    if draw.params.seed is None and not draw.params.is_greedy:
+        raise InvalidRequestError("a sampled row needs a seed")
+
+
+def draw_rows(logits: Array, rows: Sequence[Drawn]) -> list[Array]:
+    """Draw each row from its logits ``[rows, vocabulary]``; returns what must be computed."""
+    outputs: list[Array] = []
+    on_device = [i for i, row in enumerate(rows) if is_drawn_on_device(row.draw)]
+    for i, row in enumerate(rows):
+        if not is_drawn_on_device(row.draw):
+            row.logits = logits[i].astype(mx.float32)
+            outputs.append(row.logits)
+    if on_device:
+        chosen = logits if len(on_device) == len(rows) else logits[mx.array(on_device)]
+        drawn = [rows[i] for i in on_device]
+        tokens = _choose(chosen, drawn)
+        is_sound = mx.isfinite(mx.max(chosen, axis=-1))
+        device = DeviceTokens(tokens, mx.where(is_sound, tokens, mx.array(-1, mx.int32)))
+        for index, row in enumerate(drawn):
+            row.device, row.index = device, index
+        outputs += [device.tokens, device.checked]
+    return outputs
+
+
+def _choose(logits: Array, rows: Sequence[Drawn]) -> Array:
+    best = mx.argmax(logits, axis=-1).astype(mx.int32)
+    params = [row.draw.params for row in rows]
+    if all(p.is_greedy for p in params):
+        return best
+    warmths = mx.array([1.0 if p.is_greedy else max(p.temperature, _COLDEST) for p in params])[
+        :, None
+    ]
+    numbers = [_number(p, row.position) for p, row in zip(params, rows, strict=True)]
+    wide = logits.astype(mx.float32)
+    weights = mx.exp((wide - mx.max(wide, axis=-1, keepdims=True)) / warmths)
+    sums = mx.cumsum(weights, axis=-1)
+    points = mx.array(numbers)[:, None] * sums[:, -1:]
+    sampled = mx.minimum(mx.sum(sums <= points, axis=-1), logits.shape[-1] - 1).astype(mx.int32)
+    is_greedy = mx.array([p.is_greedy for p in params])
+    return mx.where(is_greedy, best, sampled)
+
+
+def _number(params: SamplingParams, position: int) -> float:
+    return 0.0 if params.seed is None else min(uniform(params.seed, position), _ALMOST_ONE)
+
+
+def fed_tokens(sources: Sequence[int | Drawn]) -> Array:
+    """The rows' next tokens as one array, straight from the device where they are there."""
+    first = sources[0]
+    device = first.device if isinstance(first, Drawn) else None
+    places = [(s.device, s.index) if isinstance(s, Drawn) else None for s in sources]
+    if device is not None and places == [(device, i) for i in range(device.tokens.shape[0])]:
+        return device.tokens
+    return mx.concatenate([_fed_token(source) for source in sources])
+
+
+def _fed_token(source: int | Drawn) -> Array:
+    if isinstance(source, Drawn) and source.device is not None:
+        return source.device.tokens[source.index : source.index + 1]
+    token = source.token_if_known() if isinstance(source, Drawn) else source
+    return mx.array([token], mx.int32)

@@ -1,0 +1,343 @@
+"""Runs Hugging Face causal language models with PyTorch.
+
+The modelling code is the library's own. One attention function of ours is registered with it:
+all chunks of a step are packed into one row without padding, and the function appends each
+sequence's keys and values to that sequence's buffers and attends within it alone.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from semantic.adapters.outbound.backends.eager import (
+    EagerBackend,
+    PayloadTicket,
+    StepTicket,
+)
+from semantic.adapters.outbound.backends.payload_parts import sort_parts
+from semantic.adapters.outbound.backends.sampler import Logits, sample
+from semantic.adapters.outbound.backends.step_rows import (
+    check_ids,
+    make_rows,
+    sequence_of,
+    tokens_of,
+)
+from semantic.adapters.outbound.backends.torch import loading as torch_loading
+from semantic.adapters.outbound.backends.torch.attention import Span, TorchSequence
+from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.domain.errors import BackendError, CacheCorruptionError
+from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.ports.outbound import (
+    Chunk,
+    Computed,
+    DeviceMemory,
+    HostBuffer,
+    KVPayload,
+    Row,
+    RowFailed,
+    Sampled,
+    SequenceId,
+    Step,
+    StepOutput,
+    Ticket,
+    Traits,
+)
+
+Bits: TypeAlias = npt.NDArray[np.integer[Any]]
+_BITS = {2: np.int16, 4: np.int32}
+_GROWTH = 256  # tokens by which a sequence's buffers grow
+
+
+class TorchBackend(EagerBackend):
+    """`ModelBackendPort` over a Hugging Face model directory."""
+
+    def __init__(
+        self, directory: Path, spec: ModelCacheSpec, options: TorchOptions | None = None
+    ) -> None:
+        """Load a model.
+
+        Raises:
+            InvalidRequestError: this backend cannot run it.
+        """
+        options = options or TorchOptions()
+        torch.set_num_threads(torch_loading.choose_threads(options.num_threads))
+        self._device = torch_loading.choose_device(options.device)
+        self._dtype, reason = torch_loading.choose_dtype(options.dtype, self._device)
+        self._model: Any = torch_loading.load_model(
+            directory, spec, self._dtype, self._device, options.weights
+        )
+        self._spec = spec
+        layer = spec.layers[0]
+        self._layers = {kind: _layers_of(kind, spec) for kind in spec.kinds}
+        self._shape = (spec.num_layers, layer.num_kv_heads)
+        self._dims = (layer.key_dim, layer.value_dim)
+        name = str(self._dtype).removeprefix("torch.")
+        if options.weights != "full":
+            name = f"{name}.{options.weights}"
+        is_unified, num_bits = self._device.type == "cpu", self._dtype.itemsize * 8
+        compute = torch_loading.describe(self._device, self._dtype, options.weights, reason)
+        self._traits = Traits(0, is_unified, f"torch.v1.{name}", num_bits, compute)
+        self._sequences: dict[SequenceId, TorchSequence] = {}
+        self._check_model()
+
+    @property
+    def spec(self) -> ModelCacheSpec:
+        """Geometry of the attention state."""
+        return self._spec
+
+    @property
+    def traits(self) -> Traits:
+        """What the engine must know."""
+        return self._traits
+
+    def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
+        """Begin a sequence."""
+        check_ids(tokens, self._spec.vocab_size)
+        self._add(seq, TorchSequence(list(tokens)))
+
+    def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
+        """Append state from payloads."""
+        sequence = self._sequences[seq]
+        found = sort_parts(parts, sequence.length, end, self._spec, self._traits.kv_abi)
+        if end > len(sequence.known):
+            raise CacheCorruptionError(f"only {len(sequence.known)} of {end} tokens are known")
+        contents = [(part, self._arrays(part)) for part in (*found.full, *found.window)]
+        self._grow(sequence, end)
+        for part, (keys, values) in contents:
+            self._put(sequence.keys, keys, part, end)
+            self._put(sequence.values, values, part, end)
+        if end > sequence.length:
+            sequence.length, sequence.last_sampled = end, None
+            sequence.window_start = end
+        if found.window:
+            sequence.window_start = found.window[0].start
+
+    def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
+        """Open a sequence with a copy of another's first tokens."""
+        source = self._sequences[src]
+        if not 0 <= num_tokens <= source.length or not source.has_window(
+            num_tokens, self._spec.window
+        ):
+            return False
+        target = TorchSequence(source.known[:num_tokens], num_tokens)
+        self._grow(target, num_tokens)
+        target.copy_state(source, num_tokens)
+        target.window_start = source.window_start
+        self._add(dst, target)
+        return True
+
+    def launch(self, step: Step) -> Ticket:
+        """Compute a step at once."""
+        try:
+            plan = self._plan(step)
+            logits = iter(self._forward([span for span in plan if isinstance(span, Span)]))
+        except (RuntimeError, IndexError) as error:
+            raise BackendError(f"the device failed: {error}") from error
+        rows: list[Row] = [
+            _finish(entry, next(logits)) if isinstance(entry, Span) else entry for entry in plan
+        ]
+        return StepTicket(StepOutput(tuple(rows)))
+
+    def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
+        """Copy state to the host; window layers keep all tokens that were computed here."""
+        sequence = self._sequences[seq]
+        if kind is LayerKind.WINDOW:
+            start = max(start, end - self._spec.window)
+        is_held = kind in self._layers and 0 <= start < end <= sequence.length
+        if not is_held or (kind is LayerKind.WINDOW and start < sequence.window_start):
+            raise ValueError(f"{kind.value} layers do not hold [{start}, {end})")
+        layers = self._layers[kind]
+        buffers = (
+            _host_buffer("keys", sequence.keys[layers, :, start:end]),
+            _host_buffer("values", sequence.values[layers, :, start:end]),
+        )
+        return PayloadTicket(KVPayload(self._traits.kv_abi, kind, start, end, buffers))
+
+    def truncate(self, seq: SequenceId, num_tokens: int) -> int:
+        """Cut a sequence back; to nothing where its windows were not restored that far back."""
+        sequence = self._sequences[seq]
+        if num_tokens < 0:
+            raise ValueError(f"a sequence cannot have {num_tokens} tokens")
+        if num_tokens < sequence.length:
+            is_cut = sequence.has_window(num_tokens, self._spec.window)
+            sequence.length, sequence.last_sampled = num_tokens if is_cut else 0, None
+            sequence.window_start = sequence.window_start if is_cut else 0
+            del sequence.known[num_tokens:]
+        return sequence.length
+
+    def close(self, seq: SequenceId) -> None:
+        """Drop a sequence."""
+        self._sequences.pop(seq, None)
+
+    def bytes_for(self, lengths: Sequence[int]) -> int:
+        """Buffers grow in steps, and every layer keeps every token."""
+        per_token = math.prod(self._shape) * sum(self._dims) * self._dtype.itemsize
+        return sum(_capacity(length) * per_token for length in lengths)
+
+    def memory(self) -> DeviceMemory:
+        """Add up the sequences' buffers; a CPU's total is left to the operating system."""
+        tensors = [t for s in self._sequences.values() for t in (s.keys, s.values)]
+        is_cuda = self._device.type == "cuda"
+        total = torch.cuda.get_device_properties(self._device).total_memory if is_cuda else 0
+        return DeviceMemory(total, sum(t.numel() * t.element_size() for t in tensors))
+
+    def shutdown(self) -> None:
+        """Drop everything."""
+        self._sequences.clear()
+        self._model = None
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def _plan(self, step: Step) -> list[Span | RowFailed]:
+        """Give each chunk its place in the packed row, and room in its sequence's buffers."""
+        offset = 0
+
+        def place(chunk: Chunk) -> Span:
+            nonlocal offset
+            sequence = sequence_of(chunk, self._sequences, self._is_whole)
+            tokens = tokens_of(chunk, sequence.last_sampled, self._spec.vocab_size)
+            self._grow(sequence, sequence.length + len(tokens))
+            offset += len(tokens)
+            return Span(chunk, sequence, tokens, offset - len(tokens))
+
+        return make_rows(step, place)
+
+    def _is_whole(self, sequence: TorchSequence) -> bool:
+        return sequence.has_window(sequence.length, self._spec.window)
+
+    def _forward(self, spans: Sequence[Span]) -> Logits:
+        """Run the model over the packed row; returns the logits after each span."""
+        if not spans:
+            return np.empty((0, 0), np.float32)
+        packed = [token for span in spans for token in span.tokens]
+        positions = [place for span in spans for place in range(span.sequence.length, span.end)]
+        last = [span.place.stop - 1 for span in spans]
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=torch.tensor([packed], device=self._device),
+                position_ids=torch.tensor([positions], device=self._device),
+                logits_to_keep=torch.tensor(last, device=self._device),
+                use_cache=False,
+                spans=spans,
+            )
+            logits: Logits = output.logits[0].float().cpu().numpy()
+        return logits
+
+    def _grow(self, sequence: TorchSequence, length: int) -> None:
+        """Make room for `length` tokens, and for those that are known to follow."""
+        if length <= sequence.capacity:
+            return
+        layers, heads = self._shape
+        capacity = _capacity(max(length, len(sequence.known)))
+        roomier = TorchSequence(sequence.known)
+        roomier.keys, roomier.values = (
+            torch.empty(layers, heads, capacity, dim, dtype=self._dtype, device=self._device)
+            for dim in self._dims
+        )
+        if sequence.capacity:
+            roomier.copy_state(sequence, sequence.length)
+        sequence.keys, sequence.values = roomier.keys, roomier.values
+
+    def _add(self, seq: SequenceId, sequence: TorchSequence) -> None:
+        if seq in self._sequences:
+            raise ValueError(f"sequence {seq} is open")
+        self._sequences[seq] = sequence
+
+    # -- checks ---------------------------------------------------------------------------------
+
+    def _check_model(self) -> None:
+        """Run one token, so that a model that would fail or go wrong is refused while it loads."""
+        scratch = TorchSequence([0])
+        self._grow(scratch, 1)
+        scratch.keys.fill_(torch.nan)
+        chunk = Chunk(SequenceId(0), 0, (0,))
+        try:
+            self._forward([Span(chunk, scratch, (0,), 0)])
+        except (RuntimeError, BackendError) as error:
+            raise torch_loading.refusal(self._spec, str(error)) from error
+        if scratch.keys[:, :, 0].isnan().any():
+            reason = "not all of its layers use the library's attention interface"
+            raise torch_loading.refusal(self._spec, reason)
+
+    def _arrays(self, part: KVPayload) -> tuple[Bits, Bits]:
+        buffers = {buffer.name: buffer for buffer in part.buffers}
+        num_layers = sum(layer.kind is part.kind for layer in self._spec.layers)
+        keys, values = (
+            self._array(buffers.get(name), (num_layers, self._shape[1], part.end - part.start, dim))
+            for name, dim in zip(("keys", "values"), self._dims, strict=True)
+        )
+        return keys, values
+
+    def _array(self, buffer: HostBuffer | None, shape: tuple[int, ...]) -> Bits:
+        num_bytes = math.prod(shape) * self._dtype.itemsize
+        data = memoryview(b"" if buffer is None else buffer.data)
+        if buffer is None or buffer.shape != shape or data.nbytes != num_bytes:
+            raise CacheCorruptionError(f"a payload lacks keys or values of shape {shape}")
+        return np.frombuffer(data, _BITS[self._dtype.itemsize]).reshape(shape)
+
+    def _put(self, target: torch.Tensor, source: Bits, part: KVPayload, end: int) -> None:
+        """Write what a part holds of one kind of layers, up to `end`."""
+        end = min(part.end, end)
+        layers, content = self._layers[part.kind], source[:, :, : end - part.start]
+        if isinstance(layers, slice):
+            _copy(content, target[:, :, part.start : end])
+            return
+        for layer, layer_content in zip(layers, content, strict=True):
+            _copy(layer_content, target[layer, :, part.start : end])
+
+
+def _layers_of(kind: LayerKind, spec: ModelCacheSpec) -> slice | list[int]:
+    """Which layers are of a kind; a slice, which needs no gathering, where all are."""
+    layers = [index for index, layer in enumerate(spec.layers) if layer.kind is kind]
+    return slice(None) if len(layers) == spec.num_layers else layers
+
+
+def _capacity(length: int) -> int:
+    return -(-length // _GROWTH) * _GROWTH
+
+
+def _bits(tensor: torch.Tensor) -> Bits:
+    """A tensor on the host as integers of the same size, sharing its memory."""
+    integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    bits: Bits = tensor.view(integers).numpy()
+    return bits
+
+
+def _copy(source: Bits, target: torch.Tensor) -> None:
+    """Write bits of the host into a tensor.
+
+    On a host numpy does it: torch would wake its threads for each piece and take far longer.
+    """
+    if target.is_cpu:
+        _bits(target)[:] = source
+    else:
+        target.copy_(torch.from_numpy(source.copy()).view(target.dtype))
+
+
+def _host_buffer(name: str, tensor: torch.Tensor) -> HostBuffer:
+    host = tensor.cpu()
+    copied = _bits(host).copy() if host is tensor or host.is_set_to(tensor) else _bits(host)
+    data = np.ascontiguousarray(copied).reshape(-1).view(np.uint8).data
+    return HostBuffer(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), data)
+
+
+def _finish(span: Span, logits: Logits) -> Row:
+    """Sample if asked to, then count the chunk as held: a row that fails changes nothing."""
+    chunk, sequence = span.chunk, span.sequence
+    row: Row = Computed(chunk.seq)
+    token = None
+    if chunk.draw is not None:
+        history = [*sequence.known[: sequence.length], *span.tokens]
+        try:
+            token, logprob = sample(logits, chunk.draw, history)
+        except BackendError as error:
+            return RowFailed(chunk.seq, error.message)
+        row = Sampled(chunk.seq, token, logprob)
+    sequence.known[sequence.length : span.end] = span.tokens
+    sequence.length, sequence.last_sampled = span.end, token
+    return row

@@ -1,0 +1,215 @@
+"""Loads a Hugging Face model for the torch backend, or says why it cannot be run.
+
+Device, number format and thread count are chosen here: by measurement where that is possible.
+"""
+
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from semantic.adapters.outbound.backends.torch import linear as torch_linear
+from semantic.adapters.outbound.backends.torch.attention import ATTENTION_NAME, packed_attention
+from semantic.adapters.outbound.backends.torch.calls import shorten_calls
+from semantic.adapters.outbound.backends.torch.linear import Weights
+from semantic.adapters.outbound.backends.torch.rounding import round_less
+from semantic.domain.errors import InvalidRequestError
+from semantic.domain.spec import Compute, LayerKind, ModelCacheSpec
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_FAR_SLOWER = 4  # a format that takes so many times as long is not measured further
+
+
+@dataclass(frozen=True, slots=True)
+class TorchOptions:
+    """How a model is run.
+
+    Attributes:
+        dtype: Of weights and attention state; auto takes the faster one on this device.
+        device: auto takes CUDA where there is one.
+        weights: Fewer bits make few rows faster and less exact; a CPU in bfloat16 only.
+        num_threads: 0 takes OMP_NUM_THREADS, or as many as the process may use.
+    """
+
+    dtype: DType = "auto"
+    device: Device = "auto"
+    weights: Weights = "full"
+    num_threads: int = 0
+
+
+def choose_device(device: Device) -> torch.device:
+    """Resolve the device.
+
+    Raises:
+        InvalidRequestError: CUDA is asked for and there is none.
+    """
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise InvalidRequestError("device cuda: PyTorch finds no CUDA device here", param="device")
+    return torch.device("cuda" if has_cuda and device != "cpu" else "cpu")
+
+
+def choose_dtype(dtype: DType, device: torch.device) -> tuple[torch.dtype, str]:
+    """Resolve the number format, and say why it was chosen."""
+    if dtype != "auto":
+        return getattr(torch, dtype), "it was asked for"
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported():
+            return torch.bfloat16, "this GPU computes in it"
+        return torch.float16, "this GPU has no bfloat16"
+    return _fastest_dtype(torch.bfloat16, torch.float32)
+
+
+def choose_threads(num_threads: int) -> int:
+    """Resolve the thread count.
+
+    What OMP_NUM_THREADS says, or all of the process's cores: two threads decode 1.5 times as fast
+    as one, and since idle ones sleep they cost the HTTP side nothing.
+    """
+    if num_threads:
+        return num_threads
+    if (asked := os.environ.get("OMP_NUM_THREADS", "")).isdigit() and int(asked):
+        return int(asked)
+    if hasattr(os, "sched_getaffinity"):  # macOS has not
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def describe(device: torch.device, dtype: torch.dtype, weights: Weights, reason: str) -> Compute:
+    """Say how a model that was loaded so is computed."""
+    kernels = "PyTorch"
+    if _is_packable(device, dtype):
+        kernels = "oneDNN with packed weights"
+    if weights != "full":
+        kernels = f"{kernels}, {weights} for few rows"
+    num_threads = torch.get_num_threads() if device.type == "cpu" else 0
+    return Compute(device.type, str(dtype).removeprefix("torch."), num_threads, kernels, reason)
+
+
+def _is_packable(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cpu" and dtype == torch.bfloat16 and torch_linear.is_supported()
+
+
+def load_model(
+    directory: Path,
+    spec: ModelCacheSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: Weights,
+) -> Any:
+    """Load a model with our attention in it.
+
+    Raises:
+        InvalidRequestError: this backend cannot run the model, or not with these weights.
+    """
+    if any(layer.kind is LayerKind.STATE for layer in spec.layers):
+        raise InvalidRequestError(
+            f"{spec.model_type} has recurrent layers, which the torch backend cannot run; "
+            "use --backend mlx.",
+            param="model",
+        )
+    is_rounded = device.type == "cpu" and dtype == torch.bfloat16
+    is_packable = _is_packable(device, dtype)
+    if weights != "full" and not is_packable:
+        raise InvalidRequestError(
+            f"weights {weights} need a CPU that computes in bfloat16 (--dtype bfloat16)",
+            param="weights",
+        )
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
+    )
+    if reason := _why_not(model):
+        raise refusal(spec, reason)
+    model.to(device).eval()
+    if is_rounded:
+        round_less(model)
+    if is_packable:
+        torch_linear.speed_up(model, weights)
+    shorten_calls(model)
+    return model
+
+
+def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:
+    """The error that says why a model cannot be run here."""
+    return InvalidRequestError(
+        f"the torch backend cannot run {spec.model_type}: {reason}", param="model"
+    )
+
+
+def _why_not(model: Any) -> str | None:
+    """What of a model would make its results wrong, if anything."""
+    if getattr(model, "_is_stateful", False):
+        return "it keeps state outside attention; use --backend mlx"
+    others = set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES
+    if others:
+        return f"it has layers of type {', '.join(sorted(others))}"
+    if _rope_types(model.config) & _LENGTH_DEPENDENT_ROPE:
+        return "its rotary embedding depends on the longest sequence of a step"
+    return None
+
+
+def _rope_types(config: Any) -> set[str]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    per_layer_type = [entry for entry in parameters.values() if isinstance(entry, dict)]
+    return {str(entry.get("rope_type")) for entry in (parameters, *per_layer_type)}
+
+
+def _fastest_dtype(*dtypes: torch.dtype) -> tuple[torch.dtype, str]:
+    """The fastest of some formats and how much faster it is.
+
+    Measured in turns, on one thread and by the best, so that a busy machine is fair to all. A CPU
+    that lacks a format emulates it, up to two hundred times slower and with a warning: two quick
+    tries are enough to see that.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            best = _best_seconds(dtypes, num_rows=1, num_rounds=2)
+            close = [dtype for dtype in dtypes if best[dtype] < _FAR_SLOWER * min(best.values())]
+            if len(close) > 1:
+                few = _best_seconds(close, num_rows=1, num_rounds=10)
+                many = _best_seconds(close, num_rows=64, num_rounds=10)
+                best |= {dtype: few[dtype] + many[dtype] for dtype in close}
+    finally:
+        torch.set_num_threads(num_threads)
+    fastest = min(close, key=best.__getitem__)
+    ratios = [
+        f"{best[dtype] / best[fastest]:.1f} times as fast as {str(dtype).removeprefix('torch.')}"
+        for dtype in dtypes
+        if dtype != fastest
+    ]
+    return fastest, f"measured {' and '.join(ratios)}"
+
+
+def _best_seconds(
+    dtypes: Sequence[torch.dtype], num_rows: int, num_rounds: int
+) -> dict[torch.dtype, float]:
+    """How long a multiplication takes in each: one row as in decoding, many as in prefill."""
+    weights = {dtype: torch.ones(2048, 1024, dtype=dtype) for dtype in dtypes}
+    best = dict.fromkeys(dtypes, math.inf)
+    for _ in range(num_rounds):
+        for dtype, weight in weights.items():
+            rows = torch.ones(num_rows, 1024, dtype=dtype)
+            started = time.perf_counter()
+            functional.linear(rows, weight)
+            best[dtype] = min(best[dtype], time.perf_counter() - started)
+    return best

@@ -1,0 +1,1 @@
+"""Blocks of attention state in files."""

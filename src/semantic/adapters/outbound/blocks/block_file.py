@@ -1,0 +1,300 @@
+"""The bytes of a block part's file: a safetensors file that says what it is and can be checked.
+
+`docs/cache-format.md` describes it byte by byte. This module turns descriptions into bytes and
+back and trusts nothing it reads; it does not open files.
+"""
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import xxhash
+
+from semantic.adapters.outbound.blocks.kv_codec import RestingBuffer, tensor_names
+from semantic.domain.blocks import TOKEN_BYTES, BlockName, BlockPart, packed_block_name
+from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
+from semantic.domain.spec import LayerKind
+from semantic.ports.outbound import HostBuffer, KVPayload
+
+FORMAT: Final = "semantic.block.v1"
+ALIGNMENT: Final = 64
+LENGTH_BYTES: Final = 8
+MAX_HEADER: Final = 2**20
+MIN_HEAD: Final = 448  # what comes before the token ids has more bytes: three names, a checksum, …
+_TOKENS: Final = "tokens"
+_OPENING: Final = '{"__metadata__":{"checksum":"'
+_DIGITS: Final = 32
+_SUM_START: Final = LENGTH_BYTES + len(_OPENING)
+_SUM_END: Final = _SUM_START + _DIGITS
+_DESCRIPTION: Final = re.compile(r"(\S+)\[([0-9,]{0,99})\] (\w+)", re.ASCII)
+
+# Backends spell dtypes in full or in short; others are kept as bytes.
+_DTYPES: Final = {
+    spelling: (code, size)
+    for code, size, spellings in (
+        ("U8", 1, "uint8 u8 bool"),
+        ("I8", 1, "int8 i8"),
+        ("U16", 2, "uint16 u16"),
+        ("I16", 2, "int16 i16"),
+        ("F16", 2, "float16 f16"),
+        ("BF16", 2, "bfloat16 bf16"),
+        ("U32", 4, "uint32 u32"),
+        ("I32", 4, "int32 i32"),
+        ("F32", 4, "float32 f32"),
+        ("U64", 8, "uint64 u64"),
+        ("I64", 8, "int64 i64"),
+        ("F64", 8, "float64 f64"),
+    )
+    for spelling in spellings.split()
+}
+_SIZES: Final = dict(_DTYPES.values())
+
+Piece: TypeAlias = bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Where a tensor lies in a file: its bytes ``[start, end)``, counted from the file's first."""
+
+    code: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a file's header says; the tensors are known to lie within the file, side by side."""
+
+    metadata: dict[str, str]
+    tensors: dict[str, Tensor]
+
+    def field(self, name: str) -> str:
+        """One entry of the metadata."""
+        try:
+            return self.metadata[name]
+        except KeyError:
+            raise CacheCorruptionError(f"the file does not say its {name}") from None
+
+    @property
+    def tokens(self) -> Tensor:
+        """Where the token ids are."""
+        tensor = self.tensors.get(_TOKENS)
+        if tensor is None or tensor.code != "U32" or len(tensor.shape) != 1 or not tensor.shape[0]:
+            raise CacheCorruptionError("the file has no token ids")
+        return tensor
+
+
+def compose(
+    part: BlockPart,
+    payload: KVPayload,
+    buffers: Sequence[RestingBuffer],
+    kv_format: str,
+    fingerprint: str,
+) -> list[Piece]:
+    """Put a file together: pieces to be written one after the other.
+
+    Raises:
+        CachePersistenceError: part and payload do not belong together.
+    """
+    if payload.kind is not part.kind or payload.end != part.start + part.num_tokens:
+        raise CachePersistenceError("the payload is not that of the part it was given with")
+    entries, pieces = _layout(part.tokens, [t for buffer in buffers for t in buffer.tensors])
+    metadata = {
+        "format": FORMAT,
+        "root": part.root.hex(),
+        "name": part.name.hex(),
+        "parent": part.parent.hex(),
+        "kind": part.kind.value,
+        "start": str(payload.start),
+        "end": str(payload.end),
+        "abi": payload.abi,
+        "kv_format": kv_format,
+        "fingerprint": fingerprint,
+        **{f"buffer.{buffer.name}": _described(buffer) for buffer in buffers},
+    }
+    text = json.dumps(
+        {"__metadata__": {"checksum": "0" * _DIGITS, **metadata}, **entries}, separators=(",", ":")
+    ).encode()
+    # Spaces put the first buffer, which follows the token ids, on a multiple of 64.
+    text += b" " * (-(LENGTH_BYTES + len(text) + len(part.tokens)) % ALIGNMENT)
+    head = struct.pack("<Q", len(text)) + text
+    digits = _checksum([head[:_SUM_START], head[_SUM_END:], *pieces]).encode()
+    return [head[:_SUM_START] + digits + head[_SUM_END:], *pieces]
+
+
+def _layout(
+    tokens: bytes, tensors: Sequence[HostBuffer]
+) -> tuple[dict[str, dict[str, object]], list[Piece]]:
+    """Give tensors their places: token ids first, then the widest, so that all stay aligned."""
+    if len({_TOKENS, "__metadata__", *(t.name for t in tensors)}) < len(tensors) + 2:
+        raise CachePersistenceError("two buffers of the payload have one name")
+    views = {tensor.name: _as_bytes(tensor.data) for tensor in tensors}
+    by_width = sorted(tensors, key=lambda tensor: -_DTYPES.get(tensor.dtype, ("U8", 1))[1])
+    offset, places = len(tokens), {}
+    for tensor in by_width:
+        places[tensor.name] = [offset, offset := offset + len(views[tensor.name])]
+    entries: dict[str, dict[str, object]] = {
+        _TOKENS: _entry("U32", [len(tokens) // TOKEN_BYTES], [0, len(tokens)])
+    }
+    for tensor in tensors:
+        code, size = _DTYPES.get(tensor.dtype, ("U8", 0))
+        num_bytes = len(views[tensor.name])
+        if size and math.prod(tensor.shape) * size != num_bytes:
+            raise CachePersistenceError(f"buffer {tensor.name} has not the size of its shape")
+        shape = list(tensor.shape) if size else [num_bytes]
+        entries[tensor.name] = _entry(code, shape, places[tensor.name])
+    return entries, [tokens, *(views[tensor.name] for tensor in by_width)]
+
+
+def _entry(code: str, shape: list[int], offsets: list[int]) -> dict[str, object]:
+    return {"dtype": code, "shape": shape, "data_offsets": offsets}
+
+
+def _described(buffer: RestingBuffer) -> str:
+    return f"{buffer.dtype}[{','.join(map(str, buffer.shape))}] {buffer.kv_format}"
+
+
+def _as_bytes(data: bytes | bytearray | memoryview) -> Piece:
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else b""
+
+
+def _checksum(pieces: Iterable[Piece]) -> str:
+    digest = xxhash.xxh3_128()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def verify(content: memoryview) -> None:
+    """Compare a whole file with the checksum in it, which covers every other byte.
+
+    Raises:
+        CacheCorruptionError: they differ.
+    """
+    if len(content) < _SUM_END or content[LENGTH_BYTES:_SUM_START] != _OPENING.encode():
+        raise CacheCorruptionError("the file is no block of attention state")
+    expected = bytes(content[_SUM_START:_SUM_END])
+    if _checksum([content[:_SUM_START], content[_SUM_END:]]).encode() != expected:
+        raise CacheCorruptionError("the file's checksum does not match its content")
+
+
+def header_length(beginning: memoryview, file_size: int) -> int:
+    """Read how long the header is from a file's first bytes.
+
+    Raises:
+        CacheCorruptionError: it cannot be.
+    """
+    if len(beginning) < LENGTH_BYTES:
+        raise CacheCorruptionError("the file is too short")
+    (length,) = struct.unpack_from("<Q", beginning)
+    if length > min(MAX_HEADER, file_size - LENGTH_BYTES):
+        raise CacheCorruptionError(f"the file's header cannot have {length} bytes")
+    return int(length)
+
+
+def parse(header: memoryview, file_size: int) -> Head:
+    """Read a header: a file's bytes from the ninth on, of the length the first eight say.
+
+    Raises:
+        CacheCorruptionError: it is not one of ours, or the tensors do not fill the file exactly.
+    """
+    try:
+        entries = json.loads(bytes(header))
+    except (ValueError, RecursionError):
+        raise CacheCorruptionError("the file's header is not JSON") from None
+    metadata = entries.pop("__metadata__", None) if isinstance(entries, dict) else None
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CacheCorruptionError("the file's header has no metadata")
+    if metadata.get("format") != FORMAT:
+        raise CacheCorruptionError("the file has another format or version")
+    first = LENGTH_BYTES + len(header)
+    tensors = {name: _tensor(entry, first) for name, entry in entries.items()}
+    position = first
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.end)):
+        if tensor.start != position:
+            raise CacheCorruptionError("the file's tensors overlap, or leave a gap")
+        position = tensor.end
+    if position != file_size:
+        raise CacheCorruptionError("the file is shorter or longer than its tensors")
+    return Head(metadata, tensors)
+
+
+def _tensor(entry: object, first: int) -> Tensor:
+    match entry:
+        case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(start), int(end)]}:
+            numbers = (*shape, start, end)
+            are_sizes = {*map(type, numbers)} == {int} and min(numbers) >= 0
+            if are_sizes and math.prod(shape) * _SIZES.get(code, -1) == end - start:
+                return Tensor(code, tuple(shape), first + start, first + end)
+    raise CacheCorruptionError("the file's header describes a tensor that cannot be")
+
+
+def identify(head: Head, tokens: bytes, nbytes: int, last_used: float) -> BlockPart:
+    """Say which part a file holds; its name is computed anew from parent and token ids.
+
+    Raises:
+        CacheCorruptionError: the header contradicts itself.
+    """
+    try:
+        root, name, parent = (
+            BlockName(bytes.fromhex(head.field(field))) for field in ("root", "name", "parent")
+        )
+        kind = LayerKind(head.field("kind"))
+        first, end = int(head.field("start")), int(head.field("end"))
+    except ValueError as error:
+        raise CacheCorruptionError(f"the file's header makes no sense: {error}") from None
+    start = end - len(tokens) // TOKEN_BYTES
+    if not 0 <= start <= first < end:
+        raise CacheCorruptionError("the file's positions are not those of its token ids")
+    if packed_block_name(parent, tokens) != name or {len(root), len(parent)} != {len(name)}:
+        raise CacheCorruptionError("the file's name is not that of its parent and token ids")
+    return BlockPart(root, name, parent, kind, start, tokens, nbytes, last_used)
+
+
+def resting_buffers(head: Head, content: memoryview) -> list[RestingBuffer]:
+    """Take the payload's buffers out of a file's content, without a copy.
+
+    Raises:
+        CacheCorruptionError: a buffer's description and its tensors differ.
+    """
+    buffers = []
+    num_tensors = 1
+    for key, description in head.metadata.items():
+        if not key.startswith("buffer."):
+            continue
+        found = _DESCRIPTION.fullmatch(description)
+        if found is None:
+            raise CacheCorruptionError(f"the file's header does not describe {key}")
+        dtype, numbers, kv_format = found.groups()
+        name = key.removeprefix("buffer.")
+        shape = tuple(int(number) for number in numbers.split(",") if number)
+        names = tensor_names(name, kv_format)
+        num_tensors += len(names)
+        tensors = tuple(_host_buffer(head, tensor, dtype, content) for tensor in names)
+        buffer = RestingBuffer(name, shape, dtype, kv_format, tensors)
+        _check_raw(buffer)
+        buffers.append(buffer)
+    if num_tensors != len(head.tensors):
+        raise CacheCorruptionError("the file has tensors that belong to no buffer")
+    return buffers
+
+
+def _host_buffer(head: Head, name: str, dtype: str, content: memoryview) -> HostBuffer:
+    tensor = head.tensors.get(name)
+    if tensor is None:
+        raise CacheCorruptionError(f"the file lacks the tensor {name}")
+    return HostBuffer(name, tensor.shape, dtype, content[tensor.start : tensor.end])
+
+
+def _check_raw(buffer: RestingBuffer) -> None:
+    if buffer.kv_format != "raw" or buffer.dtype not in _DTYPES:
+        return
+    num_bytes = math.prod(buffer.shape) * _DTYPES[buffer.dtype][1]
+    if memoryview(buffer.tensors[0].data).nbytes != num_bytes:
+        raise CacheCorruptionError(f"buffer {buffer.name} has not the size of its shape")

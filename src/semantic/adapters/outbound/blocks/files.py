@@ -1,0 +1,310 @@
+"""Keeps blocks in safetensors files, one for each part.
+
+A file is written beside its place and moved there, so it is whole or absent. Nothing in a file is
+believed before its checksum, its name and its positions have been compared with what was asked
+for. A bad file is moved to quarantine, never removed at once. What files consist of is the
+business of `block_file.py`, where they lie that of `block_tree.py`.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import itertools
+import logging
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from semantic.adapters.outbound.blocks import block_file
+from semantic.adapters.outbound.blocks.block_file import Head, Piece
+from semantic.adapters.outbound.blocks.block_tree import (
+    BLOCKS,
+    QUARANTINE,
+    TEMPORARY,
+    BlockTree,
+    Place,
+    size_of,
+)
+from semantic.adapters.outbound.blocks.disk import (
+    fresh_memory,
+    read_ahead,
+    sync_file,
+    tree_size,
+    write_pieces,
+)
+from semantic.adapters.outbound.blocks.kv_codec import KVCodec, most_expanded
+from semantic.domain.blocks import BlockName, BlockPart
+from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
+from semantic.ports.outbound import KVPayload
+
+_log = logging.getLogger(__name__)
+
+_MAX_FILE = 2**31 - 2**12  # what one read returns at most
+_SCAN_BYTES = 4096  # most headers and the token ids that follow them
+_MAX_TOLD = 20  # bad files that a scan names in the log; the others it counts
+# Neither a link nor a pipe that waits for a writer is a file of ours.
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class SafetensorsCache:
+    """`BlockFilesPort` over one directory, which belongs to one process.
+
+    Several threads may read at a time while one writes or deletes.
+    """
+
+    def __init__(self, directory: Path, codec: KVCodec | None = None) -> None:
+        """Prepare; nothing is read or made yet.
+
+        Args:
+            directory: Where `blocks` is, and whatever else counts as used.
+            codec: How payloads rest; files of other formats are still read.
+        """
+        self._directory = directory
+        self._tree = BlockTree(directory)
+        self._codec = codec or KVCodec()
+        self._fingerprints: dict[BlockName, str] = {}
+        self._lock = threading.Lock()
+        self._used: int | None = None  # bytes of blocks and quarantine, once they were counted
+        self._token = secrets.token_hex(8)  # tells our unfinished files from those of a crash
+        self._numbers = itertools.count()
+
+    def announce(self, root: BlockName, fingerprint: str) -> None:
+        """Say which model a root belongs to; files tell it to people, nothing else needs it."""
+        self._fingerprints[root] = fingerprint
+
+    def write(self, part: BlockPart, payload: KVPayload, *, is_synced: bool) -> BlockPart:
+        """Write a payload whole or not at all; returns the part with its size."""
+        resting = self._codec.encode(payload)
+        fingerprint = self._fingerprints.get(part.root, "")
+        pieces = block_file.compose(part, payload, resting, self._codec.kv_format, fingerprint)
+        place = Place.of(part)
+        try:
+            with self._tree.shard(place, is_made=True, is_synced=is_synced) as directory:
+                num_bytes = self._write(place.name, directory, pieces, is_synced=is_synced)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise CachePersistenceError(f"a block could not be written: {reason}") from error
+        return dataclasses.replace(part, nbytes=num_bytes)
+
+    def read(self, part: BlockPart) -> KVPayload:
+        """Read a payload and check it; its buffers are views of the one that was read into."""
+        try:
+            content = self._content(part)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise CacheCorruptionError(f"a block could not be read: {reason}") from error
+        block_file.verify(content)
+        head = _head(content, len(content))
+        tokens = bytes(content[head.tokens.start : head.tokens.end])
+        found = block_file.identify(head, tokens, part.nbytes, part.last_used)
+        if found != part:
+            raise CacheCorruptionError("the file holds another part than was asked for")
+        resting = block_file.resting_buffers(head, content)
+        buffers = tuple(self._codec.decode(buffer) for buffer in resting)
+        positions = int(head.field("start")), int(head.field("end"))
+        return KVPayload(head.field("abi"), part.kind, *positions, buffers)
+
+    def room_for(self, part: BlockPart) -> int:
+        """Say how many bytes of memory reading a part takes at most."""
+        payload = part.nbytes - len(part.tokens) - block_file.MIN_HEAD
+        return most_expanded(self._codec.kv_format, max(payload, 0))
+
+    def delete(self, part: BlockPart) -> None:
+        """Remove a file; one that is not there is passed over."""
+        place = Place.of(part)
+        try:
+            with contextlib.suppress(FileNotFoundError), self._tree.shard(place) as directory:
+                self._remove(place.name, directory)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise CachePersistenceError(f"a block could not be deleted: {reason}") from error
+
+    def set_aside(self, part: BlockPart) -> None:
+        """Move a bad file to quarantine; one that is not there is passed over."""
+        place = Place.of(part)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                self._set_aside(place)
+                _log.info("%s is bad and is now in quarantine", place)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise CachePersistenceError(f"a bad block could not be moved: {reason}") from error
+
+    def empty_quarantine(self, *, before: float) -> int:
+        """Remove what was set aside up to a time; returns the bytes freed."""
+        with self._lock:
+            freed = self._tree.empty_quarantine(before)
+            if self._used is not None:
+                self._used -= freed
+        return freed
+
+    def origin(self, part: BlockPart) -> tuple[str, str]:
+        """Tell whose state a file holds: the model's fingerprint, and how the state rests.
+
+        Raises:
+            CacheCorruptionError: the file is missing or does not say.
+        """
+        try:
+            content = self._content(part)
+        except OSError as error:
+            raise CacheCorruptionError(f"a block could not be read: {error.strerror}") from error
+        head = _head(content, len(content))
+        return head.field("fingerprint"), head.field("kv_format")
+
+    def place(self, part: BlockPart) -> str:
+        """Where a part's file is, for people."""
+        return str(Place.of(part))
+
+    def scan(self, on_removed: Callable[[str, str], None] | None = None) -> Iterator[BlockPart]:
+        """Read what every file says of itself; moves what is no whole part to quarantine.
+
+        Payloads are not read, so damage to them is found when they are. What cannot be read is
+        passed over and left: it says nothing of the file. So is what is not named like a block.
+
+        Args:
+            on_removed: Told the name of each file that is moved, and why; None logs it.
+        """
+        num_removed = 0
+        for place in self._tree.places():
+            if place.name.startswith(self._token):
+                continue
+            try:
+                part = self._identified(place)
+            except CacheCorruptionError as error:
+                with contextlib.suppress(OSError):
+                    self._set_aside(place)
+                    num_removed += 1
+                    if on_removed is not None:
+                        on_removed(str(place), error.message)
+                    elif num_removed <= _MAX_TOLD:
+                        _log.warning("%s is now in quarantine: %s", place, error.message)
+            except OSError:
+                continue
+            else:
+                yield part
+        if num_removed > _MAX_TOLD and on_removed is None:
+            _log.warning("%d files in all were moved to quarantine", num_removed)
+
+    def used_bytes(self) -> int:
+        """Bytes of everything in the directory; blocks are counted once and then kept count of."""
+        with self._lock:
+            if self._used is None:
+                blocks = tree_size(self._directory / BLOCKS, skip=self._token)
+                self._used = blocks + tree_size(self._directory / QUARANTINE, skip=())
+            blocks = self._used
+        return blocks + self.other_bytes()
+
+    def other_bytes(self) -> int:
+        """Bytes of what is neither block nor quarantine; counted anew each time."""
+        return tree_size(self._directory, skip=(BLOCKS, QUARANTINE))
+
+    # -- files ----------------------------------------------------------------------------------
+
+    def _content(self, part: BlockPart) -> memoryview:
+        place = Place.of(part)
+        with self._tree.shard(place) as directory:
+            return _read_file(place.name, directory, part.nbytes)
+
+    def _identified(self, place: Place) -> BlockPart:
+        if place.is_temporary:
+            raise CacheCorruptionError("the file was not finished")
+        try:
+            with self._tree.shard(place) as directory:
+                part = _identify(place.name, directory)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise CacheCorruptionError("the file is a link") from error
+        if place != Place.of(part):
+            raise CacheCorruptionError("the file is not where it belongs")
+        return part
+
+    def _write(self, name: str, directory: int, pieces: list[Piece], *, is_synced: bool) -> int:
+        temporary = f"{self._token}-{next(self._numbers)}{TEMPORARY}"
+        try:
+            num_bytes = _write_file(temporary, directory, pieces, is_synced=is_synced)
+            with self._lock:
+                replaced = size_of(name, directory) if self._used is not None else 0
+                os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+                if self._used is not None:
+                    self._used += num_bytes - replaced
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=directory)
+            raise
+        if is_synced:
+            os.fsync(directory)
+        return num_bytes
+
+    def _set_aside(self, place: Place) -> None:
+        with self._lock:  # so that it is not counted twice
+            self._tree.set_aside(place)
+
+    def _remove(self, name: str, directory: int) -> None:
+        with self._lock:
+            num_bytes = size_of(name, directory)
+            os.unlink(name, dir_fd=directory)
+            if self._used is not None:
+                self._used -= num_bytes
+
+
+def _write_file(name: str, directory: int, pieces: list[Piece], *, is_synced: bool) -> int:
+    file = os.open(name, _WRITE_FLAGS, 0o600, dir_fd=directory)
+    try:
+        num_bytes = write_pieces(file, pieces)
+        if is_synced:
+            sync_file(file)
+    finally:
+        os.close(file)
+    return num_bytes
+
+
+def _read_file(name: str, directory: int, expected: int) -> memoryview:
+    """Read a file at once into fresh memory; pages begin on multiples of 64."""
+    file = os.open(name, _READ_FLAGS, dir_fd=directory)
+    try:
+        status = os.fstat(file)
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode) or not 0 < size <= _MAX_FILE:
+            raise CacheCorruptionError("the file is no block of attention state")
+        if expected not in (0, size):
+            raise CacheCorruptionError(f"the file has {size} bytes, not {expected}")
+        read_ahead(file)
+        content = fresh_memory(size)
+        if os.readv(file, [content]) != size:
+            raise CacheCorruptionError("the file was cut off while it was read")
+    finally:
+        os.close(file)
+    return content
+
+
+def _head(content: memoryview, file_size: int) -> Head:
+    end = block_file.LENGTH_BYTES + block_file.header_length(content, file_size)
+    return block_file.parse(content[block_file.LENGTH_BYTES : end], file_size)
+
+
+def _identify(name: str, directory: int) -> BlockPart:
+    """Read a file's header and token ids, mostly at once."""
+    file = os.open(name, _READ_FLAGS, dir_fd=directory)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise CacheCorruptionError("not a file")
+        size = status.st_size
+        content = memoryview(os.pread(file, _SCAN_BYTES, 0))
+        end = block_file.LENGTH_BYTES + block_file.header_length(content, size)
+        if end > len(content):
+            content = memoryview(os.pread(file, end, 0))
+        head = _head(content, size)
+        place = head.tokens
+        if place.end <= len(content):
+            tokens = bytes(content[place.start : place.end])
+        else:
+            tokens = os.pread(file, min(place.end - place.start, _MAX_FILE), place.start)
+    finally:
+        os.close(file)
+    return block_file.identify(head, tokens, size, status.st_mtime)

@@ -1,0 +1,210 @@
+"""How payloads rest: as they are, or at 8 or 4 bits a number.
+
+Numbers are quantised in groups of 64 along the last axis. A group keeps its smallest value and a
+step, both in the buffer's own dtype, and every number as a count of steps above the smallest. An
+affine scale never needs larger steps than one around zero, since a group's range is at most twice
+its largest magnitude, and keys often lie on one side of zero.
+
+What rests as it is: integers, buffers with a NaN or an infinity (no step stands for them), last
+axes that make no fair group, and recurrent state. A state is the sum of everything before it:
+all tokens after a restore would build on its error, where a key's error stays with its token.
+
+Knows arrays in host memory; it does not know files or backends. Numpy lets other threads run.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from semantic.adapters.outbound.blocks.float_bits import FLOATS, Array, FloatFormat, Singles
+from semantic.domain.errors import CacheCorruptionError
+from semantic.domain.spec import LayerKind
+from semantic.ports.outbound import HostBuffer, KVPayload
+
+KVFormat = Literal["raw", "q8g64", "q4g64"]
+Codes: TypeAlias = npt.NDArray[np.uint8]
+
+FORMATS: dict[int, KVFormat] = {16: "raw", 8: "q8g64", 4: "q4g64"}
+_BITS: dict[str, int] = {kv_format: bits for bits, kv_format in FORMATS.items()}
+_WIDEST = 32  # bits of a number
+_GROUP = 64
+_WHOLE_AXIS = (8, 128)  # an even last axis between these is one group
+_AT_ONCE = 4096  # groups: a megabyte of scratch; with less, threads would take turns too often
+
+
+@dataclass(frozen=True, slots=True)
+class RestingBuffer:
+    """A buffer's name, shape and dtype, how it rests, and the tensors that are kept of it.
+
+    Attributes:
+        tensors: The buffer itself if it rests ``raw``; else its codes, steps and minima.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kv_format: str
+    tensors: tuple[HostBuffer, ...]
+
+
+def tensor_names(name: str, kv_format: str) -> tuple[str, ...]:
+    """What the tensors of a buffer are called."""
+    if kv_format == "raw":
+        return (name,)
+    return (f"{name}.codes", f"{name}.steps", f"{name}.minima")
+
+
+class KVCodec:
+    """Quantises payloads for their rest. Has no state: safe on any thread."""
+
+    def __init__(self, kv_format: KVFormat = "raw") -> None:
+        if kv_format not in _BITS:
+            raise ValueError(f"payloads rest as one of {', '.join(_BITS)}, not {kv_format!r}")
+        self._kv_format = kv_format
+
+    @property
+    def kv_format(self) -> str:
+        """Part of the names of blocks; see `BlockNamespace`."""
+        return self._kv_format
+
+    def encode(self, payload: KVPayload) -> tuple[RestingBuffer, ...]:
+        """Quantise a payload's buffers, in their order; what stays raw is not copied."""
+        is_raw = self._kv_format == "raw" or payload.kind is LayerKind.STATE
+        quantised = [
+            None if is_raw else _quantised(buffer, self._kv_format) for buffer in payload.buffers
+        ]
+        return tuple(
+            rested or RestingBuffer(buffer.name, buffer.shape, buffer.dtype, "raw", (buffer,))
+            for rested, buffer in zip(quantised, payload.buffers, strict=True)
+        )
+
+    def decode(self, resting: RestingBuffer) -> HostBuffer:
+        """Expand a buffer of any format; a raw one is handed on without a copy.
+
+        Raises:
+            CacheCorruptionError: its tensors are not what its shape and dtype ask for.
+        """
+        if resting.kv_format == "raw":
+            (buffer,) = resting.tensors
+            return HostBuffer(resting.name, resting.shape, resting.dtype, buffer.data)
+        return _expanded(resting)
+
+
+def most_expanded(kv_format: str, num_bytes: int) -> int:
+    """Bytes that buffers and what they rest as take together while they are expanded, at most."""
+    if kv_format == "raw":
+        return num_bytes
+    return num_bytes + num_bytes * _WIDEST // _BITS[kv_format]
+
+
+def _group_size(shape: tuple[int, ...]) -> int | None:
+    """Numbers in a group; None if the last axis makes no fair group."""
+    axis = shape[-1] if shape else 0
+    if not math.prod(shape):
+        return None
+    if axis % _GROUP == 0:
+        return _GROUP
+    shortest, longest = _WHOLE_AXIS
+    return axis if shortest <= axis <= longest and axis % 2 == 0 else None
+
+
+def _quantised(buffer: HostBuffer, kv_format: str) -> RestingBuffer | None:
+    """Quantise a buffer, or return None if it has to stay as it is."""
+    floats, group = FLOATS.get(buffer.dtype), _group_size(buffer.shape)
+    if floats is None or group is None:
+        return None
+    groups = np.frombuffer(buffer.data, floats.array).reshape(-1, group)
+    low, high = floats.bounds(groups, _AT_ONCE)
+    minima, maxima = floats.widened(low), floats.widened(high)
+    # A quarter keeps ranges, and numbers that are rounded up, finite. A NaN compares false.
+    if not (abs(minima).max() <= floats.largest / 4 and abs(maxima).max() <= floats.largest / 4):
+        return None
+    bits = _BITS[kv_format]
+    ranges = (maxima - minima) / np.float32(2**bits - 1)
+    steps = floats.narrowed_up(np.maximum(ranges, np.float32(floats.smallest)))
+    codes = _encode(groups, minima, floats.widened(steps), floats, bits)
+    lead = buffer.shape[:-1]
+    per_group = (*lead, buffer.shape[-1] // group)
+    names = tensor_names(buffer.name, kv_format)
+    tensors = (
+        _host_buffer(names[0], (*lead, buffer.shape[-1] * bits // 8), "uint8", codes),
+        _host_buffer(names[1], per_group, buffer.dtype, steps),
+        _host_buffer(names[2], per_group, buffer.dtype, low),
+    )
+    return RestingBuffer(buffer.name, buffer.shape, buffer.dtype, kv_format, tensors)
+
+
+def _encode(
+    groups: Array, minima: Singles, steps: Singles, floats: FloatFormat, bits: int
+) -> Codes:
+    num_groups, size = groups.shape
+    codes = np.empty((num_groups, size * bits // 8), np.uint8)
+    singles = np.empty((min(_AT_ONCE, num_groups), size), np.float32)
+    counts = np.empty(singles.shape, np.uint8)
+    inverse = 1 / steps
+    for first in range(0, num_groups, _AT_ONCE):
+        rows = slice(first, first + _AT_ONCE)
+        here = singles[: len(groups[rows])]
+        floats.widen(groups[rows], here)
+        # Subtracted first: the difference is exact where it is small, so no count overflows.
+        np.subtract(here, minima[rows, None], out=here)
+        np.multiply(here, inverse[rows, None], out=here)
+        np.add(here, np.float32(0.5), out=here)
+        if bits == 8:
+            np.copyto(codes[rows], here, casting="unsafe")
+            continue
+        count = counts[: len(here)]
+        np.copyto(count, here, casting="unsafe")
+        np.left_shift(count[:, size // 2 :], 4, out=codes[rows])
+        np.bitwise_or(codes[rows], count[:, : size // 2], out=codes[rows])
+    return codes
+
+
+def _expanded(resting: RestingBuffer) -> HostBuffer:
+    floats, group = FLOATS.get(resting.dtype), _group_size(resting.shape)
+    bits = _BITS.get(resting.kv_format)
+    if floats is None or group is None or bits is None:
+        raise CacheCorruptionError(f"{resting.name} cannot rest as {resting.kv_format}")
+    num_groups = math.prod(resting.shape) // group
+    sizes = (group * bits // 8, floats.array.itemsize, floats.array.itemsize)
+    if [memoryview(tensor.data).nbytes for tensor in resting.tensors] != [
+        num_groups * size for size in sizes
+    ]:
+        raise CacheCorruptionError(f"{resting.name} has not the size of its shape")
+    codes = np.frombuffer(resting.tensors[0].data, np.uint8)
+    steps, minima = (np.frombuffer(t.data, floats.array) for t in resting.tensors[1:])
+    # What a hostile file makes of this is not a number; that is not worth a warning.
+    with np.errstate(all="ignore"):
+        numbers = _decode(
+            codes.reshape(num_groups, -1),
+            floats.widened(steps),
+            floats.widened(minima),
+            floats,
+            group,
+        )
+    return _host_buffer(resting.name, resting.shape, resting.dtype, numbers)
+
+
+def _decode(codes: Codes, steps: Singles, minima: Singles, floats: FloatFormat, size: int) -> Array:
+    numbers = np.empty((len(codes), size), floats.array)
+    singles = np.empty((min(_AT_ONCE, len(codes)), size), np.float32)
+    for first in range(0, len(codes), _AT_ONCE):
+        rows = slice(first, first + _AT_ONCE)
+        here, code = singles[: len(codes[rows])], codes[rows]
+        if code.shape[1] == size:
+            np.copyto(here, code)
+        else:
+            np.copyto(here[:, : size // 2], code & 0xF)
+            np.copyto(here[:, size // 2 :], code >> 4)
+        np.multiply(here, steps[rows, None], out=here)
+        np.add(here, minima[rows, None], out=here)
+        floats.narrow(here, numbers[rows])
+    return numbers
+
+
+def _host_buffer(name: str, shape: tuple[int, ...], dtype: str, array: Array) -> HostBuffer:
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return HostBuffer(name, shape, dtype, data)

@@ -1,0 +1,1 @@
+"""Replies held to a form while they are decoded."""

@@ -1,0 +1,121 @@
+"""What is asked of the ledger, as SQL. It opens no connection and no transaction."""
+
+import sqlite3
+
+from semantic.adapters.outbound.ledger.rows import (
+    read_agent,
+    read_parts,
+    read_pointer,
+    read_tenant,
+    read_turn,
+)
+from semantic.adapters.outbound.ledger.schema import AGENTS, TENANTS
+from semantic.domain.agents import Pointer, Turn
+from semantic.domain.blocks import BlockName
+from semantic.ports.persistence import LedgerState, TurnPlace
+
+# UNION ends a walk that comes back to where it was, which only a damaged ledger can make it do.
+_WALK = """
+WITH RECURSIVE walk (id, parent) AS (
+    SELECT id, parent FROM turns WHERE id = :head AND tenant = :tenant
+    UNION SELECT turns.id, turns.parent FROM walk
+        JOIN turns ON turns.id = walk.parent AND turns.tenant = :tenant
+    LIMIT :limit
+)
+SELECT turns.* FROM walk CROSS JOIN turns ON turns.id = walk.id AND turns.tenant = :tenant
+"""
+_ANCESTRY = """
+WITH RECURSIVE walk (id, parent) AS (
+    SELECT id, parent FROM turns WHERE id = :head AND tenant = :tenant
+    UNION SELECT turns.id, turns.parent FROM walk
+        JOIN turns ON turns.id = walk.parent AND turns.tenant = :tenant
+        WHERE walk.id <> :until
+)
+SELECT id, parent FROM walk
+"""
+_PLACE = "SELECT num_tokens, root, block, pointer_tokens FROM turns WHERE id = ? AND tenant = ?"
+_POINTERS = """
+WITH RECURSIVE reached (id, tenant) AS (
+    SELECT head, tenant FROM agents WHERE head IS NOT NULL
+    UNION SELECT turns.parent, turns.tenant FROM reached
+        JOIN turns ON turns.id = reached.id AND turns.tenant = reached.tenant
+        WHERE turns.parent IS NOT NULL
+)
+SELECT DISTINCT root, block, pointer_tokens FROM reached
+    JOIN turns ON turns.id = reached.id AND turns.tenant = reached.tenant
+    WHERE block IS NOT NULL
+"""
+_TURNS_AT = """
+SELECT * FROM turns WHERE block = ? AND tenant = ? AND root = ?
+    ORDER BY created_at DESC, rowid DESC
+"""
+
+
+def read_state(connection: sqlite3.Connection, problem: str) -> LedgerState:
+    """Read what a server must know from the start.
+
+    Raises:
+        DamagedLedgerError: a row is not as it was written.
+    """
+    is_lost = connection.execute("SELECT value FROM facts WHERE name = 'is_index_lost'").fetchone()
+    return LedgerState(
+        tenants=tuple(read_tenant(row) for row in connection.execute(TENANTS.forwards)),
+        agents=tuple(read_agent(row) for row in connection.execute(AGENTS.forwards)),
+        parts=tuple(read_parts(connection.execute("SELECT * FROM parts"))),
+        is_index_lost=is_lost != (0,),
+        problem=problem,
+    )
+
+
+def read_place(connection: sqlite3.Connection, tenant: str, turn_id: str) -> TurnPlace | None:
+    """Read where a turn ended, without what was said in it."""
+    row = connection.execute(_PLACE, (turn_id, tenant)).fetchone()
+    if row is None:
+        return None
+    num_tokens, *place = row
+    return TurnPlace(num_tokens, None if place[1] is None else read_pointer(tuple(place)))
+
+
+def read_turns(
+    connection: sqlite3.Connection, tenant: str, head: str, limit: int
+) -> tuple[Turn, ...]:
+    """Read the turns that led to `head`, the latest first, at most `limit`."""
+    if limit <= 0:
+        return ()
+    rows = connection.execute(_WALK, {"head": head, "tenant": tenant, "limit": limit})
+    found = {turn.id: turn for turn in map(read_turn, rows.fetchall())}
+    # SQL promises no order.
+    log: list[Turn] = []
+    next_id: str | None = head
+    while next_id in found:
+        turn = found.pop(next_id)
+        log.append(turn)
+        next_id = turn.parent
+    return tuple(log)
+
+
+def read_ancestry(
+    connection: sqlite3.Connection, tenant: str, head: str, until: str
+) -> tuple[str, ...]:
+    """Read the ids of the turns that led to `head`, the latest first, down to `until`."""
+    named = {"head": head, "tenant": tenant, "until": until}
+    parents = dict(connection.execute(_ANCESTRY, named).fetchall())
+    log: list[str] = []
+    next_id: str | None = head
+    while next_id is not None and next_id in parents:
+        log.append(next_id)
+        next_id = parents.pop(next_id)
+    return tuple(log)
+
+
+def read_turns_at(
+    connection: sqlite3.Connection, tenant: str, root: BlockName, block: BlockName
+) -> tuple[Turn, ...]:
+    """Read the turns that point at or into a block, the latest first."""
+    rows = connection.execute(_TURNS_AT, (block, tenant, root)).fetchall()
+    return tuple(map(read_turn, rows))
+
+
+def read_pointers(connection: sqlite3.Connection) -> tuple[Pointer, ...]:
+    """Read where all turns that an agent reaches end."""
+    return tuple(map(read_pointer, connection.execute(_POINTERS).fetchall()))

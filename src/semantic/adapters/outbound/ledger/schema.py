@@ -1,0 +1,155 @@
+"""The ledger's tables, their versions, and the statements that move whole rows.
+
+What the values in a row mean is in `rows.py`.
+"""
+
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+
+APPLICATION_ID = 0x53454D41
+_FIRST = """
+CREATE TABLE tenants (
+    id TEXT NOT NULL, salt BLOB NOT NULL, crc INTEGER NOT NULL, PRIMARY KEY (id)
+);
+CREATE TABLE agents (
+    tenant TEXT NOT NULL, id TEXT NOT NULL, head TEXT, last_used REAL NOT NULL,
+    body TEXT NOT NULL, crc INTEGER NOT NULL, PRIMARY KEY (tenant, id)
+);
+CREATE TABLE turns (
+    id TEXT NOT NULL, tenant TEXT NOT NULL, parent TEXT, agent TEXT NOT NULL,
+    num_tokens INTEGER NOT NULL, created_at REAL NOT NULL,
+    root BLOB, block BLOB, pointer_tokens INTEGER, is_durable INTEGER NOT NULL,
+    tokens BLOB NOT NULL, body TEXT NOT NULL, crc INTEGER NOT NULL, PRIMARY KEY (id, tenant)
+);
+CREATE INDEX turns_by_block ON turns (block, tenant) WHERE block IS NOT NULL;
+CREATE TABLE replays (
+    tenant TEXT NOT NULL, key BLOB NOT NULL, tokens BLOB NOT NULL, at REAL NOT NULL,
+    crc INTEGER NOT NULL, PRIMARY KEY (tenant, key)
+);
+CREATE TABLE parts (
+    name BLOB NOT NULL, kind TEXT NOT NULL, root BLOB NOT NULL, parent BLOB NOT NULL,
+    start INTEGER NOT NULL, tokens BLOB NOT NULL, nbytes INTEGER NOT NULL,
+    last_used REAL NOT NULL, PRIMARY KEY (name, kind)
+);
+CREATE TABLE facts (name TEXT NOT NULL, value INTEGER NOT NULL, PRIMARY KEY (name));
+INSERT INTO facts VALUES ('is_index_lost', 1), ('num_synced', 0);
+"""
+# Each brings a ledger to the version that is its place in the row, counted from one. One is due
+# whenever an older server could not read what a newer one writes, be it inside of a body.
+MIGRATIONS: tuple[str, ...] = (_FIRST,)
+
+
+def latest_version() -> int:
+    """The version that this server reads and writes."""
+    return len(MIGRATIONS)
+
+
+class NewerLedgerError(Exception):
+    """The ledger was written by a server that knows more than this one."""
+
+
+class DamagedLedgerError(Exception):
+    """The file, or a row in it, is not as it was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table whose rows are the truth and end with their checksum.
+
+    Attributes:
+        unsealed: Columns that change after the row is written; the checksum leaves them out.
+    """
+
+    name: str
+    insert: str
+    fill: str
+    forwards: str
+    backwards: str
+    unsealed: range = range(0)
+
+
+TENANTS = Table(
+    "tenants",
+    insert="INSERT OR REPLACE INTO tenants VALUES (?,?,?)",
+    fill="INSERT OR IGNORE INTO tenants VALUES (?,?,?)",
+    forwards="SELECT * FROM tenants ORDER BY rowid",
+    backwards="SELECT * FROM tenants ORDER BY rowid DESC",
+)
+AGENTS = Table(
+    "agents",
+    insert="INSERT OR REPLACE INTO agents VALUES (?,?,?,?,?,?)",
+    fill="INSERT OR IGNORE INTO agents VALUES (?,?,?,?,?,?)",
+    forwards="SELECT * FROM agents ORDER BY rowid",
+    backwards="SELECT * FROM agents ORDER BY rowid DESC",
+)
+TURNS = Table(
+    "turns",
+    insert="INSERT OR REPLACE INTO turns VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
+    fill="INSERT OR IGNORE INTO turns VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
+    forwards="SELECT * FROM turns ORDER BY rowid",
+    backwards="SELECT * FROM turns ORDER BY rowid DESC",
+    unsealed=range(6, 10),
+)
+REPLAYS = Table(
+    "replays",
+    insert="INSERT OR REPLACE INTO replays VALUES (?,?,?,?,?)",
+    fill="INSERT OR IGNORE INTO replays VALUES (?,?,?,?,?)",
+    forwards="SELECT * FROM replays ORDER BY rowid",
+    backwards="SELECT * FROM replays ORDER BY rowid DESC",
+)
+# Turns before agents: an agent is judged by the turns that are there.
+SEALED_TABLES = (TENANTS, TURNS, AGENTS, REPLAYS)
+INSERT_PART = "INSERT OR REPLACE INTO parts VALUES (?,?,?,?,?,?,?,?)"
+
+
+def check_tables(connection: sqlite3.Connection) -> None:
+    """Compare the tables of a ledger of the latest version with those it should have.
+
+    Raises:
+        DamagedLedgerError: one is missing or different.
+    """
+    query = "SELECT name, sql FROM sqlite_master"
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as ideal:
+        migrate(ideal, 0)
+        expected = set(ideal.execute(query))
+    missing = expected.difference(connection.execute(query))
+    if missing:
+        raise DamagedLedgerError(f"the table {min(missing)[0]} is not as it should be")
+
+
+def num_logged(connection: sqlite3.Connection) -> int:
+    """Read how many changes of agents and turns a ledger has seen; 0 in those of older servers."""
+    row = connection.execute("SELECT value FROM facts WHERE name = 'num_logged'").fetchone()
+    return int(row[0]) if row else 0
+
+
+def set_num_logged(connection: sqlite3.Connection, number: int) -> None:
+    """Write it; mutates the ledger."""
+    connection.execute("INSERT OR REPLACE INTO facts VALUES ('num_logged', ?)", (number,))
+
+
+def version_of(connection: sqlite3.Connection) -> int:
+    """Read which migrations a ledger has seen; 0 is a file without tables.
+
+    Raises:
+        NewerLedgerError: more than this server knows.
+        DamagedLedgerError: it is something else than a ledger.
+    """
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if application != APPLICATION_ID and (num_tables or version):
+        raise DamagedLedgerError("it is no ledger")
+    if version > latest_version():
+        raise NewerLedgerError(f"format {version}, this one knows {latest_version()}")
+    return int(version)
+
+
+def migrate(connection: sqlite3.Connection, version: int) -> None:
+    """Bring a ledger from a version to the latest, in one transaction; mutates the file."""
+    scripts = "".join(MIGRATIONS[version:])
+    connection.executescript(
+        f"BEGIN IMMEDIATE; {scripts} PRAGMA application_id = {APPLICATION_ID};"
+        f"PRAGMA user_version = {latest_version()}; COMMIT;"
+    )

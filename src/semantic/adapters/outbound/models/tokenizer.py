@@ -1,0 +1,212 @@
+"""A model directory's tokenizer and chat template, without loading transformers.
+
+Reads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json` and, where present,
+`chat_template.jinja`. Byte-level and SentencePiece-style vocabularies are understood.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from functools import lru_cache
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer
+
+from semantic.adapters.outbound.models.chat_template import ChatTemplate, template_source
+from semantic.domain.chat import JsonObject
+from semantic.domain.errors import InvalidRequestError
+from semantic.ports.outbound import SpecialToken
+
+_SPACE_MARK = "\u2581"  # SentencePiece writes a space as this
+_BEFORE = "\ufdd0before\ufdd0"  # stands for what comes before a run of text
+
+
+class HFTokenizer:
+    """`TokenizerPort` over a Hugging Face model directory."""
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise InvalidRequestError(
+                f"{directory} has no tokenizer.json; only fast tokenizers are supported.",
+                param="model",
+            )
+        self._tokenizer = Tokenizer.from_file(str(path))
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {token_id for token_id, token in added.items() if token.special}
+        self.special_tokens = tuple(
+            SpecialToken(token_id, token.content, token.lstrip, token.rstrip)
+            for token_id, token in added.items()
+            if token.special
+        )
+        self._special_ids = {token.text: token.id for token in self.special_tokens}
+        self._plain = _PlainEncoder(path, self.special_tokens)
+        self._piece_bytes = _piece_decoder(json.loads(path.read_text("utf-8")).get("decoder"))
+        config = _read_json(directory / "tokenizer_config.json")
+        self._eos_ids = self._find_eos(config, _read_json(directory / "generation_config.json"))
+        named = ("bos_token", "eos_token", "pad_token", "unk_token")
+        self._chat_template = template_source(directory, config)
+        self._template = ChatTemplate(
+            self._chat_template, {key: _token_text(config.get(key)) for key in named}
+        )
+        self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a reply."""
+        return self._eos_ids
+
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """Texts that are single ids and no part of a reply's text."""
+        return self._special_ids
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source."""
+        return self._chat_template
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenise; special tokens in the text become their ids, none is added."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Tokenise a whole prompt, after the token that begins texts where there is one."""
+        ids = self.encode(text)
+        begun = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
+        is_begun = not begun or begun[0] in self.eos_ids or ids[:1] == begun
+        return ids if is_begun else [*begun, *ids]
+
+    def encode_plain(self, text: str, *, is_start: bool = False) -> list[int]:
+        """Tokenise text as it is: no id of the result is special."""
+        return self._plain.encode(text, is_start=is_start)
+
+    def _token_bytes(self, token: int) -> bytes:
+        """Return what a token contributes to the text."""
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None or token in self._special:
+            return b""
+        return self._piece_bytes(piece)
+
+    def render_chat(
+        self,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] = (),
+        *,
+        add_generation_prompt: bool = True,
+        today: date | None = None,
+        is_thinking: bool | None = None,
+    ) -> str:
+        """Apply the model's chat template."""
+        return self._template.render(
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            today=today,
+            is_thinking=is_thinking,
+        )
+
+    def _find_eos(self, config: JsonObject, generation: JsonObject) -> frozenset[int]:
+        ids = generation.get("eos_token_id")
+        found = {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
+        named = self._tokenizer.token_to_id(_token_text(config.get("eos_token")))
+        return frozenset(found | ({named} if named is not None else set()))
+
+
+class _PlainEncoder:
+    """The same vocabulary, blind to special tokens."""
+
+    def __init__(self, path: Path, special: Sequence[SpecialToken]) -> None:
+        self._tokenizer = Tokenizer.from_file(str(path))
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.add_tokens([AddedToken(_BEFORE, normalized=False)])
+        # A vocabulary may have nothing but the unknown token for a character.
+        unknown = getattr(self._tokenizer.model, "unk_token", None)
+        forbidden = {token.text: token.id for token in special if token.text != unknown}
+        forbidden[_BEFORE] = self._tokenizer.get_vocab()[_BEFORE]
+        self._forbidden = set(forbidden.values())
+        self._first_letters = re.compile(
+            "|".join(f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})" for text in forbidden)
+        )
+
+    def encode(self, text: str, *, is_start: bool) -> list[int]:
+        ids = self._ids(text, is_start=is_start)
+        if self._forbidden.isdisjoint(ids):
+            return ids
+        # Its ordinary vocabulary holds a special token's text: cut each spelling in two.
+        pieces = self._first_letters.split(text)
+        ids = [
+            token
+            for number, piece in enumerate(pieces)
+            for token in self._ids(piece, is_start=is_start and number == 0)
+        ]
+        return [token for token in ids if token not in self._forbidden]
+
+    def _ids(self, text: str, *, is_start: bool) -> list[int]:
+        if is_start:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._tokenizer.encode(_BEFORE + text, add_special_tokens=False).ids[1:]
+
+
+def _read_json(path: Path) -> JsonObject:
+    content = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    return content if isinstance(content, dict) else {}
+
+
+def _token_text(value: object) -> str:
+    """A token is written as a string, or as an object with its `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _piece_decoder(decoder: object) -> Callable[[str], bytes]:
+    """Choose how vocabulary pieces turn into bytes, by the tokenizer's own decoder."""
+    kinds = _decoder_kinds(decoder)
+    if "ByteLevel" in kinds:
+        return _byte_level_bytes
+    if kinds & {"ByteFallback", "Metaspace", "Replace"}:
+        return _sentencepiece_bytes
+    raise InvalidRequestError(
+        f"tokenizers with the decoder {sorted(kinds) or 'none'} are not supported.", param="model"
+    )
+
+
+def _decoder_kinds(decoder: object) -> set[str]:
+    if not isinstance(decoder, dict):
+        return set()
+    kinds = {str(decoder.get("type"))}
+    for inner in decoder.get("decoders") or ():
+        kinds |= _decoder_kinds(inner)
+    return kinds
+
+
+def _byte_level_bytes(piece: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF_CHAR[char] for char in piece)
+    except KeyError:
+        return piece.encode()  # an added token, written as itself
+
+
+def _sentencepiece_bytes(piece: str) -> bytes:
+    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        return bytes.fromhex(piece[3:5])
+    return piece.replace(_SPACE_MARK, " ").encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that byte-level vocabularies write for each byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return alphabet
+
+
+_BYTE_OF_CHAR = _byte_alphabet()

@@ -1,0 +1,166 @@
+"""The cache as those see it who look after it: figures, and what is done by hand."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+
+from semantic.application.agents.feed import EventFeed
+from semantic.application.agents.ledger import AgentLedger
+from semantic.application.agents.turn_watch import TurnWatch
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.cache.upkeep import Housekeeping
+from semantic.application.cache.writer import DiskTier
+from semantic.application.engine.device_thread import DeviceThread
+from semantic.domain.agents import Agent, Principal, Tier
+from semantic.domain.errors import ModelSwapError
+from semantic.domain.feed import AgentChanged, AgentDeed
+from semantic.ports.cache import CacheCounts, CacheOverview, CheckProgress
+from semantic.ports.inbound import StateView
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCache:
+    """What is there once a model is loaded."""
+
+    store: AgentCacheStore
+    housekeeping: Housekeeping
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBudgets:
+    """How much may be kept, in bytes."""
+
+    disk: int
+    queue: int
+
+
+class CacheService:
+    """`CacheManagementPort` over one store. Safe on any thread."""
+
+    def __init__(
+        self,
+        opened: Callable[[], OpenCache | None],
+        agents: AgentLedger,
+        device: DeviceThread,
+        watch: TurnWatch,
+        feed: EventFeed,
+        disk: DiskTier | None,
+        budgets: CacheBudgets,
+    ) -> None:
+        self._opened = opened
+        self._agents = agents
+        self._device = device
+        self._watch = watch
+        self._feed = feed
+        self._disk = disk
+        self._budgets = budgets
+
+    def state(self, agent: Agent) -> StateView:
+        """See where an agent's state is; nowhere before the model is loaded."""
+        opened = self._opened()
+        return opened.housekeeping.footprint(agent) if opened else StateView()
+
+    def repin(self) -> None:
+        """Let pins follow the agents that are pinned now."""
+        opened = self._opened()
+        if opened is not None:
+            opened.housekeeping.refresh_pins()
+
+    def prefetch(self, principal: Principal, agent_id: str) -> int:
+        """Begin to read an agent's state into memory."""
+        agent = self._agents.get(principal.tenant, agent_id)
+        return self._ready().housekeeping.prefetch(agent)
+
+    def evict(self, principal: Principal, agent_id: str, *, is_cold: bool) -> StateView:
+        """Drop an agent's own state from memory, working copies too, and from disk if asked."""
+        agent = self._agents.get(principal.tenant, agent_id)
+        housekeeping = self._ready().housekeeping
+        closing = self._device.close_idle(f"{agent.tenant}/{agent.id}")
+        try:
+            closing.result(_CLOSE_TIMEOUT_S)
+        except FutureTimeoutError as error:
+            raise ModelSwapError("the device is busy.", retry_after_s=2) from error
+        if self._disk is not None:
+            self._disk.flush(_CLOSE_TIMEOUT_S)  # what is being written cannot be dropped
+        housekeeping.evict(agent, is_cold=is_cold)
+        self._feed.publish(AgentChanged(agent.tenant, agent.id, AgentDeed.EVICTED))
+        return self.state(agent)
+
+    def collect(self, orphan_age_s: float | None) -> int:
+        """Delete what no agent reaches."""
+        return self._ready().housekeeping.collect(orphan_age_s=orphan_age_s)
+
+    def verify(self) -> Iterator[CheckProgress]:
+        """Read and check every file."""
+        return self._ready().housekeeping.verify()
+
+    def sample(self) -> tuple[CacheCounts, str]:
+        """Read the counters and the memory's pressure."""
+        opened = self._opened()
+        if opened is None:
+            return CacheCounts(), "none"
+        counters = opened.store.counters
+        counts = CacheCounts(
+            sealed=counters.sealed,
+            evicted=counters.evicted,
+            restored=counters.read,
+            written=counters.written,
+            corrupt=counters.corrupt,
+        )
+        return counts, opened.store.usage().pressure.name.lower()
+
+    def overview(self, principal: Principal) -> CacheOverview:
+        """Read all figures."""
+        opened = self._ready()
+        usage = opened.store.usage()
+        counts, pressure = self.sample()
+        num_replies, reuse = self._watch.totals
+        logical, unique, tiers = self._shared(opened, principal)
+        with opened.store.lock:
+            files = [part.nbytes for node in opened.store.index for part in node.files.values()]
+        return CacheOverview(
+            memory_budget=usage.total,
+            memory_used=usage.used,
+            memory_working=usage.working,
+            pressure=pressure,
+            num_blocks=usage.num_blocks,
+            disk_budget=self._budgets.disk if self._disk else 0,
+            disk_used=sum(files),
+            disk_other=self._disk.other_bytes if self._disk else 0,
+            num_files=len(files),
+            queue_budget=self._budgets.queue if self._disk else 0,
+            queue_used=self._disk.queued_bytes if self._disk else 0,
+            tiers=tuple(tiers.items()),
+            logical_bytes=logical,
+            unique_bytes=unique,
+            num_replies=num_replies,
+            reuse=reuse,
+            counts=counts,
+            num_live=self._device.num_live,
+            problem=self._disk.problem if self._disk else "",
+        )
+
+    def _shared(self, opened: OpenCache, principal: Principal) -> tuple[int, int, dict[Tier, int]]:
+        """Bytes that agents reach, counted for each and counted once, and where agents are."""
+        logical, unique = 0, {}
+        tiers = Counter(dict.fromkeys(Tier, 0))
+        for agent in self._agents.agents(principal.tenant):
+            pointer = self._agents.place(agent).pointer
+            tiers[opened.housekeeping.footprint(agent).tier] += 1
+            with opened.store.lock:
+                for node in opened.store.index.chain(pointer.block) if pointer else ():
+                    in_memory = sum(payload.nbytes for payload in node.payloads.values())
+                    on_disk = sum(part.nbytes for part in node.files.values())
+                    unique[node.name] = max(in_memory, on_disk)
+                    logical += unique[node.name]
+        return logical, sum(unique.values()), dict(tiers)
+
+    def _ready(self) -> OpenCache:
+        self._device.ready_model()
+        opened = self._opened()
+        if opened is None:
+            raise ModelSwapError("the model is loading.", retry_after_s=2)
+        return opened

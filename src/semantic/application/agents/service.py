@@ -1,0 +1,212 @@
+"""Agents as things one can hold: made, listed, changed, forked, taken back, explained."""
+
+import base64
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from semantic.application.agents.cache_admin import CacheService
+from semantic.application.agents.feed import EventFeed
+from semantic.application.agents.ledger import AgentLedger
+from semantic.application.requests.stateful import StatefulChat
+from semantic.domain.agents import Agent, Principal, Turn
+from semantic.domain.errors import ConflictError, InvalidRequestError
+from semantic.domain.feed import AgentChanged, AgentDeed
+from semantic.ports.inbound import (
+    AgentPage,
+    AgentQuery,
+    AgentView,
+    DivergenceView,
+    Explanation,
+    NewTurn,
+    Reply,
+)
+
+_SHOWN_TOKENS = 24
+_PAST = ("head", "num_turns", "created_at", "last_used")
+Detokenise = Callable[[Sequence[int]], str]
+
+
+class AgentService:
+    """`AgentManagementPort` over a ledger."""
+
+    def __init__(
+        self,
+        agents: AgentLedger,
+        chat: StatefulChat,
+        cache: CacheService,
+        feed: EventFeed,
+        detokenise: Detokenise,
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            agents: All agents and turns.
+            chat: Answers in their conversations.
+            cache: Knows where their state is.
+            feed: Is told what is done to them.
+            detokenise: Shows tokens to people; an empty text before the model is there.
+        """
+        self._agents = agents
+        self._chat = chat
+        self._cache = cache
+        self._feed = feed
+        self._detokenise = detokenise
+
+    # -- one agent ------------------------------------------------------------------------------
+
+    def create(self, agent: Agent) -> tuple[AgentView, bool]:
+        """Add an agent; one with the same settings is returned as it is."""
+        try:
+            made = self._agents.create(agent)
+        except ConflictError:
+            known = self._agents.get(agent.tenant, agent.id)
+            past = {name: getattr(known, name) for name in _PAST}
+            if replace(agent, **past) != known:
+                raise
+            return self._view(known), False
+        self._tell(made, AgentDeed.CREATED)
+        return self._view(made), True
+
+    def get(self, principal: Principal, agent_id: str) -> AgentView:
+        """Find an agent."""
+        return self._view(self._agents.get(principal.tenant, agent_id))
+
+    def update(
+        self, principal: Principal, agent_id: str, edit: Callable[[Agent], Agent]
+    ) -> AgentView:
+        """Change an agent's settings."""
+        was_pinned = self._agents.get(principal.tenant, agent_id).is_pinned
+        changed = self._agents.update(principal.tenant, agent_id, edit)
+        if was_pinned != changed.is_pinned:
+            self._cache.repin()
+        self._tell(changed, AgentDeed.UPDATED)
+        return self._view(changed)
+
+    def delete(self, principal: Principal, agent_id: str) -> None:
+        """Remove an agent and end the turn that is running."""
+        gone = self._agents.delete(principal.tenant, agent_id)
+        # In this order: what ends between the two finds no agent to log it for.
+        self._chat.cancel(principal.tenant, agent_id)
+        if gone.is_pinned:
+            self._cache.repin()
+        self._tell(gone, AgentDeed.DELETED)
+
+    async def generate(self, principal: Principal, agent_id: str, ask: NewTurn) -> Reply:
+        """Answer new messages in an agent's conversation."""
+        return await self._chat.generate(principal, agent_id, ask)
+
+    # -- its past -------------------------------------------------------------------------------
+
+    def fork(
+        self, principal: Principal, agent_id: str, new_ids: Sequence[str], turn_id: str | None
+    ) -> tuple[AgentView, ...]:
+        """Make other agents with the same past."""
+        made = self._agents.fork(principal.tenant, agent_id, new_ids, turn_id)
+        for agent in made:
+            self._tell(agent, AgentDeed.FORKED)
+        first = self._view(made[0])
+        return tuple(replace(first, agent=agent) for agent in made)
+
+    def rewind(self, principal: Principal, agent_id: str, turn_id: str | None) -> AgentView:
+        """Go back to an earlier turn and end the one that is running."""
+        agent = self._agents.rewind(principal.tenant, agent_id, turn_id)
+        self._chat.cancel(principal.tenant, agent_id)
+        self._tell(agent, AgentDeed.REWOUND)
+        return self._view(agent)
+
+    def turns(
+        self, principal: Principal, agent_id: str, before: str | None, limit: int
+    ) -> tuple[Turn, ...]:
+        """An agent's turns, the latest first."""
+        agent = self._agents.get(principal.tenant, agent_id)
+        if before is not None:
+            agent = self._agents.before(agent, before)
+        return tuple(self._agents.turns(agent, limit))
+
+    def explain(self, principal: Principal, agent_id: str) -> Explanation:
+        """Say what the latest turn reused, and where its prompt diverged."""
+        agent = self._agents.get(principal.tenant, agent_id)
+        turn = self._agents.turn(agent.tenant, agent.head) if agent.head else None
+        divergence = self._divergence(agent, turn) if turn else None
+        return Explanation(turn, divergence, self._cache.state(agent))
+
+    # -- all of them ----------------------------------------------------------------------------
+
+    def page(self, principal: Principal, query: AgentQuery) -> AgentPage:
+        """List agents; a page begins after the last one of the page before, wherever it is now."""
+        matching = [a for a in self._agents.agents(principal.tenant) if _matches(a, query)]
+        matching.sort(key=lambda a: _rank(a, query), reverse=query.is_descending)
+        rest = matching
+        if query.after is not None:
+            last = _read_cursor(query.after, query)
+            rest = [a for a in matching if _is_after(_rank(a, query), last, query)]
+        shown = rest[: query.limit]
+        cursor = _write_cursor(shown[-1], query) if len(rest) > len(shown) and shown else None
+        return AgentPage(tuple(self._view(agent) for agent in shown), len(matching), cursor)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _view(self, agent: Agent) -> AgentView:
+        is_busy = self._chat.num_inside(agent.tenant, agent.id) > 0
+        num_tokens = self._agents.place(agent).num_tokens
+        return AgentView(agent, num_tokens, self._cache.state(agent), is_busy)
+
+    def _tell(self, agent: Agent, deed: AgentDeed) -> None:
+        self._feed.publish(AgentChanged(agent.tenant, agent.id, deed))
+
+    def _divergence(self, agent: Agent, turn: Turn) -> DivergenceView | None:
+        left = turn.divergence
+        if left is None:
+            return None
+        old = self._agents.tokens_at(agent.tenant, left.turn_id)
+        new = self._agents.tokens_at(agent.tenant, turn.id)
+        start, end = max(0, left.index - _SHOWN_TOKENS), left.index + _SHOWN_TOKENS
+        return DivergenceView(
+            turn_id=left.turn_id,
+            index=left.index,
+            before=self._detokenise(new[start : left.index]),
+            expected=self._detokenise(old[left.index : end]),
+            actual=self._detokenise(new[left.index : end]),
+        )
+
+
+def _matches(agent: Agent, query: AgentQuery) -> bool:
+    return (
+        agent.is_listed
+        and agent.id.startswith(query.id_prefix)
+        and set(query.labels) <= set(agent.labels)
+        and query.is_pinned in (None, agent.is_pinned)
+    )
+
+
+def _rank(agent: Agent, query: AgentQuery) -> tuple[float | str, str]:
+    ranks: dict[str, float | str] = {
+        "last_used": agent.last_used,
+        "created_at": agent.created_at,
+        "num_turns": float(agent.num_turns),
+        "id": agent.id,
+    }
+    return ranks[query.sort], agent.id
+
+
+def _is_after(
+    rank: tuple[float | str, str], last: tuple[float | str, str], query: AgentQuery
+) -> bool:
+    # The cursor was checked to be of the same kind.
+    return rank < last if query.is_descending else rank > last
+
+
+def _write_cursor(agent: Agent, query: AgentQuery) -> str:
+    return base64.urlsafe_b64encode(json.dumps(_rank(agent, query)).encode()).decode()
+
+
+def _read_cursor(cursor: str, query: AgentQuery) -> tuple[float | str, str]:
+    kind = str if query.sort == "id" else float
+    try:
+        rank, agent_id = json.loads(base64.urlsafe_b64decode(cursor.encode()))
+        if isinstance(rank, kind) and isinstance(agent_id, str):
+            return rank, agent_id
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise InvalidRequestError("this is no cursor of this listing.", param="after")

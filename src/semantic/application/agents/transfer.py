@@ -1,0 +1,261 @@
+"""Agents that leave as a file and come back: here, on another server, or to another model.
+
+Block names depend on the tenant, so attention state that comes in is sealed anew under names of
+its new owner, and all agents with the same beginning share it. So it is taken only from a file that
+this server signed, or one it trusts: of a stranger's file what was said is taken, and tokens and
+state are made again. State is only a cache: what finds no room is computed when it is needed.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from semantic.application.agents.cache_admin import OpenCache
+from semantic.application.agents.feed import EventFeed
+from semantic.application.agents.ledger import AgentLedger
+from semantic.application.cache.index import BlockNode
+from semantic.application.cache.writer import DiskTier
+from semantic.application.engine.device_thread import DeviceThread, LoadedModel
+from semantic.domain.agents import Agent, Pointer, Principal, Turn
+from semantic.domain.blocks import BlockName, unpack_tokens
+from semantic.domain.errors import (
+    AgentNotFoundError,
+    CacheCorruptionError,
+    ConflictError,
+    InvalidRequestError,
+    ModelSwapError,
+)
+from semantic.domain.feed import AgentChanged, AgentDeed
+from semantic.domain.spec import LayerKind
+from semantic.ports.inbound import Imported
+from semantic.ports.outbound import KVPayload
+from semantic.ports.persistence import AgentFilePort, ExportHead, ExportItem, ExportPart
+
+OpenFile = Callable[[], Iterable[bytes]]
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """What a file was found to hold."""
+
+    head: ExportHead
+    turns: list[Turn] = field(default_factory=list)
+    num_parts: int = 0
+
+
+class AgentTransfer:
+    """`AgentTransferPort` over a store and a ledger."""
+
+    def __init__(
+        self,
+        agents: AgentLedger,
+        opened: Callable[[], OpenCache | None],
+        device: DeviceThread,
+        disk: DiskTier | None,
+        files: AgentFilePort,
+        feed: EventFeed,
+    ) -> None:
+        self._agents = agents
+        self._opened = opened
+        self._device = device
+        self._disk = disk
+        self._files = files
+        self._feed = feed
+
+    # -- out ------------------------------------------------------------------------------------
+
+    def export(self, principal: Principal, agent_id: str) -> Iterator[bytes]:
+        """Write an agent with its turns and attention state as one file, piece by piece."""
+        agent = self._agents.get(principal.tenant, agent_id)
+        model = self._device.ready_model()
+        return self._files.write(self._items(agent, model))
+
+    def _items(self, agent: Agent, model: LoadedModel) -> Iterator[ExportItem]:
+        yield ExportHead(agent, model.id, _fingerprint(model), model.backend.traits.kv_abi)
+        turns = self._agents.turns(agent, limit=max(agent.num_turns, 1))
+        yield from reversed(turns)
+        if turns and turns[0].pointer is not None:
+            yield from self._parts(turns[0].pointer)
+
+    def _parts(self, pointer: Pointer) -> Iterator[ExportPart]:
+        """The parts of all blocks on the way to a pointer, as far as they can be had."""
+        opened = self._opened()
+        if opened is None:
+            return
+        with opened.store.lock:
+            chain = opened.store.index.chain(pointer.block)
+        for node in chain:
+            kinds = [kind for kind in LayerKind if node.has(kind)]
+            try:
+                payloads = [(kind, self._payload(node, kind)) for kind in kinds]
+            except CacheCorruptionError:
+                return
+            if LayerKind.FULL not in kinds:
+                return
+            for kind, payload in payloads:
+                yield ExportPart(node.part(kind), payload)
+
+    def _payload(self, node: BlockNode, kind: LayerKind) -> KVPayload:
+        payload, part = node.payloads.get(kind), node.files.get(kind)
+        if payload is not None:
+            return payload
+        if part is None or self._disk is None:
+            raise CacheCorruptionError(f"block {node.name.short} is gone")
+        return self._disk.read(part).result()
+
+    # -- in -------------------------------------------------------------------------------------
+
+    def take_in(
+        self,
+        principal: Principal,
+        open_file: OpenFile,
+        new_id: str | None,
+        *,
+        is_messages_only: bool,
+    ) -> Imported:
+        """Take in an exported agent; the whole file is checked before anything is changed."""
+        signer = self._files.check(open_file())
+        is_trusted = bool(signer) and not is_messages_only
+        arrival = _checked(self._files.read(open_file(), has_parts=is_trusted))
+        known = arrival.head.agent
+        known = known.named(new_id) if new_id else known
+        self._require_free(principal, known.id)
+        names: dict[BlockName, BlockName] = {}
+        root = BlockName()
+        if not is_messages_only:
+            model = self._device.ready_model()
+            _require_same_model(arrival.head, model)
+            root = model.root(principal)
+        if is_trusted and arrival.num_parts:
+            names = self._seal(root, self._files.read(open_file(), has_parts=True))
+        now = time.time()
+        turns = _renamed(arrival.turns, known.id, now)
+        turns = _placed(turns, root, names) if is_trusted else _unplaced(turns)
+        agent = replace(
+            known,
+            tenant=principal.tenant,
+            head=turns[-1].id if turns else None,
+            num_turns=len(turns),
+            created_at=now,
+            last_used=now,
+            is_pinned=False,
+        )
+        made = self._agents.create(agent, turns)
+        self._feed.publish(AgentChanged(made.tenant, made.id, AgentDeed.IMPORTED))
+        reason = _reason(signer, is_messages_only=is_messages_only, has_state=bool(names))
+        return Imported(made, has_state=bool(names), reason=reason)
+
+    def _require_free(self, principal: Principal, agent_id: str) -> None:
+        try:
+            self._agents.get(principal.tenant, agent_id)
+        except AgentNotFoundError:
+            return
+        raise ConflictError(f"there is an agent {agent_id!r} already.", param="id")
+
+    def _seal(self, root: BlockName, items: Iterator[ExportItem]) -> dict[BlockName, BlockName]:
+        """Keep blocks under names of their new owner; returns which became which."""
+        opened = self._opened()
+        if opened is None:
+            raise ModelSwapError("the model is loading.", retry_after_s=2)
+        parts = (item for item in items if isinstance(item, ExportPart))
+        names: dict[BlockName, BlockName] = {}
+        is_room = True
+        for name, group in groupby(parts, key=lambda item: item.part.name):
+            block = list(group)  # all items are read: the file is checked to its end
+            part = block[0].part
+            parent = root if part.parent == part.root else names.get(part.parent)
+            if not is_room or parent is None:
+                continue
+            payloads = [item.payload for item in block]
+            sealed = opened.store.seal(root, parent, unpack_tokens(part.tokens), payloads)
+            is_room = sealed is not None
+            if sealed is not None:
+                names[name] = sealed
+                end = part.start + part.num_tokens
+                opened.store.settle([sealed], sealed, [end])
+        return names
+
+
+def _checked(items: Iterator[ExportItem]) -> _Arrival:
+    """Read a file to its end and see that its turns follow one another."""
+    first = next(items, None)
+    if not isinstance(first, ExportHead):
+        raise InvalidRequestError("the file does not begin with an agent.", param="file")
+    arrival = _Arrival(first)
+    for item in items:
+        if isinstance(item, Turn) and not arrival.num_parts:
+            parent = arrival.turns[-1].id if arrival.turns else None
+            if item.parent != parent:
+                raise InvalidRequestError("the file's turns do not follow.", param="file")
+            arrival.turns.append(item)
+        elif isinstance(item, ExportPart):
+            if item.payload.abi != first.abi:
+                raise InvalidRequestError("the file mixes attention state.", param="file")
+            arrival.num_parts += 1
+        else:
+            raise InvalidRequestError("the file's parts are in disorder.", param="file")
+    return arrival
+
+
+def _require_same_model(head: ExportHead, model: LoadedModel) -> None:
+    served = _fingerprint(model), model.backend.traits.kv_abi
+    if (head.fingerprint, head.abi) != served:
+        raise InvalidRequestError(
+            f"the file's attention state is of {head.model!r}, and {model.id!r} cannot use it. "
+            "Import what was said alone, with messages_only=true.",
+            param="messages_only",
+        )
+
+
+def _reason(signer: str, *, is_messages_only: bool, has_state: bool) -> str:
+    if is_messages_only:
+        return "messages_only was asked for"
+    if not signer:
+        return "the file is not signed by this server or one of trusted_export_keys"
+    return f"signed by {signer}" if has_state else "the file held no state that found room"
+
+
+def _renamed(turns: Iterable[Turn], agent_id: str, now: float) -> list[Turn]:
+    """Give turns ids of their own; none is of the future."""
+    renamed: list[Turn] = []
+    for turn in turns:
+        taken = replace(
+            turn,
+            id=f"turn_{secrets.token_hex(12)}",
+            parent=renamed[-1].id if renamed else None,
+            agent_id=agent_id,
+            created_at=min(turn.created_at, now),
+            is_durable=False,
+        )
+        renamed.append(taken)
+    return renamed
+
+
+def _placed(
+    turns: Iterable[Turn], root: BlockName, names: dict[BlockName, BlockName]
+) -> list[Turn]:
+    """Let turns point at the blocks that were kept."""
+    placed = []
+    for turn in turns:
+        block = names.get(turn.pointer.block) if turn.pointer else None
+        pointer = Pointer(root, block, turn.pointer.num_tokens) if turn.pointer and block else None
+        placed.append(replace(turn, pointer=pointer))
+    return placed
+
+
+def _unplaced(turns: Iterable[Turn]) -> list[Turn]:
+    """Leave only what was said: tokens and places of another model, or a stranger's claims."""
+    unplaced: list[Turn] = []
+    num_messages = 0
+    for turn in turns:
+        # Counted anew, since everything that is read of a log later relies on it.
+        num_messages = len(turn.messages) + (0 if turn.holds_all_messages else num_messages)
+        bare = replace(turn, tokens=(), num_tokens=0, digest="", pointer=None)
+        unplaced.append(replace(bare, num_messages=num_messages))
+    return unplaced
+
+
+def _fingerprint(model: LoadedModel) -> str:
+    return model.fingerprint or model.id

@@ -1,0 +1,1 @@
+"""Blocks of attention state: git's objects."""

@@ -1,0 +1,132 @@
+"""What of a known beginning can be restored, and from which parts.
+
+Full-attention layers can be resumed at any token. Window layers need the tokens before it, and
+recurrent layers the state that was taken exactly there; where these are missing, the recall falls
+back to the last place that has them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from semantic.application.cache.index import BlockNode, Match
+from semantic.domain.blocks import BlockName, PartKey
+from semantic.domain.spec import LayerKind, ModelCacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class WantedPart:
+    """A part of a block that a restore needs."""
+
+    node: BlockNode
+    kind: LayerKind
+
+    @property
+    def key(self) -> PartKey:
+        """What tells it from every other part."""
+        return (self.node.name, self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """How to bring a new sequence to `end`.
+
+    Attributes:
+        parts: FULL parts in order, then WINDOW parts in order, then the STATE part.
+        chain: Name of the last block that is used whole.
+        num_whole: Positions of whole blocks; sealing goes on from there.
+    """
+
+    parts: tuple[WantedPart, ...]
+    end: int
+    chain: BlockName
+    num_whole: int
+
+    @classmethod
+    def nothing(cls, root: BlockName) -> "RestorePlan":
+        """Everything is to be computed."""
+        return cls((), 0, root, 0)
+
+
+def plan_restore(
+    root: BlockName, match: Match, spec: ModelCacheSpec, block_ends: frozenset[BlockName]
+) -> RestorePlan:
+    """Plan the longest restore a match allows.
+
+    Args:
+        root: Where the chain begins.
+        match: What is known.
+        spec: Which kinds of layers must be restored.
+        block_ends: Names of the matched blocks that others may follow: not mere tails.
+    """
+    end = _restorable_end(match, spec)
+    nodes = [node for node in match.nodes if node.start < end]
+    if not nodes:
+        return RestorePlan.nothing(root)
+    parts = [WantedPart(node, LayerKind.FULL) for node in nodes]
+    parts += [
+        WantedPart(node, LayerKind.WINDOW) for node in _window_cover(match, spec.window, end) or ()
+    ]
+    if spec.num_state:
+        parts.append(WantedPart(_state_node(match, end), LayerKind.STATE))
+    last = nodes[-1]
+    if last.end == end and last.name in block_ends:
+        return RestorePlan(tuple(parts), end, last.name, end)
+    return RestorePlan(tuple(parts), end, last.parent, last.start)
+
+
+def _restorable_end(match: Match, spec: ModelCacheSpec) -> int:
+    """The last place where all kinds of layers can go on."""
+    if spec.num_state:
+        ends = {node.end for node in _enders(match) if node.has(LayerKind.STATE)}
+    else:
+        ends = {match.end, *(node.end for node in _enders(match) if spec.num_window)}
+    for end in sorted(ends, reverse=True):
+        if not spec.num_window or _window_cover(match, spec.window, end) is not None:
+            return end
+    return 0
+
+
+def _enders(match: Match) -> list[BlockNode]:
+    """Nodes that end on the matched way, each once."""
+    whole = [node for node in match.nodes if node.end <= match.end]
+    return list({node.name: node for node in (*whole, *match.boundaries)}.values())
+
+
+def _window_cover(match: Match, window: int, end: int) -> list[BlockNode] | None:
+    """Nodes whose window parts cover the `window` positions before `end`; None if they cannot."""
+    nodes = {node.name: node for node in (*match.nodes, *match.boundaries)}.values()
+    known = [node for node in nodes if node.has(LayerKind.WINDOW)]
+    cover: list[BlockNode] = []
+    position = end
+    while position > max(0, end - window):
+        fitting = [
+            node
+            for node in known
+            if _window_start(node, window) < position
+            and (node.end == position or (node.end > position and not cover))
+        ]
+        if not fitting:
+            return None
+        cover.append(min(fitting, key=lambda node: _window_start(node, window)))
+        position = _window_start(cover[-1], window)
+    return cover[::-1]
+
+
+def _window_start(node: BlockNode, window: int) -> int:
+    """Where a node's window part begins."""
+    return max(node.start, node.end - window)
+
+
+def _state_node(match: Match, end: int) -> BlockNode:
+    return next(n for n in _enders(match) if n.end == end and n.has(LayerKind.STATE))
+
+
+def kept_windows(
+    nodes: Sequence[BlockNode], boundaries: Sequence[int], window: int
+) -> set[BlockName]:
+    """Of a chain's nodes, those whose window parts a boundary depends on."""
+    return {
+        node.name
+        for node in nodes
+        if any(node.start < end and node.end > end - window for end in boundaries)
+    }

@@ -1,0 +1,374 @@
+"""The disk behind the pool: one thread writes, a few read, and nobody waits for either.
+
+What is handed in is written in order: files first, then in one transaction the rows that speak of
+them. The queue is bounded in bytes; what does not fit stays in memory and is offered again when
+there is room. A disk that fails costs durability, never a request; a ledger that is busy is tried
+again, for turns must not be lost.
+"""
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, assert_never
+
+from semantic.application.engine.row_writer import RowWriter
+from semantic.domain.agents import Pointer
+from semantic.domain.blocks import BlockName, BlockPart
+from semantic.domain.errors import CachePersistenceError, DrainingError
+from semantic.ports.outbound import KVPayload
+from semantic.ports.persistence import (
+    BlockFilesPort,
+    DropPart,
+    LedgerChange,
+    LedgerPort,
+    PutPart,
+)
+
+_log = logging.getLogger(__name__)
+
+_NUM_READERS = 2
+_MAX_BATCH = 256
+_MAX_BATCH_BYTES = 64 * 2**20  # after so much, rows are written: a crash must not lose many
+_RETRY_S = 0.5
+_TELL_AGAIN_S = 60.0
+_MEMORY = 0.9  # how much of what reading took before counts at the next read
+_DOUBT = 0.9  # of what reading is said to take, each time that was too long
+_SLACK = 0.02  # of what blocks may take, freed beyond need, so that it is not done for each file
+_FILE_OVERHEAD = 4096  # what a file holds beside its payload and its ids, at most
+
+
+class PartKeeper(Protocol):
+    """What the disk asks of whoever knows all parts."""
+
+    def end_writing(self, part: BlockPart, *, is_written: bool) -> None:
+        """Take note of the fate of a part that was offered."""
+        ...
+
+    def victims(
+        self, nbytes: int, incoming: BlockPart, *, root: BlockName | None = None, slack: int = 0
+    ) -> list[BlockPart]:
+        """Choose files that make room for another, of one root or of all; none if too few may go.
+
+        Those chosen are forgotten. `slack` is how many bytes beyond `nbytes` would be welcome.
+        """
+        ...
+
+    def disk_bytes(self, root: BlockName) -> int:
+        """Bytes of the files of one root's blocks."""
+        ...
+
+    def is_on_disk(self, pointer: Pointer) -> bool:
+        """Whether all that leads to a place is on disk."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DiskLimits:
+    """How much of the disk may be used.
+
+    Attributes:
+        budget_bytes: Everything in the directory, other models' files and the ledger too.
+        queue_bytes: The most that waits to be written.
+        tenant_bytes: Blocks of one tenant, for each model; None is as many as the budget allows.
+    """
+
+    budget_bytes: int
+    queue_bytes: int
+    tenant_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _WritePart:
+    part: BlockPart
+    payload: KVPayload
+
+
+@dataclass(frozen=True, slots=True)
+class _Delete:
+    parts: tuple[BlockPart, ...]
+    is_bad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    changes: tuple[LedgerChange, ...]
+    done: Future[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+_Item: TypeAlias = _WritePart | _Delete | _Change | _Stop
+
+
+class DiskTier:
+    """Files and ledger of one directory. All methods are safe on any thread and return at once."""
+
+    def __init__(
+        self,
+        files: BlockFilesPort,
+        ledger: LedgerPort,
+        limits: DiskLimits,
+        *,
+        is_synced: bool = False,
+    ) -> None:
+        self._files = files
+        self._limits = limits
+        self._is_synced = is_synced
+        self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._queued_bytes = 0
+        self._read_seconds = 0.0
+        self._read_bytes = 0.0
+        self._problems: dict[str, str] = {}  # of files, and of the ledger
+        self._told_at: dict[str, float] = {}
+        self._is_drained = threading.Event()
+        self._is_closed = False
+        self._deadline = math.inf
+        self._readers = ThreadPoolExecutor(_NUM_READERS, "semantic-reader")
+        self._writer = threading.Thread(target=self._run, name="semantic-writer", daemon=True)
+        # The writer's own.
+        self._is_stopping = False
+        self._batch_bytes = 0
+        self._keeper: PartKeeper | None = None
+        self._rows = RowWriter(
+            ledger, is_synced=is_synced, is_on_disk=self._is_on_disk, report=self._report
+        )
+
+    # -- any thread -----------------------------------------------------------------------------
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait to be written."""
+        with self._lock:
+            return self._queued_bytes
+
+    @property
+    def problem(self) -> str:
+        """Why the last write failed; empty while writing works."""
+        with self._lock:
+            return "; ".join(filter(None, self._problems.values()))
+
+    def start(self, keeper: PartKeeper) -> None:
+        """Begin writing."""
+        self._keeper = keeper
+        self._writer.start()
+
+    def offer(self, part: BlockPart, payload: KVPayload) -> bool:
+        """Queue a part; False if the queue is full. `end_writing` follows if it is taken."""
+        with self._lock:
+            is_taken = not self._queued_bytes or (
+                self._queued_bytes + payload.nbytes <= self._limits.queue_bytes
+            )
+            if is_taken:
+                self._queued_bytes += payload.nbytes
+        if is_taken:
+            self._items.put(_WritePart(part, payload))
+        return is_taken
+
+    def delete(self, parts: Sequence[BlockPart], *, is_bad: bool = False) -> None:
+        """Remove files that no one refers to any more; bad ones go to quarantine."""
+        self._items.put(_Delete(tuple(parts), is_bad))
+
+    def change(self, *changes: LedgerChange) -> Future[None]:
+        """Write to the ledger after everything handed in before; the future tells when.
+
+        It fails with `CachePersistenceError` if they cannot be written, now or later.
+        """
+        done: Future[None] = Future()
+        with self._lock:
+            if not self._is_closed:
+                self._items.put(_Change(changes, done))
+                return done
+        done.set_exception(CachePersistenceError("the directory was closed."))
+        return done
+
+    def read(self, part: BlockPart) -> Future[KVPayload]:
+        """Read a part; the future may fail with `CacheCorruptionError`, or `DrainingError`."""
+        try:
+            return self._readers.submit(self._read, part)
+        except RuntimeError:  # closed
+            late: Future[KVPayload] = Future()
+            late.set_exception(DrainingError("the server is shutting down."))
+            return late
+
+    def room_for(self, part: BlockPart) -> int:
+        """Memory that reading a part takes, at most."""
+        return self._files.room_for(part)
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of what is in the directory and no block: the ledger and its backup."""
+        return self._files.other_bytes()
+
+    def seconds_to_read(self, nbytes: int) -> float:
+        """How long reading takes, judged by what was read so far; 0 before the first time."""
+        with self._lock:
+            return nbytes * self._read_seconds / max(self._read_bytes, 1)
+
+    def doubt(self) -> None:
+        """Believe the measured cost less: one that keeps all from being read is never new."""
+        with self._lock:
+            self._read_seconds *= _DOUBT
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything handed in so far is written; False if it took too long."""
+        try:
+            self.change().result(timeout_s)
+        except (TimeoutError, CachePersistenceError):
+            return False
+        return True
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what is queued and end the threads; False if not all is written by then.
+
+        In the second half of the time blocks are left unwritten, so that the turns behind them
+        are not lost.
+        """
+        with self._lock:
+            self._is_closed = True
+            self._deadline = min(self._deadline, time.monotonic() + timeout_s / 2)
+        # Cancelling them would run what waits for them inside the executor's lock.
+        self._readers.shutdown(wait=False)
+        self._items.put(_Stop())
+        self._writer.join(timeout_s)
+        return self._is_drained.is_set()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the writer has ended: nothing more happens to the directory."""
+        return not self._writer.is_alive()
+
+    # -- readers --------------------------------------------------------------------------------
+
+    def _read(self, part: BlockPart) -> KVPayload:
+        if self._is_closed:
+            raise DrainingError("the server is shutting down.")
+        started = time.perf_counter()
+        payload = self._files.read(part)
+        elapsed = time.perf_counter() - started
+        with self._lock:
+            # By bytes: many small files must not make large ones look slow.
+            self._read_seconds = self._read_seconds * _MEMORY + elapsed
+            self._read_bytes = self._read_bytes * _MEMORY + part.nbytes
+        return payload
+
+    # -- the writer -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not (self._is_stopping and self._items.empty()):
+            try:
+                self._round()
+            except Exception:  # noqa: BLE001 - whatever happens, the writer goes on
+                _log.exception("the writer failed, and goes on")
+        self._rows.close()
+        if not self._rows.has_unwritten:
+            self._is_drained.set()
+
+    def _round(self) -> None:
+        """Take what is there, files first, then write the rows that speak of them."""
+        self._batch_bytes = 0
+        try:
+            self._take(self._items.get(timeout=_RETRY_S if self._rows.has_unwritten else None))
+            for _ in range(_MAX_BATCH):
+                if self._batch_bytes < _MAX_BATCH_BYTES:
+                    self._take(self._items.get_nowait())
+        except queue.Empty:
+            pass
+        self._rows.apply()
+
+    def _take(self, item: _Item) -> None:
+        """Do what is asked of the files, and note what the ledger must know."""
+        match item:
+            case _WritePart(part, payload):
+                self._write(part, payload)
+            case _Delete(parts, is_bad):
+                self._remove(parts, is_bad=is_bad)
+            case _Change(changes, done):
+                self._rows.add(changes, done)
+            case _Stop():
+                self._is_stopping = True
+            case _:
+                assert_never(item)
+
+    def _write(self, part: BlockPart, payload: KVPayload) -> None:
+        """Write one file, making room for it."""
+        written: BlockPart | None = None
+        try:
+            if time.monotonic() < self._deadline:
+                self._make_room(part, payload.nbytes + len(part.tokens) + _FILE_OVERHEAD)
+                written = self._files.write(part, payload, is_synced=self._is_synced)
+                self._rows.add([PutPart(written)])
+                self._report("files", "")
+        except CachePersistenceError as error:
+            self._report("files", error.message)
+        except Exception as error:  # noqa: BLE001 - whatever happens, the writer goes on
+            _log.exception("a block could not be written")
+            self._report("files", repr(error))
+        self._batch_bytes += payload.nbytes
+        with self._lock:
+            self._queued_bytes -= payload.nbytes
+        assert self._keeper is not None  # noqa: S101 - set before the thread starts
+        self._keeper.end_writing(written or part, is_written=written is not None)
+
+    def _make_room(self, part: BlockPart, nbytes: int) -> None:
+        """Evict what stands in a new file's way.
+
+        Raises:
+            CachePersistenceError: there is not enough that may go.
+        """
+        assert self._keeper is not None  # noqa: S101 - set before the thread starts
+        limit = self._limits.tenant_bytes
+        if limit is not None:
+            excess = self._keeper.disk_bytes(part.root) + nbytes - limit
+            if excess > 0:
+                self._remove(self._keeper.victims(excess, part, root=part.root))
+            if self._keeper.disk_bytes(part.root) + nbytes > limit:
+                raise CachePersistenceError("the tenant's share of the disk is full.")
+        budget, others = self._limits.budget_bytes, self._files.other_bytes()
+        room = budget - others  # what was said comes first, and is never dropped
+        if nbytes > room:
+            raise CachePersistenceError(
+                f"the ledger and its backup take {_megabytes(others)} of the disk budget of "
+                f"{_megabytes(budget)}, which leaves no room for attention state. Raise "
+                "disk_budget_mb, or delete agents."
+            )
+        excess = self._files.used_bytes() + nbytes - budget
+        if excess > 0:
+            excess -= self._files.empty_quarantine(before=math.inf)  # of no use, so it goes first
+        if excess > 0:
+            self._remove(self._keeper.victims(excess, part, slack=int(room * _SLACK)))
+            if self._files.used_bytes() + nbytes > budget:
+                raise CachePersistenceError("the disk budget is full and nothing may be evicted.")
+
+    def _remove(self, parts: Sequence[BlockPart], *, is_bad: bool = False) -> None:
+        for part in parts:
+            try:
+                (self._files.set_aside if is_bad else self._files.delete)(part)
+            except CachePersistenceError as error:
+                self._report("files", error.message)
+        if parts:
+            self._rows.add([DropPart(part.key) for part in parts])
+
+    def _is_on_disk(self, pointer: Pointer) -> bool:
+        return self._keeper is not None and self._keeper.is_on_disk(pointer)
+
+    def _report(self, source: str, problem: str) -> None:
+        """Take note of what fails, or works again; said at most once a minute."""
+        with self._lock:
+            self._problems[source] = problem
+        now = time.monotonic()
+        if problem and now - self._told_at.get(problem, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
+            self._told_at[problem] = now
+            _log.warning("what agents leave behind is not written: %s", problem)
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.0f} MB"

@@ -1,0 +1,1 @@
+"""The device's thread: many requests, one device."""

@@ -1,0 +1,562 @@
+"""The device loop: many requests, one device, each gets the tokens it would have got alone.
+
+One turn of the loop, said aloud: take who may run, schedule a step, launch it, collect the one
+before it (or this one, without pipelining), and hand out what came of it.
+
+Runs on the device's thread and on no other; `device_thread.py` owns the thread and the queues.
+"""
+
+import itertools
+import logging
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias, assert_never
+
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.engine.kv_reuse import PrefixSharing, TakeOver
+from semantic.application.engine.memory import WorkingMemory
+from semantic.application.engine.request import Clock, Generation, Job, monotonic
+from semantic.application.engine.scheduler import ConcurrentScheduler, EngineLimits
+from semantic.application.engine.text import TextAssembler
+from semantic.domain.agents import Reuse
+from semantic.domain.blocks import BlockName
+from semantic.domain.chat import Event, Failed, Finished, PrefillProgress, TextDelta
+from semantic.domain.errors import (
+    BackendError,
+    GenerationTimeoutError,
+    PoolExhaustedError,
+    SemanticError,
+)
+from semantic.domain.sampling import FinishReason
+from semantic.ports.outbound import (
+    Chunk,
+    Computed,
+    ModelBackendPort,
+    Row,
+    RowFailed,
+    Sampled,
+    SequenceId,
+    Step,
+    Ticket,
+    TokenizerPort,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PutAway:
+    """What a reply left behind; comes right before `Finished`, for the log of turns.
+
+    Attributes:
+        tokens: The reply's ids.
+        block: Where its state ends; None if nothing was kept.
+        num_sealed: Tokens of prompt and reply whose state was kept.
+        reuse: Where the prompt's state came from.
+    """
+
+    tokens: tuple[int, ...]
+    block: BlockName | None
+    num_sealed: int
+    reuse: Reuse
+
+
+EngineEvent: TypeAlias = Event | PutAway
+EventBatch: TypeAlias = list[tuple[str, EngineEvent]]
+EventSink: TypeAlias = Callable[[EventBatch], None]
+
+_log = logging.getLogger(__name__)
+
+_RESTORE_BYTES = 32 * 2**20
+_IDLE_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that is launched and not collected."""
+
+    rows: tuple[tuple[Generation, Chunk], ...]
+    ticket: Ticket
+    num_prompt_tokens: int
+    launched_at: float
+
+
+class BlockPoolBatchEngine:
+    """Continuous batching over a backend, with state kept in a block pool."""
+
+    def __init__(
+        self,
+        backend: ModelBackendPort,
+        tokenizer: TokenizerPort,
+        store: AgentCacheStore,
+        limits: EngineLimits,
+        emit: EventSink,
+        clock: Clock = monotonic,
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            backend: One loaded model; the engine is its only user.
+            tokenizer: The model's.
+            store: Sealed blocks, and the memory budget.
+            limits: May be replaced by `reconfigure`.
+            emit: Gets the events of a step.
+            clock: In seconds.
+            on_ready: Called, on any thread, when an idle engine has something to do again.
+        """
+        self._backend = backend
+        self._tokenizer = tokenizer
+        self._store = store
+        self._emit = emit
+        self._clock = clock
+        self._sharing = PrefixSharing(backend, store, on_ready)
+        self._scheduler = ConcurrentScheduler(
+            limits, window=backend.spec.window, has_state=backend.spec.num_state > 0
+        )
+        self._memory = WorkingMemory(backend, store)
+        self._generations: dict[str, Generation] = {}
+        self._flights: deque[_Flight] = deque()
+        self._last_collect = 0.0
+        self._events: EventBatch = []
+        self._orders = itertools.count()
+        self._sequence_ids = itertools.count()
+        self._num_preemptions = 0
+        self._short_of_memory: Generation | None = None
+
+    # -- what the thread asks for ---------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._generations or self._flights or self._events)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a sequence had to give way since the start."""
+        return self._num_preemptions
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; one that could not run even alone is answered with an error."""
+        assembler = TextAssembler(self._tokenizer.token_bytes, job.stop.strings, job.visible)
+        block_tokens = self._backend.spec.block_tokens
+        generation = Generation(job, next(self._orders), assembler, self._clock(), block_tokens)
+        self._generations[job.id] = generation
+        self._scheduler.add(generation)
+        if len(job.tokens) >= self.longest_sequence:
+            self._fail(
+                generation,
+                PoolExhaustedError(
+                    f"a prompt of {len(job.tokens)} tokens does not fit this server's memory; "
+                    f"at most {max(self.longest_sequence - 1, 0)} do."
+                ),
+            )
+            return
+        self._sharing.prefetch(generation, self._scheduler.budget.seconds_per_token)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of prompt and reply that fit this server's memory if nothing else runs."""
+        return self._memory.longest_that_fits()
+
+    def cancel(self, job_id: str) -> None:
+        """End a request; its sequence is closed as soon as no row of it is on the device."""
+        generation = self._generations.get(job_id)
+        if generation is not None and not generation.is_done:
+            self._finish(generation, FinishReason.CANCELLED)
+
+    def close_idle(self, agent: str) -> None:
+        """Close the working copies that stayed open for an agent."""
+        for copy in [copy for copy in self._sharing.idle if copy.agent == agent]:
+            self._backend.close(copy.seq)
+            self._memory.resize(copy.seq, 0)
+            self._sharing.idle.remove(copy.seq)
+
+    def reconfigure(self, limits: EngineLimits) -> None:
+        """Use other limits from the next step on."""
+        self._scheduler.limits = limits
+
+    def step(self) -> bool:
+        """One turn of the loop.
+
+        Returns:
+            Whether the device was given or gave anything.
+        """
+        self._expire()
+        rows = self._schedule()
+        if rows:
+            self._launch(rows)
+        num_ahead = self._backend.traits.pipeline_depth if rows else 0
+        is_busy = bool(rows or self._flights) or self._is_restoring()
+        while len(self._flights) > num_ahead:
+            self._collect()
+        self._hand_out()
+        return is_busy
+
+    def abandon(self, error: SemanticError) -> None:
+        """Fail every request and forget all sequences: at the end, or after a defect of ours."""
+        self._flights.clear()
+        self._memory.clear()
+        for copy in self._sharing.idle:
+            self._backend.close(copy.seq)
+        self._sharing.idle.clear()
+        for generation in list(self._generations.values()):
+            self._backend.close(generation.seq)
+            generation.end_restore()
+            generation.num_rows = 0
+            if not generation.is_done:
+                self._scheduler.remove(generation)
+                generation.final = Failed(error)
+            self._events.append((generation.job.id, generation.final or Failed(error)))
+        self._generations.clear()
+        self._hand_out()
+
+    def check_integrity(self) -> None:
+        """Check the engine's parts against each other, between steps.
+
+        Raises:
+            AssertionError: they do not agree.
+        """
+        self._store.check_integrity()
+        self._scheduler.check_integrity()
+        running = {g.seq for g in self._scheduler.running}
+        lingering = {g.seq for g in self._generations.values() if g.is_done and g.num_rows}
+        idle = {copy.seq for copy in self._sharing.idle}
+        if self._memory.sequences != running | lingering | idle:
+            raise AssertionError("memory is reserved for other sequences than those that run")
+
+    # -- schedule -------------------------------------------------------------------------------
+
+    def _schedule(self) -> list[tuple[Generation, Chunk]]:
+        now = self._clock()
+        if not self._make_room():
+            return []
+        self._short_of_memory = None
+        self._restore()
+        for candidate in self._scheduler.candidates(now):
+            if self._sharing.should_wait(candidate, self._scheduler.running):
+                continue
+            if not self._admit(candidate):
+                self._short_of_memory = candidate
+                break
+        rows: list[tuple[Generation, Chunk]] = []
+        for portion in self._scheduler.plan(now):
+            generation = portion.generation
+            try:
+                rows.append((generation, generation.next_chunk(portion.num_tokens)))
+            except Exception as error:  # noqa: BLE001 - a broken constraint ends one request
+                self._fail(generation, _as_backend_error(error))
+        return rows
+
+    def _make_room(self) -> bool:
+        """Let running sequences grow by what a step may add, preempting others if need be.
+
+        Returns:
+            False if rows must be collected, or blocks read or written, before anyone gives way.
+        """
+        for generation in self._scheduler.running:
+            while generation in self._scheduler.running and not self._memory.grow(generation):
+                if self._close_oldest_idle():
+                    continue
+                victim = self._scheduler.victim()
+                # The only one ends when nothing more will make room for it.
+                if self._flights or (victim is None and self._store.is_busy):
+                    return False
+                self._preempt(victim or generation)
+        return True
+
+    def _preempt(self, generation: Generation) -> None:
+        """Seal, close and requeue a sequence; the only one ends instead."""
+        if len(self._scheduler.running) == 1:
+            self._fail(
+                generation,
+                PoolExhaustedError(
+                    f"memory for attention state is full after {len(generation.tokens)} tokens."
+                ),
+            )
+            return
+        self._num_preemptions += 1
+        self._sharing.seal_tail(generation)
+        self._close(generation)
+        self._scheduler.requeue(generation)
+
+    # -- open and close -------------------------------------------------------------------------
+
+    def _admit(self, generation: Generation) -> bool:
+        """Open a waiting request in the backend; False if memory is short."""
+        cost = self._scheduler.budget.seconds_per_token
+        while True:
+            source = self._sharing.choose(generation, self._scheduler.running, cost)
+            taken = source.seq if isinstance(source, TakeOver) else None
+            seq = SequenceId(next(self._sequence_ids)) if taken is None else taken
+            if self._memory.admit(seq, len(generation.tokens)):
+                break
+            if not self._close_oldest_idle(spared=taken):
+                return False
+        generation.seq = seq
+        self._scheduler.admit(generation)
+        self._attempt(generation, lambda it: self._sharing.open(it, source, cost))
+        self._advance(generation)
+        if generation.is_starved and len(self._scheduler.running) > 1:
+            self._close(generation)
+            self._scheduler.requeue(generation)
+            return False
+        return True
+
+    def _close(self, generation: Generation) -> None:
+        self._backend.close(generation.seq)
+        self._memory.resize(generation.seq, 0)
+        generation.rewind()
+
+    def _close_oldest_idle(self, spared: SequenceId | None = None) -> bool:
+        """Give up the working copy that was idle longest; False if there is none."""
+        for copy in self._sharing.idle:
+            if copy.seq != spared:
+                self._backend.close(copy.seq)
+                self._memory.resize(copy.seq, 0)
+                self._sharing.idle.remove(copy.seq)
+                return True
+        return False
+
+    def _go_idle(self, generation: Generation) -> None:
+        """Leave a sequence open for its agent's next turn, within a share of the memory."""
+        self._memory.resize(generation.seq, generation.num_computed)
+        self._sharing.idle.add(generation)
+        budget = self._store.usage().total * _IDLE_SHARE
+        while self._sharing.idle:
+            lengths = [len(copy.tokens) for copy in self._sharing.idle]
+            is_few = len(lengths) <= self._scheduler.limits.max_idle
+            if is_few and self._backend.bytes_for(lengths) <= budget:
+                return
+            self._close_oldest_idle()
+
+    # -- restore --------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        """Load more of what running requests are waiting for."""
+        for generation in self._scheduler.running:
+            self._advance(generation)
+        self._relieve()
+
+    def _relieve(self) -> None:
+        """See to sequences that find no room for their next part, and for which none will come."""
+        while starved := [g for g in self._scheduler.running if g.is_starved]:
+            if self._store.is_busy:
+                return
+            # While one is tried alone after a failure, nobody else goes on and makes room.
+            retried = next((g for g in starved if g.retry_until is not None), None)
+            if retried is None and len(starved) < len(self._scheduler.running):
+                return
+            if retried is None and len(starved) > 1:
+                self._preempt(self._scheduler.victim() or starved[0])
+            elif not self._memory.tighten(retried or starved[0]):
+                self._attempt(retried or starved[0], self._sharing.settle_for_loaded)
+            for generation in starved:
+                self._advance(generation)
+
+    def _advance(self, generation: Generation) -> None:
+        """Load more of a sequence; working copies give way if its next part finds no room."""
+        self._attempt(generation, self._load_more)
+        while generation.is_starved and self._close_oldest_idle():
+            self._attempt(generation, self._load_more)
+
+    def _load_more(self, generation: Generation) -> None:
+        self._sharing.advance(generation, self._restore_bytes())
+
+    def _attempt(self, generation: Generation, work: Callable[[Generation], None]) -> None:
+        """Do something for a request that ends it if it fails."""
+        try:
+            work(generation)
+        except Exception as error:  # noqa: BLE001 - whatever the backend raises ends one request
+            self._fail(generation, _as_backend_error(error))
+
+    def _restore_bytes(self) -> int:
+        """How much may be loaded in a step: little while others decode."""
+        others = [g for g in self._scheduler.running if g.restore is None and not g.is_prefilling]
+        return _RESTORE_BYTES if others else sys.maxsize
+
+    def _is_restoring(self) -> bool:
+        """Whether the next step can go on with a restore at once."""
+        return any(g.restore is not None and g.restore.is_ready for g in self._scheduler.running)
+
+    # -- launch and collect ---------------------------------------------------------------------
+
+    def _launch(self, rows: Sequence[tuple[Generation, Chunk]]) -> None:
+        started = self._clock()
+        prompt_tokens = sum(c.num_tokens for g, c in rows if c.start + 1 < g.num_prompt)
+        try:
+            ticket = self._backend.launch(Step(tuple(chunk for _, chunk in rows)))
+        except Exception as error:  # noqa: BLE001 - isolated below, never lost
+            self._isolate(rows, error)
+            return
+        for generation, chunk in rows:
+            if not generation.is_reuse_told:
+                generation.is_reuse_told = True
+                self._say(generation, generation.progress)
+            generation.num_launched += chunk.num_tokens
+            generation.num_rows += 1
+            generation.num_draws += chunk.draw is not None
+        self._flights.append(_Flight(tuple(rows), ticket, prompt_tokens, started))
+
+    def _collect(self) -> None:
+        flight = self._flights.popleft()
+        try:
+            output = self._backend.collect(flight.ticket)
+        except Exception as error:  # noqa: BLE001 - isolated below, never lost
+            self._isolate(flight.rows, error)
+            return
+        now = self._clock()
+        begun = max(flight.launched_at, self._last_collect)
+        self._last_collect = now
+        self._scheduler.budget.observe(flight.num_prompt_tokens, now - begun)
+        for (generation, chunk), row in zip(flight.rows, output.rows, strict=True):
+            try:
+                self._apply(generation, chunk, row)
+            except Exception as error:  # noqa: BLE001 - one request's defect ends that request
+                _log.exception("a row could not be handled")
+                if not generation.is_done:
+                    self._fail(generation, _as_backend_error(error))
+
+    def _isolate(self, rows: Sequence[tuple[Generation, Chunk]], error: Exception) -> None:
+        """After a failed step: reopen its sequences and try each alone, once."""
+        _log.error("a step of %d rows failed", len(rows), exc_info=error)
+        failed = {generation.seq: (generation, chunk) for generation, chunk in rows}
+        for flight in self._flights:
+            failed.update({g.seq: (g, c) for g, c in flight.rows if g.seq not in failed})
+        self._flights.clear()
+        for generation, chunk in failed.values():
+            self._isolate_one(generation, chunk, error)
+
+    def _isolate_one(self, generation: Generation, chunk: Chunk, error: Exception) -> None:
+        was_retried = generation.retry_until is not None
+        generation.num_rows = 0
+        generation.is_sealing = False  # what a failed step left behind is not to be trusted
+        if generation.is_done:
+            self._retire(generation, is_sound=False)
+        elif was_retried:
+            self._fail(generation, _as_backend_error(error))
+        else:
+            self._close(generation)
+            generation.retry_until = chunk.start + chunk.num_tokens
+            self._scheduler.requeue(generation)
+
+    # -- what came of it ------------------------------------------------------------------------
+
+    def _apply(self, generation: Generation, chunk: Chunk, row: Row) -> None:
+        generation.num_rows -= 1
+        generation.num_draws -= chunk.draw is not None
+        if generation.is_done:
+            # A row that was under way when the reply ended computed the state of its last token.
+            end = chunk.start + chunk.num_tokens
+            if not isinstance(row, RowFailed) and end <= len(generation.tokens):
+                generation.num_computed = end
+            if not generation.num_rows:
+                self._retire(generation)
+            return
+        if isinstance(row, RowFailed):
+            self._fail(generation, BackendError(row.reason))
+            return
+        generation.num_computed = chunk.start + chunk.num_tokens
+        if generation.retry_until is not None and generation.num_computed >= generation.retry_until:
+            generation.retry_until = None
+        self._sharing.seal(generation)
+        match row:
+            case Computed():
+                self._say(generation, generation.progress)
+            case Sampled():
+                self._accept(generation, row)
+            case _:
+                assert_never(row)
+
+    def _accept(self, generation: Generation, row: Sampled) -> None:
+        """Take a sampled token: show its text, and see whether it ends the reply."""
+        generation.tokens.append(row.token)
+        if generation.job.constraint is not None:
+            generation.job.constraint.accept(row.token)
+        stop = generation.job.stop
+        is_end = row.token in stop.token_ids or (
+            row.token in self._tokenizer.eos_ids and not stop.ignore_eos
+        )
+        if not is_end:
+            self._say(generation, generation.assembler.feed(row.token, row.logprob))
+        if is_end:
+            self._finish(generation, FinishReason.END_TURN)
+        elif generation.assembler.stop is not None:
+            self._finish(generation, FinishReason.STOP_SEQUENCE)
+        elif len(generation.tokens) >= self._backend.spec.max_context:
+            self._finish(generation, FinishReason.CONTEXT_FULL)
+        elif generation.num_generated >= generation.job.max_tokens:
+            self._finish(generation, FinishReason.MAX_TOKENS)
+
+    def _say(self, generation: Generation, event: TextDelta | PrefillProgress | None) -> None:
+        if event is not None:
+            self._events.append((generation.job.id, event))
+
+    def _finish(self, generation: Generation, reason: FinishReason) -> None:
+        self._say(generation, generation.assembler.finish())
+        stop = generation.assembler.stop
+        if stop is not None:
+            reason = FinishReason.STOP_SEQUENCE
+        usage = replace(generation.usage, completion_tokens=generation.num_generated)
+        self._end(generation, Finished(reason, usage, stop))
+
+    def _fail(self, generation: Generation, error: SemanticError) -> None:
+        self._end(generation, Failed(error))
+
+    def _end(self, generation: Generation, event: Finished | Failed) -> None:
+        """Note the final event; it is given when nothing of the request is on the device."""
+        generation.is_done = True
+        generation.final = event
+        self._scheduler.remove(generation)
+        if not generation.num_rows:
+            self._retire(generation)
+
+    def _retire(self, generation: Generation, *, is_sound: bool = True) -> None:
+        """Put a request away that ended, keeping its state if it is sound; give its final event."""
+        del self._generations[generation.job.id]
+        if generation.seq in self._memory.sequences:
+            self._sharing.seal_tail(generation)
+            is_finished = isinstance(generation.final, Finished)
+            if is_sound and is_finished and generation.num_computed:
+                self._go_idle(generation)
+            else:
+                self._close(generation)
+        if isinstance(generation.final, Finished):
+            self._events.append((generation.job.id, _put_away(generation)))
+        if generation.final is not None:
+            self._events.append((generation.job.id, generation.final))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        late = [
+            g
+            for g in self._generations.values()
+            if g.job.deadline is not None and now >= g.job.deadline and not g.is_done
+        ]
+        for generation in late:
+            self._fail(generation, self._lateness(generation))
+
+    def _lateness(self, generation: Generation) -> SemanticError:
+        if generation is self._short_of_memory:
+            return PoolExhaustedError("no memory became free in time.", retry_after_s=5)
+        return GenerationTimeoutError("the request's deadline passed.")
+
+    def _hand_out(self) -> None:
+        if self._events:
+            events, self._events = self._events, []
+            self._emit(events)
+
+
+def _put_away(generation: Generation) -> PutAway:
+    return PutAway(
+        tokens=tuple(generation.tokens[generation.num_prompt :]),
+        block=generation.pointer,
+        num_sealed=generation.num_sealed if generation.pointer else 0,
+        reuse=generation.reuse,
+    )
+
+
+def _as_backend_error(error: Exception) -> SemanticError:
+    if isinstance(error, SemanticError):
+        return error
+    return BackendError(f"the device failed this request: {type(error).__name__}: {error}")

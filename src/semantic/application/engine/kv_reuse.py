@@ -1,0 +1,307 @@
+"""Who can use whose attention state, and how it gets there and back.
+
+A request starts from the best of three sources: a working copy that is still open, a sequence
+that is running, or sealed blocks. Its own full blocks are sealed as they fill, and its tail when
+it is put away. Used on the device's thread only.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from semantic.application.cache.restore_plan import RestorePlan
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.engine.idle_copies import IdleCopies
+from semantic.application.engine.request import Generation
+from semantic.application.engine.restore import Restore
+from semantic.domain.agents import Reuse
+from semantic.domain.blocks import BlockName
+from semantic.domain.errors import CacheCorruptionError
+from semantic.domain.spec import LayerKind
+from semantic.ports.outbound import KVPayload, ModelBackendPort, SequenceId
+
+_log = logging.getLogger(__name__)
+
+_MAX_FAILED_RESTORES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOver:
+    """Go on with an idle copy, cut back to what is shared."""
+
+    seq: SequenceId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForkFrom:
+    """Copy the beginning of an open sequence."""
+
+    seq: SequenceId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load sealed blocks, or nothing."""
+
+
+Source: TypeAlias = TakeOver | ForkFrom | Load
+
+
+class PrefixSharing:
+    """Moves state between the backend's sequences and the store.
+
+    Attributes:
+        idle: Working copies that stay open after their turn.
+        can_cut_anywhere: Whether state can be resumed at any token; window and state layers only
+            where it was kept.
+    """
+
+    def __init__(
+        self, backend: ModelBackendPort, store: AgentCacheStore, on_ready: Callable[[], None]
+    ) -> None:
+        """Start with nothing open.
+
+        Args:
+            backend: Holds the sequences.
+            store: Holds the blocks.
+            on_ready: Called, on any thread, when something a request waits for has been read.
+        """
+        self._backend = backend
+        self._store = store
+        self._on_ready = on_ready
+        self.idle = IdleCopies()
+        self.can_cut_anywhere = backend.spec.kinds == (LayerKind.FULL,)
+
+    # -- start ----------------------------------------------------------------------------------
+
+    def prefetch(self, generation: Generation, seconds_per_token: float) -> None:
+        """Begin to read what a queued request will need from disk."""
+        parts = self._plan(generation, seconds_per_token).parts
+        generation.prefetched.update(wanted.key for wanted in self._store.prefetch(parts))
+
+    def should_wait(self, generation: Generation, running: Sequence[Generation]) -> bool:
+        """Whether an older sequence is computing a prefix this one can use (single flight)."""
+        known = None
+        for other in running:
+            if other.order > generation.order or not other.is_prefilling:
+                continue
+            if other.is_background and not generation.is_background:
+                continue  # it may be overtaken for long
+            shared = self._num_usable(other, generation)
+            if shared <= other.num_computed:
+                continue
+            if known is None:
+                known = self._plan(generation).end
+            # What the other has so far can be had at once only where it can be cut.
+            at_once = max(known, other.num_computed if self.can_cut_anywhere else 0)
+            if shared - at_once >= self._backend.spec.block_tokens:
+                return True
+        return False
+
+    def choose(
+        self, generation: Generation, running: Sequence[Generation], seconds_per_token: float
+    ) -> Source:
+        """Find the source that spares a request most work."""
+        best: Source = Load()
+        num_tokens = self._plan(generation, seconds_per_token).end
+        idle = self.idle.best_for(generation)
+        if idle is not None and idle[1] >= num_tokens:
+            copy, num_tokens = idle
+            is_whole = num_tokens == len(copy.tokens)
+            is_own = copy.agent == generation.job.agent and self.can_cut_anywhere
+            source = TakeOver if is_whole or is_own else ForkFrom
+            best = source(copy.seq, num_tokens)
+        for other in running:
+            shared = min(generation.num_shared(other.job.root, other.tokens), other.num_computed)
+            if other is not generation and shared > num_tokens:
+                num_tokens = shared
+                best = ForkFrom(other.seq, shared)
+        return best
+
+    def open(self, generation: Generation, source: Source, seconds_per_token: float) -> None:
+        """Open a sequence from a source; a load is finished by `advance`. Mutates it.
+
+        Raises:
+            InvalidRequestError: the backend refuses its tokens.
+        """
+        # Planned anew: room for the sequence may have been made by evicting blocks.
+        plan = self._plan(generation, seconds_per_token)
+        if isinstance(source, TakeOver):
+            self.idle.remove(source.seq)
+            reached = self._backend.truncate(source.seq, source.num_tokens)
+            if reached == source.num_tokens:
+                self._resume_hot(generation, reached, plan)
+                return
+            self._backend.close(source.seq)
+        elif isinstance(source, ForkFrom) and self._backend.fork(
+            source.seq, generation.seq, source.num_tokens
+        ):
+            self._resume_hot(generation, source.num_tokens, plan)
+            return
+        self._begin_restore(generation, plan)
+
+    def advance(self, generation: Generation, max_bytes: int) -> None:
+        """Load more of a sequence that is being restored; mutates it."""
+        restore = generation.restore
+        if restore is None:
+            return
+        try:
+            is_complete = restore.advance(self._backend, max_bytes)
+        except CacheCorruptionError as error:
+            _log.warning("sealed blocks could not be loaded: %s", error.message)
+            generation.end_restore()
+            self._store.discard(restore.suspects)
+            generation.num_failed_restores += 1
+            # What is left of it may still be worth loading; not for ever, for not all can go.
+            is_hopeless = generation.num_failed_restores > _MAX_FAILED_RESTORES
+            root = generation.job.root
+            again = RestorePlan.nothing(root) if is_hopeless else self._plan(generation)
+            self._backend.close(generation.seq)
+            self._begin_restore(generation, again)
+            return
+        if is_complete:
+            self._resume_restored(generation, restore, restore.plan)
+
+    def settle_for_loaded(self, generation: Generation) -> None:
+        """Go on with what is loaded of a sequence that is being restored; the rest is computed."""
+        restore = generation.restore
+        if restore is None:
+            return
+        if restore.loaded is not None and self.can_cut_anywhere:
+            self._resume_restored(generation, restore, restore.loaded)
+            return
+        generation.end_restore()
+        self._backend.close(generation.seq)
+        self._begin_restore(generation, RestorePlan.nothing(generation.job.root))
+
+    # -- end ------------------------------------------------------------------------------------
+
+    def seal(self, generation: Generation, *, is_last: bool = False) -> None:
+        """Keep the blocks that are full; `is_last` if nothing more will be computed."""
+        while generation.is_sealing:
+            start, end = generation.block_at(generation.num_sealed)
+            if end > generation.num_computed:
+                break
+            is_end = is_last and end == generation.num_computed
+            name = self._seal_block(generation, start, end, is_end=is_end)
+            generation.is_sealing = name is not None
+            if name is not None:
+                generation.chain, generation.num_sealed = name, end
+                generation.last_sealed = start
+        if not self.can_cut_anywhere and generation.num_computed == generation.num_prompt:
+            self._seal_boundary(generation)
+
+    def seal_tail(self, generation: Generation) -> None:
+        """Keep what follows the last full block, for the sequence is put away."""
+        self.seal(generation, is_last=True)
+        start, end = generation.num_sealed, generation.num_computed
+        generation.pointer = generation.chain if generation.num_sealed else None
+        if generation.is_sealing and start < end:
+            tail = self._seal_block(generation, start, end, is_end=True)
+            if tail is not None:
+                generation.pointer, generation.num_sealed = tail, end
+        elif start == end and generation.last_sealed < end:
+            self._seal_end(generation)
+        self._store.touch(generation.pointer or generation.chain)
+        if self._backend.spec.num_window:
+            boundaries = [*generation.job.boundaries, generation.num_prompt, end]
+            last = generation.pointer or generation.chain
+            self._store.settle(generation.sealed, last, boundaries)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _plan(self, generation: Generation, seconds_per_token: float = 0.0) -> RestorePlan:
+        tokens = generation.tokens[:-1]  # the last one is computed in any case
+        return self._store.plan(generation.job.root, tokens, seconds_per_token=seconds_per_token)
+
+    def _begin_restore(self, generation: Generation, plan: RestorePlan) -> None:
+        self._backend.open(generation.seq, generation.tokens)
+        if not plan.parts:
+            generation.resume(0, plan.chain, 0)
+            generation.count_reuse(Reuse(computed=generation.num_prompt))
+            return
+        generation.restore = Restore(
+            generation.seq, plan, self._store.reads, generation.prefetched, self._on_ready
+        )
+
+    def _resume_restored(self, generation: Generation, restore: Restore, plan: RestorePlan) -> None:
+        generation.end_restore()
+        generation.resume(plan.end, plan.chain, plan.num_whole)
+        generation.count_reuse(restore.reuse(generation.num_prompt))
+
+    def _resume_hot(self, generation: Generation, num_tokens: int, plan: RestorePlan) -> None:
+        generation.resume(num_tokens, plan.chain, plan.num_whole)
+        computed = generation.num_prompt - num_tokens
+        generation.count_reuse(Reuse(hot=min(num_tokens, generation.num_prompt), computed=computed))
+
+    def _seal_block(
+        self, generation: Generation, start: int, end: int, *, is_end: bool
+    ) -> BlockName | None:
+        """Keep ``[start, end)``; None if it cannot be kept.
+
+        State is large and kept at boundaries alone; the other kinds with every block.
+        """
+        job = generation.job
+        if job.max_kept is not None and end > job.max_kept:
+            return None
+        is_boundary = is_end or end in (*job.boundaries, generation.num_prompt)
+        kinds = self._backend.spec.kinds
+        wanted = [kind for kind in kinds if kind is not LayerKind.STATE or is_boundary]
+        payloads = self._snapshots(generation, start, end, wanted)
+        if LayerKind.FULL not in kinds:
+            abi = self._backend.traits.kv_abi
+            payloads.insert(0, KVPayload(abi, LayerKind.FULL, start, end, ()))
+        if not any(payload.kind is LayerKind.FULL for payload in payloads):
+            return None
+        return self._keep(generation, start, end, payloads)
+
+    def _seal_boundary(self, generation: Generation) -> None:
+        """Keep window and state where the reply begins, inside a block that will go on."""
+        start, end = generation.num_sealed, generation.num_prompt
+        if not generation.is_sealing or start >= end:
+            return
+        kinds = [k for k in self._backend.spec.kinds if k is not LayerKind.FULL]
+        payloads = self._snapshots(generation, start, end, kinds)
+        if len(payloads) == len(kinds):
+            self._keep(generation, start, end, payloads)
+
+    def _seal_end(self, generation: Generation) -> None:
+        """Keep the state after a reply that filled its last block, sealed before that was known."""
+        kinds = [k for k in self._backend.spec.kinds if k is LayerKind.STATE]
+        start, end = generation.last_sealed, generation.num_computed
+        self._store.add(generation.chain, self._snapshots(generation, start, end, kinds))
+
+    def _keep(
+        self, generation: Generation, start: int, end: int, payloads: list[KVPayload]
+    ) -> BlockName | None:
+        job, tokens = generation.job, generation.tokens[start:end]
+        name = self._store.seal(job.root, generation.chain, tokens, payloads)
+        if name is not None:
+            generation.sealed.append(name)
+        return name
+
+    def _snapshots(
+        self, generation: Generation, start: int, end: int, kinds: Sequence[LayerKind]
+    ) -> list[KVPayload]:
+        """Copy what the device still holds of ``[start, end)``."""
+        found: list[KVPayload] = []
+        for kind in kinds:
+            try:
+                ticket = self._backend.snapshot(generation.seq, start, end, kind)
+                found.append(self._backend.payload(ticket))
+            except ValueError:
+                continue  # the device is past the point where this could be kept
+            except Exception:  # noqa: BLE001 - caching never fails a request
+                _log.exception("a block could not be kept")
+                return []
+        return found
+
+    def _num_usable(self, other: Generation, generation: Generation) -> int:
+        """Tokens another sequence will leave behind that this one can start from."""
+        shared = generation.num_shared(other.job.root, other.tokens)
+        if LayerKind.STATE not in self._backend.spec.kinds:
+            return shared
+        return max((b for b in other.job.boundaries if b <= shared), default=0)

@@ -1,0 +1,232 @@
+"""One request inside the engine: what was asked, and how far it got."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from semantic.application.engine.restore import Restore
+from semantic.application.engine.text import TextAssembler
+from semantic.domain.agents import Reuse
+from semantic.domain.blocks import BlockName, PartKey, block_end
+from semantic.domain.chat import Failed, Finished, PrefillProgress, ServiceClass, Usage
+from semantic.domain.sampling import SamplingParams, StopRules
+from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, SequenceId, TokenConstraint
+
+Clock = Callable[[], float]
+monotonic: Clock = time.monotonic
+NO_SEQUENCE: Final = SequenceId(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the engine is asked to do.
+
+    Attributes:
+        id: Names the request in events and in `cancel`.
+        agent: Whose turn it is; shares of the device are counted per agent.
+        root: Root of the tenant's block names; only sequences of one root share state.
+        tokens: The prompt.
+        boundaries: Prompt positions worth resuming at; blocks end there.
+        sampling: With the seed set.
+        stop: Strings and tokens that end the reply.
+        max_tokens: The most tokens to generate; prompt and reply fit the context.
+        deadline: On the engine's clock; None waits for ever.
+        constraint: Restricts the tokens of the reply; the engine advances it.
+        visible: Special tokens that count as text; see `ReplyFormat.visible_ids`.
+        max_kept: The most tokens of its conversation that are sealed; None has no limit.
+    """
+
+    id: str
+    agent: str
+    root: BlockName
+    tokens: tuple[int, ...]
+    sampling: SamplingParams
+    stop: StopRules
+    max_tokens: int
+    boundaries: tuple[int, ...] = ()
+    service_class: ServiceClass = ServiceClass.INTERACTIVE
+    weight: float = 1.0
+    deadline: float | None = None
+    constraint: TokenConstraint | None = None
+    visible: Mapping[int, bytes] = field(default_factory=dict)
+    max_kept: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """A job on its way. Owned by the engine's thread.
+
+    The one invariant: computed tokens catch up with tokens. A prompt is many tokens behind, a
+    decoding sequence is one behind; nothing else tells them apart.
+
+    Attributes:
+        seq: The backend's id while the sequence is open there; a new one each time.
+        tokens: Prompt and reply, as far as the host knows them.
+        num_launched: Positions whose state the device has been asked to compute.
+        num_computed: Positions whose state is known to be computed.
+        num_rows: Rows of this sequence in steps that are launched and not collected.
+        num_draws: Of those, rows that will bring a token.
+        block_tokens: Tokens of a full block.
+        num_sealed: Positions whose full blocks are in the store.
+        last_sealed: Where the last block that it sealed itself begins.
+        chain: Name of the last of them.
+        sealed: Names of the blocks this request has sealed.
+        pointer: Name of the block its state ends in, once it was put away.
+        restore: Loads its beginning; until it is done nothing of it can run.
+        num_failed_restores: How often what was found could not be loaded.
+        prefetched: Parts that were read for it while it waited.
+        is_reuse_told: Whether its reader knows what was found.
+        is_sealing: False once a block could not be kept; what follows it is of no use then.
+        final: Its last event, once it ended.
+        retry_until: After a failed step: run alone until this position is computed.
+        waiting_since: When it was last served, or arrived.
+    """
+
+    job: Job
+    order: int
+    assembler: TextAssembler
+    waiting_since: float
+    block_tokens: int
+    seq: SequenceId = NO_SEQUENCE
+    tokens: list[int] = field(default_factory=list)
+    num_launched: int = 0
+    num_computed: int = 0
+    num_rows: int = 0
+    num_draws: int = 0
+    num_sealed: int = 0
+    last_sealed: int = 0
+    chain: BlockName = field(init=False)
+    sealed: list[BlockName] = field(default_factory=list)
+    pointer: BlockName | None = None
+    restore: Restore | None = None
+    num_failed_restores: int = 0
+    prefetched: set[PartKey] = field(default_factory=set)
+    reuse: Reuse = field(default_factory=Reuse)
+    is_sealing: bool = True
+    is_reuse_told: bool = False
+    is_done: bool = False
+    final: Finished | Failed | None = None
+    retry_until: int | None = None
+    usage: Usage = field(init=False)
+    _is_reuse_counted: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.job.tokens)
+        self.chain = self.job.root
+        self.usage = Usage(prompt_tokens=len(self.tokens))
+
+    def num_shared(self, root: BlockName, tokens: Sequence[int]) -> int:
+        """Tokens of another's state that this one can start from; tenants share nothing."""
+        if root != self.job.root:
+            return 0
+        return min(common_prefix(tokens, self.tokens), len(self.tokens) - 1)
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.job.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the reply so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_behind(self) -> int:
+        """Tokens known or promised whose state is not launched yet."""
+        return len(self.tokens) + self.num_draws - self.num_launched
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether prompt tokens remain to be computed."""
+        return self.num_computed < self.num_prompt
+
+    @property
+    def is_background(self) -> bool:
+        """Whether interactive requests go first."""
+        return self.job.service_class is ServiceClass.BACKGROUND
+
+    @property
+    def is_last_draw_launched(self) -> bool:
+        """Whether the reply's last permitted token is already on its way."""
+        return self.num_generated + self.num_draws >= self.job.max_tokens
+
+    @property
+    def progress(self) -> PrefillProgress:
+        """How much of the prompt is computed."""
+        done = min(self.num_computed, self.num_prompt)
+        return PrefillProgress(done, self.num_prompt, self.reuse.reused)
+
+    def block_at(self, position: int) -> tuple[int, int]:
+        """Where the block that holds `position`, which is not sealed yet, begins and ends."""
+        start = end = self.num_sealed
+        while end <= position:
+            start, end = end, block_end(end, self.block_tokens, self.job.boundaries)
+        return start, end
+
+    def next_chunk(self, num_tokens: int) -> Chunk:
+        """Describe the next `num_tokens` tokens; does not count them as launched."""
+        start = self.num_launched
+        end = start + num_tokens
+        draw = None
+        if end == len(self.tokens) + self.num_draws:
+            constraint = self.job.constraint
+            allowed = constraint.allowed() if constraint else None
+            draw = Draw(self.job.sampling, self.num_prompt, allowed)
+        if start >= len(self.tokens):
+            return Chunk(self.seq, start, LAST_SAMPLED, draw)
+        return Chunk(self.seq, start, tuple(self.tokens[start:end]), draw)
+
+    def rewind(self) -> None:
+        """Forget the backend's state: it was closed or lost."""
+        self.end_restore()
+        self.seq = NO_SEQUENCE
+        self.num_launched = self.num_computed = self.num_rows = self.num_draws = 0
+        self.num_sealed = self.last_sealed = 0
+        self.chain = self.job.root
+        self.is_sealing = True
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether it is being restored and waits for nothing but memory."""
+        return self.restore is not None and self.restore.is_starved
+
+    def end_restore(self) -> None:
+        """Let go of what was about to be loaded."""
+        if self.restore is not None:
+            self.restore.close()
+            self.restore = None
+
+    def resume(self, num_tokens: int, chain: BlockName, num_sealed: int) -> None:
+        """Start from state that was found instead of computed."""
+        self.num_launched = self.num_computed = num_tokens
+        self.num_sealed, self.chain = num_sealed, chain
+        self.last_sealed = num_tokens
+
+    def count_reuse(self, reuse: Reuse) -> None:
+        """Note what the first opening found; what is resumed later was paid for already."""
+        if self._is_reuse_counted:
+            return
+        self._is_reuse_counted = True
+        self.reuse = reuse
+        self.usage = replace(
+            self.usage, cache_read_tokens=reuse.reused, cache_creation_tokens=reuse.computed
+        )
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the longest common prefix.
+
+    Example:
+        >>> common_prefix([1, 2, 3], [1, 2, 4, 5])
+        2
+    """
+    stride, start, end = 512, 0, min(len(left), len(right))
+    # Whole slices are compared in C; only the one that differs is walked.
+    while start < end and left[start : start + stride] == right[start : start + stride]:
+        start += stride
+    for index in range(start, end):
+        if left[index] != right[index]:
+            return index
+    return end

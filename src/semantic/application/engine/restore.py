@@ -1,0 +1,226 @@
+"""A sequence on its way back: parts are loaded as they come from memory or disk.
+
+Bounded in bytes a call, so that a long restore does not stall those who decode meanwhile; and in
+what is held at a time, so that it needs no more memory than the next few parts take. With room for
+one it goes on one by one.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from semantic.application.cache.loader import HeldPart
+from semantic.application.cache.restore_plan import RestorePlan, WantedPart
+from semantic.domain.agents import Reuse
+from semantic.domain.blocks import PartKey
+from semantic.domain.errors import CacheCorruptionError
+from semantic.domain.spec import LayerKind
+from semantic.ports.outbound import KVPayload, ModelBackendPort, SequenceId
+
+_AHEAD_BYTES = 64 * 2**20  # twice what is loaded in a step while others decode
+_AHEAD_PARTS = 2  # at least, if there is room: one is read while another is loaded
+
+
+class PartSource(Protocol):
+    """Where a restore gets its parts from; see `PartReads`."""
+
+    def hold(self, wanted: WantedPart) -> HeldPart | None:
+        """Get a part, now or later; None if there is no room."""
+        ...
+
+    def let_go(self, held: HeldPart) -> None:
+        """Undo `hold`."""
+        ...
+
+    def lease(self, parts: Sequence[WantedPart]) -> None:
+        """See that parts are not deleted."""
+        ...
+
+    def end_lease(self, parts: Sequence[WantedPart]) -> None:
+        """Undo `lease`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A part that was asked for and is not loaded yet."""
+
+    held: HeldPart
+    was_in_memory: bool
+
+    @property
+    def is_full(self) -> bool:
+        return self.held.wanted.kind is LayerKind.FULL
+
+    @property
+    def is_ready(self) -> bool:
+        return self.held.future.done()
+
+
+class Restore:
+    """Loads the parts of a plan into one sequence, in order. On the engine's thread.
+
+    Attributes:
+        plan: What is loaded.
+        suspects: After a failure, the parts that may be to blame.
+    """
+
+    def __init__(
+        self,
+        seq: SequenceId,
+        plan: RestorePlan,
+        source: PartSource,
+        prefetched: Collection[PartKey] = (),
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begin to ask for parts; `close` must follow in the end, whatever happens.
+
+        Args:
+            seq: An open sequence with no state.
+            plan: What is to be loaded.
+            source: Where its parts are.
+            prefetched: Parts that are in memory because they were read for this sequence.
+            on_ready: Called, on any thread, when something that was waited for has been read.
+        """
+        self.plan = plan
+        self.suspects: list[WantedPart] = []
+        self._seq = seq
+        self._source = source
+        self._prefetched = prefetched
+        self._on_ready = on_ready
+        self._wanted = deque(plan.parts)
+        self._ahead: deque[_Ahead] = deque()
+        self._is_refused = False
+        self._is_closed = False
+        self._loaded: list[WantedPart] = []
+        self._num_pool = self._num_disk = 0
+        source.lease(plan.parts)
+        self._read_ahead()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `advance` would load anything that was asked for."""
+        return bool(self._batch(1))
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether it waits for nothing but room for its next part."""
+        is_waiting = any(not ahead.is_ready for ahead in self._ahead)
+        return self._is_refused and not is_waiting and not self.is_ready
+
+    @property
+    def loaded(self) -> RestorePlan | None:
+        """What is loaded so far, as if no more had been planned; None if nothing is."""
+        if not self._loaded:
+            return None
+        last = self._loaded[-1].node
+        return RestorePlan(tuple(self._loaded), last.end, last.name, last.end)
+
+    def reuse(self, num_prompt: int) -> Reuse:
+        """Say where the tokens of a prompt came from, as far as they are loaded."""
+        computed = max(0, num_prompt - self._num_pool - self._num_disk)
+        return Reuse(pool=self._num_pool, disk=self._num_disk, computed=computed)
+
+    def advance(self, backend: ModelBackendPort, max_bytes: int) -> bool:
+        """Load what is there, at most about `max_bytes`; True once the sequence can go on.
+
+        Raises:
+            CacheCorruptionError: a part could not be read or loaded; the sequence is of no use.
+        """
+        while self._wanted or self._ahead:
+            self._read_ahead()
+            batch = self._batch(max_bytes)
+            if not batch:
+                return False
+            max_bytes -= self._load(backend, batch)
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Let go of everything; nothing more is loaded. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for ahead in self._ahead:
+            self._source.let_go(ahead.held)
+        self._ahead.clear()
+        self._wanted.clear()
+        self._source.end_lease(self.plan.parts)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _read_ahead(self) -> None:
+        """Ask for the next parts, as long as there is room and they are not too many."""
+        self._is_refused = False
+        num_bytes = sum(ahead.held.nbytes for ahead in self._ahead)
+        while self._wanted:
+            # Those that are not full are loaded together, however many they are.
+            is_rest = self._wanted[0].kind is not LayerKind.FULL
+            is_needed = is_rest and not any(ahead.is_full for ahead in self._ahead)
+            is_much = len(self._ahead) >= _AHEAD_PARTS and num_bytes >= _AHEAD_BYTES
+            if is_much and not is_needed:
+                return
+            held = self._source.hold(self._wanted[0])
+            self._is_refused = held is None
+            if held is None:
+                return
+            num_bytes += held.nbytes
+            is_new = self._wanted.popleft().key in self._prefetched
+            # What was there at once came from memory; the rest is being read.
+            self._ahead.append(_Ahead(held, held.future.done() and not is_new))
+            if not held.future.done():
+                held.future.add_done_callback(lambda _: self._on_ready())
+
+    def _batch(self, max_bytes: int) -> list[_Ahead]:
+        """What can be loaded now: full parts in order, and when they are through all others."""
+        batch: list[_Ahead] = []
+        for ahead in self._ahead:
+            if not ahead.is_full:
+                break
+            if max_bytes <= 0 or not ahead.is_ready:
+                return batch
+            batch.append(ahead)
+            max_bytes -= ahead.held.nbytes
+        rest = list(self._ahead)[len(batch) :]
+        if not self._wanted and all(ahead.is_ready for ahead in rest):
+            batch += rest
+        return batch
+
+    def _load(self, backend: ModelBackendPort, batch: Sequence[_Ahead]) -> int:
+        """Load parts and let go of them; returns their bytes."""
+        payloads = [self._payload(ahead.held) for ahead in batch]
+        self.suspects = [ahead.held.wanted for ahead in batch]
+        left = [ahead.held.wanted for ahead in self._ahead][len(batch) :] or self._wanted
+        is_full_loaded = not left or left[0].kind is not LayerKind.FULL
+        if LayerKind.FULL in backend.spec.kinds or not left:
+            # Models without full attention have empty full parts, for the sake of the chain.
+            parts = [payload for payload in payloads if payload.buffers]
+            backend.load(self._seq, parts, self.plan.end if is_full_loaded else payloads[-1].end)
+        self.suspects = []
+        for ahead in batch:
+            self._ahead.popleft()
+            self._count(ahead)
+            self._source.let_go(ahead.held)
+        return sum(payload.nbytes for payload in payloads)
+
+    def _count(self, ahead: _Ahead) -> None:
+        wanted = ahead.held.wanted
+        if not ahead.is_full:
+            return
+        self._loaded.append(wanted)
+        num_tokens = min(wanted.node.end, self.plan.end) - wanted.node.start
+        if ahead.was_in_memory:
+            self._num_pool += num_tokens
+        else:
+            self._num_disk += num_tokens
+
+    def _payload(self, held: HeldPart) -> KVPayload:
+        """Take a part that was read."""
+        try:
+            return held.future.result()
+        except Exception as error:
+            self.suspects = [held.wanted]
+            if isinstance(error, CacheCorruptionError):
+                raise
+            raise CacheCorruptionError(f"a block could not be read: {error}") from error

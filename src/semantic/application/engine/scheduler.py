@@ -1,0 +1,311 @@
+"""Who runs in the next step.
+
+Every running sequence that is one token behind gets its row in every step; what remains of the
+step's token budget goes to prompts. Which waiting request is admitted, and which prompt gets
+tokens first, is decided by one order:
+
+    1. those that have waited `ageing_s` without being served, longest first;
+    2. interactive before background;
+    3. the agent that was served least: tokens over weight, on a virtual clock;
+    4. arrival.
+
+The bound on waiting: once a request has waited `ageing_s`, only those that have waited longer
+go before it, and nobody can join them ahead of it. So it is overtaken by at most the requests
+that were there before it; it is served after `ageing_s` plus the time those take.
+
+The scheduler keeps lists and counts. It knows neither the backend nor memory: the engine
+admits a candidate when it has room for it.
+"""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from semantic.application.engine.request import Generation
+
+_SMOOTHING = 0.3
+_SECONDS_TO_MS = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Settings of the engine that may change while it runs.
+
+    Attributes:
+        max_batch_size: Sequences that run at once.
+        prefill_step_size: The most prompt tokens in a step.
+        target_step_ms: While someone decodes, prompts get about as many tokens as fit this time.
+            None is twelve times what a step without prompts takes: the prompt then takes little
+            longer than alone, whatever the device.
+        batch_window_ms: How long an idle engine waits for company after a first request.
+        max_queue: Requests that may wait.
+        default_max_tokens: Length of a reply when a request does not say; None is all that fits.
+        ageing_s: See the module.
+        max_idle: Working copies that stay open after their turn, within a share of the memory.
+    """
+
+    max_batch_size: int = 16
+    prefill_step_size: int = 512
+    target_step_ms: float | None = None
+    batch_window_ms: float = 5.0
+    max_queue: int = 256
+    default_max_tokens: int | None = None
+    ageing_s: float = 10.0
+    max_idle: int = 8
+
+
+class ChunkBudget:
+    """How many prompt tokens fit a step, learnt from how long steps took.
+
+    Sizes are multiples of the rows that kernels take at once: others cost as much as the next
+    multiple, and a device that prepares itself for each size it meets does so for few of them.
+    """
+
+    BLOCK = 32
+    MIN_TOKENS = 16
+    PATIENCE = 12
+
+    def __init__(self) -> None:
+        self._ms_per_token: float | None = None
+        self._decode_ms = 0.0
+
+    def observe(self, num_prompt_tokens: int, elapsed_s: float) -> None:
+        """Learn from one step."""
+        elapsed_ms = elapsed_s * _SECONDS_TO_MS
+        if num_prompt_tokens == 0:
+            known_ms = self._decode_ms or elapsed_ms
+            self._decode_ms = known_ms + _SMOOTHING * (elapsed_ms - known_ms)
+            return
+        # A whole step is no shorter than its decoding part.
+        self._decode_ms = min(self._decode_ms, elapsed_ms / 2)
+        cost = (elapsed_ms - self._decode_ms) / num_prompt_tokens
+        previous = cost if self._ms_per_token is None else self._ms_per_token
+        self._ms_per_token = previous + _SMOOTHING * (cost - previous)
+
+    @property
+    def seconds_per_token(self) -> float:
+        """What a prompt token costs; 0 before the first step."""
+        return (self._ms_per_token or 0.0) / _SECONDS_TO_MS
+
+    def target_ms(self, limits: EngineLimits) -> float:
+        """How long a step should take while others decode; 0 as long as that is not known."""
+        if limits.target_step_ms is not None:
+            return limits.target_step_ms
+        return self.PATIENCE * self._decode_ms
+
+    def tokens(self, limits: EngineLimits) -> int:
+        """The budget while others decode: at least a few, at most `prefill_step_size`."""
+        fitting = limits.prefill_step_size / 4
+        target_ms = self.target_ms(limits)
+        if self._ms_per_token and target_ms:
+            room_ms = target_ms - self._decode_ms
+            fitting = min(room_ms / self._ms_per_token, limits.prefill_step_size)
+        return max(int(fitting // self.BLOCK) * self.BLOCK, self.MIN_TOKENS)
+
+
+class VirtualClock:
+    """Tokens served over weight, per agent. Newcomers start level with the least served."""
+
+    _MAX_ABSENT = 1024
+
+    def __init__(self) -> None:
+        self._served: dict[str, float] = {}
+        self._members: dict[str, int] = {}
+        self._absent: OrderedDict[str, None] = OrderedDict()
+        self._floor = 0.0
+
+    def __len__(self) -> int:
+        """Agents that are remembered."""
+        return len(self._served)
+
+    def join(self, agent: str) -> None:
+        """Count one more request of an agent; absence earns no credit."""
+        self._served[agent] = max(self._served.get(agent, 0.0), self._floor)
+        self._members[agent] = self._members.get(agent, 0) + 1
+        self._absent.pop(agent, None)
+
+    def leave(self, agent: str) -> None:
+        """Undo one `join`; an agent that is not ahead of those present is forgotten."""
+        self._members[agent] -= 1
+        if self._members[agent]:
+            return
+        del self._members[agent]
+        self._absent[agent] = None
+        if not self._members:
+            self._floor = max(self._floor, *self._served.values())
+        self._floor = max(self._floor, min(map(self._served.__getitem__, self._members), default=0))
+        if self._served[agent] <= self._floor:
+            self._forget(agent)
+        while len(self._absent) > self._MAX_ABSENT or (self._absent and not self._members):
+            self._forget(next(iter(self._absent)))
+
+    def _forget(self, agent: str) -> None:
+        del self._absent[agent]
+        del self._served[agent]
+
+    def charge(self, agent: str, num_tokens: int, weight: float) -> None:
+        """Count tokens served to an agent."""
+        self._served[agent] += num_tokens / weight
+
+    def time_of(self, agent: str) -> float:
+        """How much an agent was served."""
+        return self._served[agent]
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """So many tokens of one sequence in the next step."""
+
+    generation: Generation
+    num_tokens: int
+
+
+class ConcurrentScheduler:
+    """Waiting and running requests, and whose turn it is. Used on the engine's thread only."""
+
+    def __init__(self, limits: EngineLimits, *, window: int = 0, has_state: bool = False) -> None:
+        """Start empty.
+
+        Args:
+            limits: May be replaced at any time through the attribute.
+            window: Tokens that window layers hold, 0 without such layers: a chunk does not push
+                out of them what is yet to be kept.
+            has_state: Chunks end at the jobs' boundaries, for state can be kept only where a
+                chunk ended.
+        """
+        self.limits = limits
+        self.budget = ChunkBudget()
+        self._window = window
+        self._has_state = has_state
+        self._clock = VirtualClock()
+        self._waiting: list[Generation] = []
+        self._running: list[Generation] = []
+
+    @property
+    def running(self) -> tuple[Generation, ...]:
+        """Sequences that are open in the backend."""
+        return tuple(self._running)
+
+    @property
+    def waiting(self) -> tuple[Generation, ...]:
+        """Requests that are not."""
+        return tuple(self._waiting)
+
+    def add(self, generation: Generation) -> None:
+        """Put a new request in the queue."""
+        self._clock.join(generation.job.agent)
+        self._waiting.append(generation)
+
+    def admit(self, generation: Generation) -> None:
+        """Move a request from waiting to running."""
+        self._waiting.remove(generation)
+        self._running.append(generation)
+
+    def requeue(self, generation: Generation) -> None:
+        """Move a request back to waiting; it keeps its place by arrival."""
+        self._running.remove(generation)
+        self._waiting.append(generation)
+
+    def remove(self, generation: Generation) -> None:
+        """Drop a request that ended."""
+        queue = self._running if generation in self._running else self._waiting
+        queue.remove(generation)
+        self._clock.leave(generation.job.agent)
+
+    def candidates(self, now: float) -> Iterator[Generation]:
+        """Waiting requests that may be admitted, the most urgent first, while there is room."""
+        for generation in sorted(self._waiting, key=lambda g: self._urgency(g, now)):
+            if len(self._running) >= self.limits.max_batch_size:
+                return
+            yield generation
+
+    def plan(self, now: float) -> list[Portion]:
+        """Choose the next step's rows and count them as served; mutates fairness only."""
+        ready = [g for g in self._running if self._can_run(g)]
+        suspects = [g for g in self._running if g.retry_until is not None]
+        if suspects:
+            first = min(suspects, key=lambda g: g.order)
+            ready = [first] if first in ready else []
+        portions = [Portion(g, 1) for g in ready if g.num_behind == 1]
+        behind = [g for g in ready if g.num_behind > 1]
+        budget = self.budget.tokens(self.limits) if portions else self.limits.prefill_step_size
+        for generation in sorted(behind, key=lambda g: self._urgency(g, now)):
+            if budget <= 0:
+                break
+            num_tokens = min(budget, self._distance_to_cut(generation))
+            portions.append(Portion(generation, num_tokens))
+            budget -= num_tokens
+        for portion in portions:
+            self._serve(portion, now)
+        return portions
+
+    def victim(self) -> Generation | None:
+        """Whom to preempt: the youngest of the lowest class, never the only one."""
+        if len(self._running) < 2:
+            return None
+        return max(self._running, key=lambda g: (g.is_background, g.order))
+
+    def check_integrity(self) -> None:
+        """Check the lists and the clock.
+
+        Raises:
+            AssertionError: they contradict each other.
+        """
+        everyone = [*self._waiting, *self._running]
+        problems = {
+            "a request is listed twice": len({id(g) for g in everyone}) != len(everyone),
+            "a request that ended is listed": any(g.is_done for g in everyone),
+            "a waiting request has rows": any(g.num_rows for g in self._waiting),
+        }
+        found = [what for what, is_so in problems.items() if is_so]
+        if found:
+            raise AssertionError("; ".join(found))
+
+    # -- order ----------------------------------------------------------------------------------
+
+    def _urgency(self, generation: Generation, now: float) -> tuple[float, ...]:
+        is_suspect = generation.retry_until is not None
+        if is_suspect or now - generation.waiting_since >= self.limits.ageing_s:
+            return (0, generation.waiting_since, 0, generation.order)
+        served = self._clock.time_of(generation.job.agent)
+        return (1, generation.is_background, served, generation.order)
+
+    def _serve(self, portion: Portion, now: float) -> None:
+        generation = portion.generation
+        generation.waiting_since = now
+        self._clock.charge(generation.job.agent, portion.num_tokens, generation.job.weight)
+
+    # -- eligibility ----------------------------------------------------------------------------
+
+    def _can_run(self, generation: Generation) -> bool:
+        if generation.num_behind < 1 or generation.is_last_draw_launched:
+            return False
+        if generation.restore is not None:
+            return False
+        # The next mask depends on a token that only the host can tell it.
+        if generation.job.constraint is not None and generation.num_draws:
+            return False
+        # What cannot be had later must be kept before the next chunk begins.
+        return not generation.num_rows or self._distance_to_cut(generation) > 0
+
+    def _distance_to_cut(self, generation: Generation) -> int:
+        """How many tokens the next chunk may have; 0 if what is on its way must be kept first."""
+        start = generation.num_launched
+        ends = [start + generation.num_behind]
+        if generation.is_sealing and (self._has_state or self._window):
+            ends.append(self._next_cut(generation))
+        return min(ends) - start
+
+    def _next_cut(self, generation: Generation) -> int:
+        """How far a sequence may run before more of it is kept."""
+        kept, cut = generation.num_computed, sys.maxsize
+        boundaries = generation.job.boundaries if self._has_state else ()
+        for boundary in (*boundaries, generation.num_prompt):
+            if boundary > kept:
+                cut = min(cut, boundary)
+        if self._window:
+            # The window part of the next block reaches back to its first token at most.
+            start, end = generation.block_at(kept)
+            cut = min(cut, max(end, start + self._window))
+        return cut

@@ -1,0 +1,1 @@
+"""From a conversation to the tokens a model reads."""

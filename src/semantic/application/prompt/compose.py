@@ -1,0 +1,290 @@
+"""From a request to the messages a chat template takes, in canonical order.
+
+Tools and leading system messages make the head; everything else stays where it stands. What the
+template at hand would refuse or misplace is put differently: see `TemplateTraits`. All text from
+outside is guarded here, so that no special token can come of it.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import lru_cache
+
+from semantic.application.prompt.special_text import SpecialText
+from semantic.application.prompt.template_probe import TemplateTraits, in_parts
+from semantic.application.prompt.tool_prompt import (
+    announcement,
+    call_text,
+    function_of,
+    introduction,
+    result_text,
+)
+from semantic.domain.chat import (
+    ChatRequest,
+    ImagePart,
+    JsonObject,
+    JsonValue,
+    Message,
+    Role,
+    TextPart,
+    ThinkingPart,
+    ToolReferencePart,
+    ToolResultPart,
+    ToolSpec,
+    ToolUsePart,
+)
+from semantic.domain.errors import InvalidRequestError
+
+_PARAGRAPH = "\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A message as the template gets it.
+
+    Attributes:
+        calls: Tool calls in the template's own form.
+        source: The assistant's message it shows, where it shows all of that one and nothing else.
+    """
+
+    role: str
+    content: str
+    thinking: str = ""
+    calls: tuple[JsonObject, ...] = ()
+    call_id: str = ""
+    name: str = ""
+    source: Message | None = None
+
+    def fields(self, *, wants_parts: bool) -> JsonObject:
+        """Spell it out for the template."""
+        fields: JsonObject = {"role": self.role, "content": self.content}
+        if self.thinking:
+            fields |= {"reasoning_content": self.thinking, "thinking": self.thinking}
+        if self.calls:
+            calls: list[JsonValue] = [*self.calls]
+            fields["tool_calls"] = calls
+        if self.role == Role.TOOL.value:
+            fields |= {"tool_call_id": self.call_id, "name": self.name}
+        return in_parts(fields) if wants_parts else fields
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What goes to the template.
+
+    Attributes:
+        functions: Shown by the template itself; empty if the head's text introduces them.
+        head: Text of the leading system messages, with tools introduced where need be.
+        today: The day shown by templates that show one; None is the real one.
+        is_thinking: Whether to think, for templates that can be told.
+    """
+
+    functions: tuple[JsonObject, ...]
+    head: str
+    messages: tuple[Shown, ...]
+    today: date | None
+    is_thinking: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What a message may refer to: tools by their name, and who was called by a call's id."""
+
+    tools: dict[str, ToolSpec]
+    callees: dict[str, str]
+
+    @classmethod
+    def of(cls, request: ChatRequest) -> "_Known":
+        uses = (p for m in request.messages for p in m.parts if isinstance(p, ToolUsePart))
+        return cls({tool.name: tool for tool in request.tools}, {use.id: use.name for use in uses})
+
+
+class Composer:
+    """Composes conversations for one template. Immutable, safe on any thread."""
+
+    def __init__(self, traits: TemplateTraits, special: SpecialText) -> None:
+        self._traits = traits
+        self._special = special
+        # The same tools come with every turn, and they are the better part of many prompts.
+        self._described = lru_cache(maxsize=4096)(self._describe)
+
+    def compose(self, request: ChatRequest, today: date | None = None) -> Conversation:
+        """Put a request into the template's terms.
+
+        Raises:
+            InvalidRequestError: a part cannot be shown to this model.
+        """
+        num_leading = num_leading_system(request.messages)
+        functions = tuple(self._function(tool) for tool in request.tools if not tool.is_deferred)
+        texts = [
+            _joined(self._texts(message, index), "\n")
+            for index, message in enumerate(request.messages[:num_leading])
+        ]
+        if functions and not self._traits.has_tools:
+            texts.insert(0, introduction(functions))
+            functions = ()
+        head = _joined(texts, _PARAGRAPH)
+        known = _Known.of(request)
+        shown = [
+            entry
+            for index, message in enumerate(request.messages)
+            if index >= num_leading
+            for entry in self._show(message, index, known)
+        ]
+        thinking = request.thinking
+        is_thinking = None if thinking is None else thinking.is_enabled
+        messages = tuple(self._arranged(head, shown))
+        return Conversation(functions, head, messages, today, is_thinking)
+
+    # -- one message ----------------------------------------------------------------------------
+
+    def _show(self, message: Message, index: int, known: _Known) -> Iterator[Shown]:
+        match message.role:
+            case Role.SYSTEM:
+                text = _joined(self._texts(message, index), "\n")
+                if self._traits.has_system_anywhere:
+                    yield Shown("system", text)
+                else:
+                    yield Shown("user", f"<system>\n{text}\n</system>")
+            case Role.ASSISTANT:
+                yield self._show_reply(message, index)
+            case Role.USER | Role.TOOL:
+                yield from self._show_input(message, index, known)
+
+    def _show_reply(self, message: Message, index: int) -> Shown:
+        text = "".join(self._texts(message, index))
+        thinking = "".join(p.text for p in message.parts if isinstance(p, ThinkingPart))
+        uses = [part for part in message.parts if isinstance(part, ToolUsePart)]
+        whole = Shown("assistant", text, self._special.guard(thinking), source=message)
+        if self._traits.has_tools and (len(uses) < 2 or self._traits.has_parallel_calls):
+            return replace(whole, calls=tuple(map(self._call, uses)))
+        # One message must stay one message, or it could not be replayed.
+        calls = [call_text(self._special.guard(use.name), self._arguments(use)) for use in uses]
+        return replace(whole, content=_joined([text, *calls], "\n"))
+
+    def _call(self, use: ToolUsePart) -> JsonObject:
+        function: JsonObject = {
+            "name": self._special.guard(use.name),
+            "arguments": self._arguments(use),
+        }
+        return {"id": self._id(use.id), "type": "function", "function": function}
+
+    def _arguments(self, use: ToolUsePart) -> JsonObject:
+        written = json.dumps(use.arguments, ensure_ascii=False)
+        try:
+            written.encode()
+        except UnicodeEncodeError:
+            # The model wrote half a surrogate pair; that must not refuse every later turn.
+            return self._special.guard_object(json.loads(written.encode(errors="replace")))
+        return self._special.guard_object(use.arguments)
+
+    def _show_input(self, message: Message, index: int, known: _Known) -> Iterator[Shown]:
+        """Results become messages of their own, text around them stays the user's."""
+        texts: list[str] = []
+        for position, part in enumerate(message.parts):
+            where = f"messages[{index}].content[{position}]"
+            if not isinstance(part, ToolResultPart):
+                texts.extend(self._text(part, where))
+                continue
+            if texts:
+                yield Shown("user", _joined(texts, "\n"))
+                texts = []
+            yield self._show_result(part, where, known)
+        if texts or not message.parts:
+            yield Shown("user", _joined(texts, "\n"))
+
+    def _show_result(self, result: ToolResultPart, where: str, known: _Known) -> Shown:
+        texts: list[str] = []
+        for position, part in enumerate(result.content):
+            if isinstance(part, ToolReferencePart):
+                texts.append(self._announced(part.tool_name, known))
+            else:
+                texts.extend(self._text(part, f"{where}.content[{position}]"))
+        text = _joined(texts, "\n")
+        if result.is_error and not text.lower().startswith("error"):
+            text = f"Error: {text}"
+        if not self._traits.has_tools:
+            return Shown("user", result_text(text))
+        name = self._special.guard(known.callees.get(result.tool_use_id, ""))
+        return Shown("tool", text, call_id=self._id(result.tool_use_id), name=name)
+
+    def _announced(self, name: str, known: _Known) -> str:
+        found = known.tools.get(name)
+        return announcement(self._function(found)) if found else self._special.guard(name)
+
+    # -- its parts ------------------------------------------------------------------------------
+
+    def _texts(self, message: Message, index: int) -> Iterator[str]:
+        for position, part in enumerate(message.parts):
+            yield from self._text(part, f"messages[{index}].content[{position}]", message.role)
+
+    def _text(self, part: object, where: str, role: Role = Role.USER) -> Iterator[str]:
+        match part:
+            case TextPart(text):
+                yield self._special.guard(text)
+            case ThinkingPart():
+                return
+            case ToolUsePart() if role is Role.ASSISTANT:
+                return
+            case ImagePart():
+                raise InvalidRequestError(
+                    "the loaded model cannot see images; send text.", param=where
+                )
+            case _:
+                raise InvalidRequestError("this part does not belong here.", param=where)
+
+    def _function(self, tool: ToolSpec) -> JsonObject:
+        return self._described(tool.name, tool.description, json.dumps(tool.parameters))
+
+    def _describe(self, name: str, description: str, parameters: str) -> JsonObject:
+        tool = ToolSpec(name, description, json.loads(parameters))
+        return self._special.guard_object(function_of(tool))
+
+    def _id(self, given: str) -> str:
+        if not self._traits.wants_short_ids:
+            return self._special.guard(given)
+        return hashlib.sha256(given.encode(errors="surrogatepass")).hexdigest()[:9]
+
+    # -- their order ----------------------------------------------------------------------------
+
+    def _arranged(self, head: str, shown: list[Shown]) -> Iterator[Shown]:
+        if head and self._traits.has_system:
+            yield Shown("system", head)
+        elif head:
+            is_user_first = bool(shown) and shown[0].role == "user"
+            first = shown.pop(0) if is_user_first else Shown("user", "")
+            shown.insert(0, replace(first, content=_joined([head, first.content], _PARAGRAPH)))
+        yield from _merged(shown) if self._traits.is_alternating else shown
+
+
+def num_leading_system(messages: Sequence[Message]) -> int:
+    """Count the system messages a conversation starts with."""
+    others = (i for i, message in enumerate(messages) if message.role is not Role.SYSTEM)
+    return next(others, len(messages))
+
+
+def _merged(shown: Sequence[Shown]) -> Iterator[Shown]:
+    """Join neighbours of one role; text right after a result goes with the result."""
+    last: Shown | None = None
+    for entry in shown:
+        if last is not None and _is_joined(last, entry):
+            text = _joined([last.content, entry.content], _PARAGRAPH)
+            last = replace(last, content=text, calls=last.calls + entry.calls, source=None)
+            continue
+        if last is not None:
+            yield last
+        last = entry
+    if last is not None:
+        yield last
+
+
+def _is_joined(last: Shown, entry: Shown) -> bool:
+    if entry.role == "user":
+        return last.role in ("user", "tool")
+    return entry.role == last.role == "assistant" and not last.calls
+
+
+def _joined(texts: Iterator[str] | Sequence[str], separator: str) -> str:
+    return separator.join(text for text in texts if text)

@@ -1,0 +1,1 @@
+"""A request's way into the engine and back."""

@@ -1,0 +1,203 @@
+"""A conversation in, a stream of events out: everything between a protocol and the engine."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeAlias
+
+from semantic.application.agents.ledger import AgentLedger, Exchange
+from semantic.application.agents.turn_log import turn_id
+from semantic.application.agents.turn_watch import TurnWatch
+from semantic.application.engine.device_thread import DeviceThread, LoadedModel
+from semantic.application.parsing import ReplyParser
+from semantic.application.prompt.replay import (
+    ReplayStore,
+    emitted_tokens,
+    keys_to_remember,
+    prompt_digest,
+)
+from semantic.application.requests.identity import BusyAgents, Claim, Identities
+from semantic.application.requests.prepare import Preparation, Prepared
+from semantic.application.requests.reply import FinishedReply, ReplyHub
+from semantic.domain.agents import Pointer, Principal, Turn
+from semantic.domain.chat import ChatRequest, Started, Usage
+from semantic.domain.errors import (
+    AgentNotFoundError,
+    CachePersistenceError,
+    ConflictError,
+    ModelNotFoundError,
+    SemanticError,
+)
+from semantic.domain.sampling import FinishReason
+from semantic.ports.inbound import Reply
+
+_log = logging.getLogger(__name__)
+
+IsDurable: TypeAlias = Callable[[str, str], bool]
+
+
+class InferenceService:
+    """`InferencePort` over one device. Used on the event loop's thread."""
+
+    def __init__(
+        self,
+        device: DeviceThread,
+        hub: ReplyHub,
+        agents: AgentLedger,
+        replays: ReplayStore,
+        *,
+        request_timeout_s: float,
+        is_durable: IsDurable | None = None,
+        watch: TurnWatch | None = None,
+    ) -> None:
+        """Prepare; nothing runs yet.
+
+        Args:
+            device: Where replies are computed.
+            hub: Hands out what the device says.
+            agents: Where turns are logged.
+            replays: Where the tokens of replies are kept.
+            request_timeout_s: The longest a request may take.
+            is_durable: Says of a tenant's turn that was written whether it is safe on disk. Replies
+                then end when their turns are written, and tell; None promises nothing.
+            watch: Is shown every reply.
+        """
+        self._device = device
+        self._hub = hub
+        self._agents = agents
+        self._replays = replays
+        self._identities = Identities(agents)
+        self._preparation = Preparation(
+            device, agents, self._identities, replays, request_timeout_s=request_timeout_s
+        )
+        self._request_timeout_s = request_timeout_s
+        self._is_durable = is_durable
+        self._watch = watch
+        self._busy = BusyAgents()
+
+    async def start(self, request: ChatRequest, principal: Principal) -> Reply:
+        """Render, tokenise, check and queue a request."""
+        model = self._model(request)
+
+        claim = self._busy.claim(principal.tenant)
+        try:
+            # A long prompt takes a while to tokenise; other streams go on meanwhile.
+            prepared = await asyncio.to_thread(
+                self._preparation.prepare, request, principal, model, claim
+            )
+            return self._submit(prepared, claim)
+        except BaseException:
+            claim.release()
+            raise
+
+    def _submit(self, prepared: Prepared, claim: Claim) -> Reply:
+        job, shape = prepared.job, prepared.shape
+        started = Started(job.id, prepared.model.id, Usage(prompt_tokens=len(job.tokens)))
+        parser = ReplyParser(
+            shape.format,
+            shape.offered,
+            is_thinking_open=shape.is_thinking_open,
+            is_parallel=shape.tool_choice.is_parallel,
+        )
+        reply = self._hub.open(
+            job.id,
+            started,
+            self._device.cancel,
+            parser,
+            on_finish=lambda finished: self._log_turn(prepared, finished),
+            on_end=claim.release,
+        )
+        reply.span = prepared.span
+        try:
+            self._device.submit(job)
+        except SemanticError:
+            self._hub.discard(job.id)
+            raise
+        if self._watch is not None:
+            tenant, agent_id = prepared.principal.tenant, prepared.identity.agent_id
+            self._watch.watch(reply, started, tenant, agent_id)
+        return reply
+
+    async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:
+        """Count the tokens of the prompt that a request would make."""
+        model = self._model(request)
+        return await asyncio.to_thread(self._preparation.count_tokens, request, principal, model)
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """Write tokens out as text, special ones left out."""
+        token_bytes = self._device.ready_model().tokenizer.token_bytes
+        return b"".join(map(token_bytes, tokens)).decode("utf-8", "replace")
+
+    def _model(self, request: ChatRequest) -> LoadedModel:
+        model = self._device.ready_model()
+        if request.model != model.id:
+            raise ModelNotFoundError(
+                f"the model {request.model!r} is not served here; this server serves {model.id!r}."
+            )
+        return model
+
+    async def _log_turn(self, prepared: Prepared, finished: FinishedReply) -> bool | None:
+        """Log a turn, and keep its tokens for when the client sends the reply again.
+
+        Returns whether it is safe on disk; None where that is not promised.
+        """
+        is_unsafe = None if self._is_durable is None else False
+        if finished.event.reason is FinishReason.CANCELLED:
+            return is_unsafe
+        try:
+            turn, done = await asyncio.to_thread(self._commit, prepared, finished)
+        except (AgentNotFoundError, ConflictError) as error:
+            _log.info("a turn is not logged: %s", error.message)
+            return is_unsafe
+        if self._is_durable is None:
+            return None
+        # A log that cannot be written costs no reply; the disk says why.
+        with contextlib.suppress(CachePersistenceError, TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(done), self._request_timeout_s)
+            tenant = prepared.principal.tenant
+            return await asyncio.to_thread(self._is_durable, tenant, turn.id)
+        return False
+
+    def _commit(self, prepared: Prepared, finished: FinishedReply) -> tuple[Turn, Future[None]]:
+        job, left, tenant = prepared.job, finished.put_away, prepared.principal.tenant
+        self._remember(prepared, finished)
+        block, request = left.block, prepared.request
+        said = () if request.raw_prompt else (*request.messages, finished.message)
+        exchange = Exchange(
+            prompt=job.tokens,
+            reply=left.tokens,
+            messages=said,
+            pointer=None if block is None else Pointer(job.root, block, left.num_sealed),
+            usage=finished.event.usage,
+            reuse=left.reuse,
+            turn_id=turn_id(job.id),
+            is_stored=request.is_stored,
+            continuation=request.agent.continuation,
+            model=prepared.model.id,
+            reason=finished.event.reason,
+        )
+        identity = prepared.identity
+        turn, done = self._agents.commit(
+            tenant,
+            identity.agent_id,
+            exchange,
+            is_anonymous=identity.is_anonymous,
+            fork=identity.fork,
+        )
+        self._identities.note(tenant, identity.agent_id, turn)
+        return turn, done
+
+    def _remember(self, prepared: Prepared, finished: FinishedReply) -> None:
+        tokens, stop = finished.put_away.tokens, prepared.request.stop
+        if finished.event.reason is FinishReason.STOP_SEQUENCE:
+            tokens = emitted_tokens(tokens, finished.raw_text, prepared.model.tokenizer)
+        elif tokens and tokens[-1] in stop.token_ids:
+            tokens = tokens[:-1]
+        if prepared.request.raw_prompt is not None:
+            return  # no template will ever write this reply again
+        prompt = prompt_digest(prepared.job.root, prepared.job.tokens)
+        for key in keys_to_remember(prompt, finished.message):
+            self._replays.remember(key, tokens)
+        self._preparation.keep_day(prepared)

@@ -1,0 +1,86 @@
+"""What stands around the app, over apps that misbehave; the HTTP server hears nothing of it."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
+from structlog.testing import capture_logs
+
+from semantic.adapters.inbound.http.bodies import BodyLimit
+from semantic.adapters.inbound.http.errors import install_error_handlers
+from semantic.adapters.inbound.http.middleware import AccessLog
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def app() -> FastAPI:
+    app = FastAPI()
+    install_error_handlers(app)
+    app.add_middleware(BodyLimit, max_bytes=100)
+    app.add_middleware(AccessLog)
+    return app
+
+
+def client(app: FastAPI) -> httpx.AsyncClient:
+    # The transport raises what the app lets through, and fails if it answers twice.
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+
+
+async def test_a_defect_is_answered_in_shape_and_logged_once(app: FastAPI) -> None:
+    defect = RuntimeError("boom")
+
+    @app.get("/broken")
+    async def broken() -> None:
+        raise defect
+
+    with capture_logs() as lines:
+        async with client(app) as http:
+            answer = await http.get("/broken")
+    assert answer.status_code == 500
+    assert answer.headers["x-request-id"].startswith("req_")
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "internal_error")
+    assert "boom" not in error["message"]
+    (line,) = lines
+    assert (line["path"], line["status"], line["exc_info"]) == ("/broken", 500, defect)
+
+
+async def test_a_body_that_grows_over_the_limit_is_answered_and_logged_once(app: FastAPI) -> None:
+    @app.post("/take")
+    async def take(body: dict[str, Any]) -> None:
+        raise AssertionError(body)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield b"x" * 60
+
+    with capture_logs() as lines:
+        async with client(app) as http:
+            answer = await http.post("/take", content=chunks())
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+    assert [(line["log_level"], line["status"]) for line in lines] == [("info", 413)]
+
+
+async def test_a_defect_in_a_started_answer_is_logged_with_the_status_sent() -> None:
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        del scope, receive
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RuntimeError("boom")
+
+    sent = []
+
+    async def send(message: object) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.disconnect"}
+
+    with capture_logs() as lines:
+        await AccessLog(broken)({"type": "http", "method": "GET", "path": "/x"}, receive, send)
+    assert len(sent) == 1
+    assert [(line["log_level"], line["status"]) for line in lines] == [("error", 200)]

@@ -1,0 +1,160 @@
+"""What OpenAI's clients are sent, byte for byte; `REGENERATE=1` writes the transcripts anew."""
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from semantic.adapters.inbound.openai.chat import collect_chat, stream_chat
+from semantic.adapters.inbound.openai.completions import collect_completions, stream_completions
+from semantic.adapters.inbound.openai.completions_schema import CompletionRequest
+from semantic.adapters.inbound.openai.reply_set import ReplySet
+from semantic.adapters.inbound.responses.echo import settings_of
+from semantic.adapters.inbound.responses.run import ResponseBook, ResponseRun
+from semantic.adapters.inbound.responses.schema import ResponsesRequest
+from semantic.adapters.inbound.responses.writer import ResponseWriter
+from semantic.domain.chat import (
+    Event,
+    Failed,
+    Finished,
+    PrefillProgress,
+    Started,
+    TextDelta,
+    Usage,
+)
+from semantic.domain.errors import GenerationTimeoutError
+from semantic.domain.sampling import FinishReason
+from tests.canned_replies import EVERYTHING, USAGE, CannedReply
+
+pytestmark = pytest.mark.unit
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+PLAIN: tuple[Event, ...] = (
+    Started("abc", "m", Usage(20)),
+    TextDelta("Hi"),
+    Finished(FinishReason.MAX_TOKENS, USAGE),
+)
+FAILING: tuple[Event, ...] = (
+    Started("abc", "m", Usage(20)),
+    TextDelta("Hi"),
+    Failed(GenerationTimeoutError("too late.")),
+)
+
+
+def check(name: str, text: str) -> None:
+    """Compare with a transcript, times left out."""
+    text = re.sub(r'("(?:created|created_at|completed_at)": ?)\d+', r"\g<1>0", text)
+    path = GOLDEN / name
+    if os.environ.get("REGENERATE"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def replies_of(*events: tuple[Event, ...]) -> ReplySet:
+    return ReplySet([CannedReply(reply) for reply in events])
+
+
+def run_of(
+    events: tuple[Event, ...],
+    book: ResponseBook,
+    body: ResponsesRequest | None = None,
+    replies: ReplySet | None = None,
+) -> ResponseRun:
+    asked = {"model": "m", "input": "hi", "include": ["reasoning.encrypted_content"]}
+    body = body or ResponsesRequest.model_validate(asked)
+    writer = ResponseWriter(settings_of(body), wants_handles=body.wants_handles)
+    replies = replies or replies_of(events)
+    return ResponseRun(replies, writer, book, is_stored=body.is_stored)
+
+
+async def test_a_chat_stream() -> None:
+    frames = [f async for f in stream_chat(replies_of(EVERYTHING), has_usage=True)]
+    check("chat_stream.txt", "".join(frames))
+
+
+async def test_a_chat_reply() -> None:
+    body = await collect_chat(replies_of(EVERYTHING, PLAIN))
+    check("chat.json", json.dumps(body, indent=1, ensure_ascii=False))
+
+
+async def until_progress(frames: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The signs of life in a stream, up to the first that tells of progress."""
+    async for frame in frames:
+        if frame.startswith(":"):
+            yield frame
+        if frame.startswith(": prefill"):
+            return
+
+
+async def test_waiting_is_visible() -> None:
+    class Waiting(CannedReply):
+        async def __aiter__(self) -> AsyncIterator[Event]:
+            yield PLAIN[0]
+            yield PrefillProgress(5, 20)
+            await asyncio.Event().wait()
+
+    for frames in (
+        stream_chat(ReplySet([Waiting()], heartbeat_s=0.001), has_usage=False),
+        stream_completions(
+            ReplySet([Waiting()], heartbeat_s=0.001),
+            CompletionRequest.model_validate({"model": "m", "prompt": "One"}),
+            [""],
+        ),
+        run_of(PLAIN, ResponseBook(), replies=ReplySet([Waiting()], heartbeat_s=0.001)).frames(),
+    ):
+        # On a busy machine the first sign may come before the progress does.
+        async with asyncio.timeout(30):
+            signs = {frame async for frame in until_progress(frames)}
+        assert signs <= {": waiting\n\n", ": prefill 5/20\n\n"}
+
+
+async def test_a_chat_stream_that_fails() -> None:
+    frames = [f async for f in stream_chat(replies_of(FAILING), has_usage=True)]
+    check("chat_stream_failing.txt", "".join(frames))
+
+
+async def test_a_stream_of_completions() -> None:
+    body = CompletionRequest.model_validate({"model": "m", "prompt": ["One", "Two"], "echo": True})
+    frames = [f async for f in stream_completions(replies_of(PLAIN, PLAIN), body, ["One", "Two"])]
+    check("completions_stream.txt", "".join(frames))
+
+
+async def test_a_completion() -> None:
+    body = CompletionRequest.model_validate({"model": "m", "prompt": "One", "logprobs": 1})
+    made = await collect_completions(replies_of(EVERYTHING), body, [""])
+    check("completion.json", json.dumps(made, indent=1, ensure_ascii=False))
+
+
+async def test_a_response_stream() -> None:
+    book = ResponseBook()
+    frames = [frame async for frame in run_of(EVERYTHING, book).frames()]
+    check("response_stream.txt", "".join(frames))
+    kept = book.find("resp_abc")
+    assert kept is not None
+    assert kept["status"] == "completed"
+    assert book.running("resp_abc") is None
+
+
+async def test_a_response_stream_that_fails() -> None:
+    frames = [frame async for frame in run_of(FAILING, ResponseBook()).frames()]
+    check("response_stream_failing.txt", "".join(frames))
+
+
+async def test_a_response() -> None:
+    tools = [{"type": "function", "name": "read"}, {"type": "web_search"}]
+    body = ResponsesRequest.model_validate(
+        {"model": "m", "input": "hi", "tools": tools, "store": False}
+    )
+    book = ResponseBook()
+    made = await run_of(PLAIN, book, body).collect()
+    check("response.json", json.dumps(made, indent=1, ensure_ascii=False))
+    assert book.find("resp_abc") is None
+
+
+async def test_a_failed_response_is_an_error_where_it_is_waited_for() -> None:
+    with pytest.raises(GenerationTimeoutError):
+        await run_of(FAILING, ResponseBook()).collect()

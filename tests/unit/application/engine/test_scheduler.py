@@ -1,0 +1,323 @@
+from collections import deque
+from typing import Literal, Unpack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semantic.adapters.outbound.backends.fake import fake_spec
+from semantic.application.engine.request import Generation
+from semantic.application.engine.scheduler import (
+    ChunkBudget,
+    ConcurrentScheduler,
+    EngineLimits,
+    VirtualClock,
+)
+from semantic.application.engine.text import TextAssembler
+from semantic.domain.chat import ServiceClass
+from semantic.ports.outbound import Step, StepOutput, Ticket
+from tests.unit.application.engine_rig import FaultyBackend, JobOptions, Rig, make_job, make_rig
+
+pytestmark = pytest.mark.unit
+
+
+def generation(
+    name: str,
+    order: int,
+    *,
+    prompt: int = 10,
+    arrived: float = 0.0,
+    **options: Unpack[JobOptions],
+) -> Generation:
+    job = make_job(name, "x" * prompt, **options)
+    return Generation(job, order, TextAssembler(lambda _: b""), arrived, block_tokens=8)
+
+
+def names(generations: object) -> list[str]:
+    assert hasattr(generations, "__iter__")
+    return [g.job.id for g in generations]
+
+
+def test_interactive_goes_before_background_and_arrival_decides_ties() -> None:
+    scheduler = ConcurrentScheduler(EngineLimits())
+    for item in (
+        generation("bg", 0, service_class=ServiceClass.BACKGROUND),
+        generation("b", 2),
+        generation("a", 1),
+    ):
+        scheduler.add(item)
+    assert names(scheduler.candidates(now=0.0)) == ["a", "b", "bg"]
+
+
+def test_background_ages_into_its_turn() -> None:
+    scheduler = ConcurrentScheduler(EngineLimits(ageing_s=5))
+    scheduler.add(generation("bg", 0, service_class=ServiceClass.BACKGROUND, arrived=0.0))
+    scheduler.add(generation("new", 1, arrived=4.9))
+    assert names(scheduler.candidates(now=4.9)) == ["new", "bg"]
+    assert names(scheduler.candidates(now=5.0)) == ["bg", "new"]
+
+
+def test_being_served_ends_the_wait() -> None:
+    scheduler = ConcurrentScheduler(EngineLimits(prefill_step_size=4, ageing_s=5))
+    for item in (generation("a", 0), generation("b", 1)):
+        scheduler.add(item)
+        scheduler.admit(item)
+    first = names(portion.generation for portion in scheduler.plan(now=10.0))
+    second = names(portion.generation for portion in scheduler.plan(now=10.1))
+    assert (first, second) == (["a"], ["b"])
+
+
+def test_a_suspect_goes_before_those_that_are_not() -> None:
+    scheduler = ConcurrentScheduler(EngineLimits())
+    scheduler.add(generation("free", 0))
+    suspect = generation("suspect", 1, service_class=ServiceClass.BACKGROUND)
+    suspect.retry_until = 5
+    scheduler.add(suspect)
+    assert next(scheduler.candidates(now=0.0)) is suspect
+
+
+def test_the_agent_served_least_goes_first_and_weight_counts() -> None:
+    clock = VirtualClock()
+    for agent in ("light", "heavy"):
+        clock.join(agent)
+    clock.charge("light", 100, weight=1)
+    clock.charge("heavy", 150, weight=2)
+    assert clock.time_of("heavy") < clock.time_of("light")
+
+
+def test_absence_earns_no_credit_and_leaves_no_trace() -> None:
+    clock = VirtualClock()
+    clock.join("busy")
+    clock.join("guest")
+    clock.charge("busy", 1000, 1)
+    clock.charge("guest", 10, 1)
+    clock.leave("guest")
+    clock.join("guest")
+    assert clock.time_of("guest") >= 10
+    clock.join("newcomer")
+    assert clock.time_of("newcomer") >= clock.time_of("guest")
+
+
+def test_sustained_traffic_leaves_no_trace_in_the_clock() -> None:
+    clock = VirtualClock()
+    clock.join("x0")
+    clock.charge("x0", 1, 1.0)
+    for i in range(1, 200):
+        clock.join(f"x{i}")
+        clock.charge(f"x{i}", 10, 1.0)
+        clock.leave(f"x{i - 1}")
+    assert len(clock) < 10
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.booleans()), max_size=60))
+def test_virtual_clock_never_runs_backwards(moves: list[tuple[str, int, bool]]) -> None:
+    clock = VirtualClock()
+    present: list[str] = []
+    seen: dict[str, float] = {}
+    for agent, tokens, is_leaving in moves:
+        if is_leaving and agent in present:
+            present.remove(agent)
+            clock.leave(agent)
+            continue
+        present.append(agent)
+        clock.join(agent)
+        assert clock.time_of(agent) >= seen.get(agent, 0.0)
+        clock.charge(agent, tokens, 1.0)
+        seen[agent] = clock.time_of(agent)
+
+
+def test_decodes_all_run_and_prompts_share_what_is_left() -> None:
+    scheduler = ConcurrentScheduler(EngineLimits(prefill_step_size=64))
+    decoding, long, short = generation("d", 0), generation("l", 1, prompt=500), generation("s", 2)
+    for item in (decoding, long, short):
+        scheduler.add(item)
+        scheduler.admit(item)
+    decoding.num_launched = decoding.num_computed = 9
+    portions = {p.generation.job.id: p.num_tokens for p in scheduler.plan(now=0.0)}
+    assert portions["d"] == 1
+    assert portions["l"] + portions.get("s", 0) <= 64
+    # The long prompt has been served more by now, so the short one is first.
+    long.num_launched = portions["l"]
+    second = {p.generation.job.id: p.num_tokens for p in scheduler.plan(now=0.0)}
+    assert second["s"] == 10
+
+
+@given(
+    per_token=st.floats(0.01, 5.0),
+    fixed=st.floats(0.0, 40.0),
+    target=st.floats(10.0, 300.0),
+)
+def test_chunk_budget_finds_the_target(per_token: float, fixed: float, target: float) -> None:
+    limits = EngineLimits(target_step_ms=target, prefill_step_size=4096)
+    budget = ChunkBudget()
+    for _ in range(40):
+        budget.observe(0, fixed / 1000)
+        tokens = budget.tokens(limits)
+        budget.observe(tokens, (fixed + tokens * per_token) / 1000)
+    tokens = budget.tokens(limits)
+    took = fixed + tokens * per_token
+    at_bounds = tokens in (ChunkBudget.MIN_TOKENS, 4096)
+    assert at_bounds or tokens % ChunkBudget.BLOCK == 0
+    block_ms = ChunkBudget.BLOCK * per_token
+    assert at_bounds or took == pytest.approx(target, rel=0.2, abs=block_ms)
+
+
+@pytest.mark.parametrize("decode_ms", [5, 40])
+def test_by_default_a_prompt_takes_little_longer_than_alone(decode_ms: int) -> None:
+    budget, limits, tokens = ChunkBudget(), EngineLimits(prefill_step_size=100_000), 0
+    for _ in range(40):
+        budget.observe(0, decode_ms / 1000)
+        tokens = budget.tokens(limits)
+        budget.observe(tokens, (decode_ms + tokens * 0.1) / 1000)
+    alone = tokens * 0.1
+    assert 1.05 < (decode_ms + alone) / alone < 1.15
+
+
+def test_before_anyone_decoded_alone_prompts_get_a_share_of_the_largest_step() -> None:
+    budget = ChunkBudget()
+    budget.observe(100, 1.0)
+    assert budget.tokens(EngineLimits(prefill_step_size=512)) == 128
+
+
+class TimedBackend(FaultyBackend):
+    """Its steps take time on a rig's clock: some each, and some for each token of a prompt."""
+
+    def __init__(
+        self, *, step_ms: float = 0.0, token_ms: float = 0.0, pipeline_depth: Literal[0, 1] = 0
+    ) -> None:
+        super().__init__(fake_spec(block_tokens=8), pipeline_depth=pipeline_depth)
+        self.now = [0.0]
+        self._step_ms = step_ms
+        self._token_ms = token_ms
+        self._flying: deque[Step] = deque()
+
+    def launch(self, step: Step) -> Ticket:
+        self._flying.append(step)
+        return super().launch(step)
+
+    def collect(self, ticket: Ticket) -> StepOutput:
+        chunks = self._flying.popleft().chunks
+        num_prompt_tokens = sum(c.num_tokens for c in chunks if c.num_tokens > 1)
+        self.now[0] += (self._step_ms + self._token_ms * num_prompt_tokens) / 1000
+        return super().collect(ticket)
+
+
+def timed_rig(backend: TimedBackend) -> Rig:
+    limits = EngineLimits(prefill_step_size=400, target_step_ms=135)
+    rig = make_rig(backend=backend, limits=limits)
+    backend.now = rig.now
+    return rig
+
+
+def learnt_budget(rig: Rig) -> int:
+    """Prompt tokens that a newcomer gets in its first step while someone decodes."""
+    rig.submit(make_job("newcomer", "n" * 300))
+    rig.step(seconds=0.0)
+    (num_tokens,) = (c.num_tokens for c in rig.backend.steps[-1].chunks if c.num_tokens > 1)
+    return num_tokens
+
+
+def test_prompts_get_the_learnt_budget_while_someone_decodes() -> None:
+    rig = timed_rig(TimedBackend(token_ms=2))
+    rig.submit(make_job("lesson", "x" * 100, max_tokens=1))
+    rig.step(seconds=0.0)
+    rig.submit(make_job("decoding", "d", max_tokens=200))
+    rig.step(seconds=0.0)
+    # 135 ms at 2 ms a token are 67, in whole blocks.
+    assert learnt_budget(rig) == 64
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_decode_steps_teach_the_decode_time(depth: Literal[0, 1]) -> None:
+    rig = timed_rig(TimedBackend(step_ms=10, token_ms=1, pipeline_depth=depth))
+    rig.submit(make_job("decoding", "x" * 200, max_tokens=300))
+    for _ in range(40):
+        rig.step(seconds=0.0)
+    # The prompt took 210 ms for 200 tokens; of 135 ms decoding takes 10: 119 tokens, not 128.
+    assert learnt_budget(rig) == 96
+
+
+def test_a_step_one_ahead_is_timed_from_the_collect_before_it() -> None:
+    rig = timed_rig(TimedBackend(step_ms=50, pipeline_depth=1))
+    rig.submit(make_job("decoding", "x" * 100, max_tokens=300))
+    for _ in range(40):
+        rig.step(seconds=0.0)
+    # The prompt took 50 ms for 100 tokens; of 135 ms decoding takes 50, not the 100 since launch.
+    assert learnt_budget(rig) == 160
+
+
+def test_victim_is_the_youngest_of_the_lowest_class_never_the_only_one() -> None:
+    scheduler = ConcurrentScheduler(EngineLimits())
+    only = generation("only", 0)
+    scheduler.add(only)
+    scheduler.admit(only)
+    assert scheduler.victim() is None
+    background = generation("bg", 1, service_class=ServiceClass.BACKGROUND)
+    young = generation("young", 2)
+    for item in (background, young):
+        scheduler.add(item)
+        scheduler.admit(item)
+    assert scheduler.victim() is background
+    scheduler.remove(background)
+    assert scheduler.victim() is young
+
+
+arrivals = st.lists(
+    st.tuples(
+        st.floats(0.0, 3.0),  # gap to the one before
+        st.sampled_from(["a", "b", "c"]),
+        st.sampled_from(ServiceClass),
+        st.floats(0.1, 8.0),  # weight
+        st.integers(1, 6),  # turns of the loop it runs for
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+@given(arrivals=arrivals, slots=st.integers(1, 3))
+def test_the_bound_on_waiting(
+    arrivals: list[tuple[float, str, ServiceClass, float, int]], slots: int
+) -> None:
+    """Once aged, a request is overtaken only by those that have waited longer."""
+    limits = EngineLimits(max_batch_size=slots, ageing_s=5.0)
+    scheduler = ConcurrentScheduler(limits)
+    queue: list[tuple[float, Generation, int]] = []
+    moment = 0.0
+    for order, (gap, agent, service_class, weight, turns) in enumerate(arrivals):
+        moment += gap
+        item = generation(
+            f"j{order}",
+            order,
+            arrived=moment,
+            agent=agent,
+            service_class=service_class,
+            weight=weight,
+        )
+        queue.append((moment, item, turns))
+    remaining = {id(item): turns for _, item, turns in queue}
+    now = 0.0
+    while queue or scheduler.waiting or scheduler.running:
+        while queue and queue[0][0] <= now:
+            scheduler.add(queue.pop(0)[1])
+        aged = [g for g in scheduler.waiting if now - g.waiting_since >= limits.ageing_s]
+        for candidate in scheduler.candidates(now):
+            scheduler.admit(candidate)
+            longer = [g for g in aged if g.waiting_since < candidate.waiting_since]
+            assert not [g for g in longer if g in scheduler.waiting]
+        for portion in scheduler.plan(now):
+            item = portion.generation
+            remaining[id(item)] -= 1
+            if not remaining[id(item)]:
+                scheduler.remove(item)
+        scheduler.check_integrity()
+        now += 1.0
+
+
+def test_integrity_check_can_fail() -> None:
+    scheduler = ConcurrentScheduler(EngineLimits())
+    item = generation("a", 0)
+    scheduler.add(item)
+    item.is_done = True
+    with pytest.raises(AssertionError, match="ended"):
+        scheduler.check_integrity()

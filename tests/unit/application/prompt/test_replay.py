@@ -1,0 +1,217 @@
+"""Replies that are kept: what names one, what is kept in memory and in the ledger, what goes."""
+
+import pytest
+
+from semantic.adapters.outbound.backends.fake import END_TOKEN, FakeTokenizer
+from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
+from semantic.application.agents.ledger import write_at_once
+from semantic.application.prompt.replay import (
+    REPLAY_TTL_S,
+    KeptReplies,
+    PromptDigest,
+    ReplayBook,
+    ReplayKey,
+    emitted_tokens,
+    keys_to_look_up,
+    keys_to_remember,
+    prompt_digest,
+)
+from semantic.domain.chat import (
+    JsonObject,
+    Message,
+    Part,
+    Role,
+    TextPart,
+    ThinkingPart,
+    ToolUsePart,
+)
+
+pytestmark = pytest.mark.unit
+
+PROMPT = prompt_digest(b"root", [1, 2, 3])
+
+
+def says(*parts: Part) -> Message:
+    return Message(Role.ASSISTANT, parts)
+
+
+def call(arguments: JsonObject, name: str = "f", call_id: str = "id") -> ToolUsePart:
+    return ToolUsePart(call_id, name, arguments)
+
+
+def is_found(reply: Message, echo: Message, *, keeps_thinking: bool = False) -> bool:
+    remembered = set(keys_to_remember(PROMPT, reply))
+    return not remembered.isdisjoint(keys_to_look_up(PROMPT, echo, keeps_thinking=keeps_thinking))
+
+
+TEXT = TextPart("Hi.")
+THOUGHT = ThinkingPart("hmm", "sig")
+
+
+@pytest.mark.parametrize(
+    "reply,echo",
+    [
+        (says(TEXT), says(TextPart("H"), TextPart("i."))),
+        (says(call({"a": 1000.0, "b": "é"})), says(call({"b": "\u00e9", "a": 1000}))),
+        (says(call({}, call_id="ours")), says(call({}, call_id="theirs"))),
+        (says(TextPart("\n"), call({})), says(call({}))),
+        (says(THOUGHT, TEXT), says(THOUGHT, TEXT)),
+        (says(THOUGHT, TEXT), says(ThinkingPart("", "sig", is_redacted=True), TEXT)),
+    ],
+)
+def test_what_says_the_same_is_found(reply: Message, echo: Message) -> None:
+    assert is_found(reply, echo)
+
+
+@pytest.mark.parametrize(
+    "reply,echo",
+    [
+        (says(TEXT), says(TextPart("Hi. "))),
+        (says(TEXT), says(TextPart("\n"), TEXT)),
+        (says(call({"a": 1})), says(call({"a": True}))),
+        (says(call({"a": 1})), says(call({"a": 1}, name="g"))),
+        (says(call({"a": 1}), call({"a": 2})), says(call({"a": 2}), call({"a": 1}))),
+        (says(THOUGHT, TEXT), says(ThinkingPart("edited"), TEXT)),
+        (says(TEXT), says(THOUGHT, TEXT)),
+        (says(THOUGHT, TEXT), says(TEXT)),
+    ],
+)
+def test_what_says_something_else_is_not(reply: Message, echo: Message) -> None:
+    assert not is_found(reply, echo)
+
+
+def test_thinking_that_is_not_told_counts_only_where_it_would_be_shown() -> None:
+    assert is_found(says(THOUGHT, TEXT), says(TEXT), keeps_thinking=True)
+    assert is_found(says(TEXT), says(TEXT), keeps_thinking=True)
+    assert not is_found(says(THOUGHT, TEXT), says(TextPart("Ho.")), keeps_thinking=True)
+
+
+def test_root_and_prompt_are_part_of_the_name() -> None:
+    assert prompt_digest(b"other", [1, 2, 3]) != PROMPT
+    assert prompt_digest(b"root", [1, 2]) != PROMPT
+    assert prompt_digest(b"ro", [1]) != prompt_digest(b"r", [1])
+
+
+def test_a_digest_grows_with_its_prompt() -> None:
+    digest = PromptDigest(b"root")
+    digest.update([1])
+    assert digest.followed_by([2, 3]) == PROMPT
+    assert digest.followed_by([2, 3]) == PROMPT  # asking changed nothing
+    digest.update((2, 3))
+    assert digest.followed_by(()) == PROMPT
+
+
+def test_the_book_drops_what_was_used_least_recently() -> None:
+    book = ReplayBook(max_tokens=5)
+    keys = [ReplayKey(bytes([i]), b"") for i in range(4)]
+    book.remember(keys[0], [1, 2])
+    book.remember(keys[1], [3, 4])
+    assert book.lookup(keys[0]) == (1, 2)
+    book.remember(keys[2], [5, 6])
+    assert [book.lookup(key) for key in keys[:3]] == [(1, 2), None, (5, 6)]
+    book.remember(keys[2], [7, 8, 9])
+    assert book.lookup(keys[2]) == (7, 8, 9)
+    assert book.num_tokens == 5
+    book.remember(keys[3], range(6))
+    assert book.num_tokens == 0
+
+
+class PairTokenizer(FakeTokenizer):
+    """Ids from 1000 are three bytes each; the others are the fake's."""
+
+    PIECES = (b"abc", "é".encode() + b"f", b"x\xc3", b"\xa9y")
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.PIECES[token - 1000] if token >= 1000 else super().token_bytes(token)
+
+
+@pytest.mark.parametrize(
+    "tokens,emitted,kept",
+    [
+        ([1000, 1001], "abcéf", (1000, 1001)),
+        ([1000, 1001], "abc", (1000,)),  # the stop string was a token of its own
+        ([1000, 1001], "abcé", (1000, *"é".encode())),  # it began inside a token
+        ([1000, 1001], "ab", (97, 98)),
+        ([1000], "", ()),
+        ([1002, 1003], "xéy", (1002, 1003)),
+        ([1002, 1003], "xé", tuple("xé".encode())),  # half a character is kept by no token
+        ([END_TOKEN, 1000, 97], "abc", (END_TOKEN, 1000)),
+    ],
+)
+def test_only_tokens_whose_text_was_emitted_are_kept(
+    tokens: list[int], emitted: str, kept: tuple[int, ...]
+) -> None:
+    assert emitted_tokens(tokens, emitted, PairTokenizer()) == kept
+
+
+# -- in the ledger ------------------------------------------------------------------------------
+
+KEY, OTHER = ReplayKey(b"prompt", b"reply"), ReplayKey(b"prompt", b"other")
+
+
+class Shelf:
+    """A ledger, and who reads it at some time."""
+
+    def __init__(self) -> None:
+        self.ledger = SqliteLedger.in_memory()
+        self.now = 1e9
+        self.restart()
+
+    def restart(self) -> None:
+        self.replies = KeptReplies(self.ledger, write_at_once(self.ledger), lambda: self.now)
+
+    def collect(self) -> None:
+        """Forget what is too old, and what is in memory."""
+        self.ledger.forget_unreachable(before=0, replays_before=self.now - REPLAY_TTL_S)
+        self.restart()
+
+
+def test_a_reply_survives_a_restart() -> None:
+    shelf = Shelf()
+    shelf.replies.remember(KEY, [1, 2])
+    shelf.restart()
+    assert shelf.replies.lookup(KEY) == (1, 2)
+    assert shelf.replies.lookup(OTHER) is None
+
+
+def test_a_reply_that_is_of_use_is_not_forgotten() -> None:
+    shelf = Shelf()
+    for key in (KEY, OTHER):
+        shelf.replies.remember(key, [1, 2])
+    shelf.now += REPLAY_TTL_S - 1
+    assert shelf.replies.lookup(KEY) == (1, 2)
+    shelf.now += 2
+    shelf.collect()
+    assert shelf.replies.lookup(KEY) == (1, 2)
+    assert shelf.replies.lookup(OTHER) is None
+
+
+def test_a_reply_that_is_only_looked_at_gets_no_younger() -> None:
+    shelf = Shelf()
+    shelf.replies.remember(KEY, [1, 2])
+    shelf.restart()
+    shelf.now += REPLAY_TTL_S - 1
+    assert shelf.replies.peek(KEY) == (1, 2)
+    assert shelf.replies.peek(OTHER) is None
+    shelf.now += 2
+    shelf.collect()
+    assert shelf.replies.peek(KEY) is None
+
+
+def test_it_is_written_once_a_day() -> None:
+    shelf, written = Shelf(), 0
+
+    def write(*changes: object) -> object:
+        nonlocal written
+        written += len(changes)
+        return None
+
+    shelf.replies = KeptReplies(shelf.ledger, write, lambda: shelf.now)  # type: ignore[arg-type]
+    shelf.replies.remember(KEY, [1])
+    for _ in range(3):
+        shelf.replies.lookup(KEY)
+    assert written == 1
+    shelf.now += 25 * 3600
+    for _ in range(3):
+        shelf.replies.lookup(KEY)
+    assert written == 2

@@ -1,0 +1,330 @@
+"""Whose turn it is: named, hinted at, known by content, or nobody's yet."""
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+import pytest
+
+from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
+from semantic.application.agents.ledger import AgentLedger, Exchange, write_at_once
+from semantic.application.requests.identity import BusyAgents, Claim, Identities, Identity
+from semantic.domain.agents import Reuse, Turn
+from semantic.domain.chat import AgentHint, Continuation, Message, Role, Usage
+from semantic.domain.errors import CachePersistenceError
+from semantic.ports.persistence import LedgerPort
+
+pytestmark = pytest.mark.unit
+
+HEAD = [1, 2, 3]
+
+
+class Town:
+    """Agents, and conversations they have."""
+
+    def __init__(self, ledger: LedgerPort | None = None) -> None:
+        self.now = 100.0
+        ledger = ledger or SqliteLedger.in_memory()
+        self.agents = AgentLedger(ledger, ledger.load(), write_at_once(ledger), lambda: self.now)
+        self.identities = Identities(self.agents)
+        self.requests = BusyAgents()
+        self.busy: set[str] = set()
+
+    def who(self, tokens: list[int], hint: AgentHint | None = None, head: int = 3) -> Identity:
+        """Whose turn it is while those who are busy are; the request is over at once."""
+        with contextlib.ExitStack() as ended:
+            for agent_id in self.busy:
+                other = self.requests.claim("local")
+                other.share(agent_id)
+                ended.callback(other.release)
+            claim = self.requests.claim("local")
+            ended.callback(claim.release)
+            return self.identities.identify("local", hint or AgentHint(), tokens, head, claim)
+
+    def talk(self, prompt: list[int], reply: list[int], hint: AgentHint | None = None) -> str:
+        """One request, answered and logged; returns whose it was."""
+        self.now += 1
+        identity = self.who(prompt, hint)
+        exchange = Exchange(
+            prompt=prompt,
+            reply=reply,
+            messages=[Message.of(Role.USER, str(t)) for t in (*prompt, *reply)],
+            pointer=None,
+            usage=Usage(prompt_tokens=len(prompt)),
+            reuse=Reuse(),
+        )
+        turn, _ = self.agents.commit(
+            "local",
+            identity.agent_id,
+            exchange,
+            is_anonymous=identity.is_anonymous,
+            fork=identity.fork,
+        )
+        self.identities.note("local", identity.agent_id, turn)
+        return identity.agent_id
+
+    def log(self, agent_id: str) -> list[tuple[int, ...]]:
+        turns = self.agents.turns(self.agents.get("local", agent_id))
+        return [turn.tokens for turn in reversed(turns)]
+
+
+def test_a_name_decides() -> None:
+    town = Town()
+    assert town.who(HEAD, AgentHint(agent_id="coder")) == Identity("coder", is_anonymous=False)
+    assert town.who(HEAD, AgentHint(session="s.1")) == Identity("s.1", is_anonymous=False)
+    both = AgentHint(agent_id="coder", session="s", client_key="k")
+    assert town.who(HEAD, both).agent_id == "coder"
+
+
+def test_a_session_that_cannot_be_an_id_still_names_one_agent() -> None:
+    town = Town()
+    names = {town.who(HEAD, AgentHint(session="a b/c")).agent_id for _ in range(2)}
+    assert len(names) == 1
+    assert names != {town.who(HEAD, AgentHint(session="a b/d")).agent_id}
+
+
+def test_a_named_agent_that_is_busy_is_not_disturbed() -> None:
+    town = Town()
+    town.busy = {"coder"}
+    identity = town.who(HEAD, AgentHint(agent_id="coder"))
+    assert identity.agent_id != "coder"
+    assert identity.is_anonymous
+
+
+def test_sub_agents_under_one_session_are_told_apart_by_their_heads() -> None:
+    town = Town()
+    hint = AgentHint(client_key="session-7")
+    lead = town.talk([1, 2, 3, 10], [11], hint)
+    helper = town.talk([4, 5, 6, 10], [11], hint)
+    title = town.talk([7, 8, 9, 10], [11], hint)
+    assert len({lead, helper, title}) == 3
+    assert all(agent.is_anonymous for agent in town.agents.agents("local"))
+    assert town.talk([1, 2, 3, 10, 11, 12], [13], hint) == lead
+    assert town.talk([4, 5, 6, 10, 11, 12], [13], hint) == helper
+
+
+def test_who_goes_on_with_a_conversation_is_who_had_it() -> None:
+    town = Town()
+    agent = town.talk([*HEAD, 10], [11])
+    assert town.talk([*HEAD, 10, 11, 20], [21]) == agent
+    assert town.talk([*HEAD, 10, 11, 20, 21, 30], [31]) == agent
+    assert town.log(agent) == [(*HEAD, 10, 11), (20, 21), (30, 31)]
+
+
+def test_two_agents_that_share_a_whole_prefix_stay_two() -> None:
+    town = Town()
+    first = town.talk([*HEAD, 10], [11])
+    second = town.talk([*HEAD, 10], [12])
+    assert first != second
+    assert town.talk([*HEAD, 10, 11, 20], [21]) == first
+    assert town.talk([*HEAD, 10, 12, 20], [21]) == second
+
+
+def test_a_retry_takes_the_agent_back_one_turn() -> None:
+    town = Town()
+    agent = town.talk([*HEAD, 10], [11])
+    town.talk([*HEAD, 10, 11, 20], [21])
+    assert town.talk([*HEAD, 10, 11, 20], [22]) == agent
+    assert town.log(agent) == [(*HEAD, 10, 11), (20, 22)]
+
+
+def test_a_client_that_went_back_takes_its_agent_along() -> None:
+    town = Town()
+    agent = town.talk([*HEAD, 10], [11])
+    town.talk([*HEAD, 10, 11, 20], [21])
+    town.talk([*HEAD, 10, 11, 20, 21, 30], [31])
+    assert town.talk([*HEAD, 10, 11, 40], [41]) == agent
+    assert town.log(agent) == [(*HEAD, 10, 11), (40, 41)]
+
+
+def test_if_the_agent_is_busy_a_fork_goes_back() -> None:
+    town = Town()
+    agent = town.talk([*HEAD, 10], [11])
+    town.talk([*HEAD, 10, 11, 20], [21])
+    town.busy = {agent}
+    fork = town.talk([*HEAD, 10, 11, 40], [41])
+    assert fork != agent
+    assert town.log(fork) == [(*HEAD, 10, 11), (40, 41)]
+    assert town.log(agent) == [(*HEAD, 10, 11), (20, 21)]
+
+
+def test_a_title_request_beside_a_conversation_is_another_agent() -> None:
+    town = Town()
+    agent = town.talk([*HEAD, 10], [11])
+    title = town.talk([50, 51, 52, 10], [60])
+    assert title != agent
+    assert town.talk([*HEAD, 10, 11, 20], [21]) == agent
+
+
+def test_a_shared_head_alone_tells_nobody() -> None:
+    town = Town()
+    agent = town.talk([1, 2], [3])  # ends exactly where the head of the next prompt does
+    assert town.who([1, 2, 3, 10]).agent_id != agent
+
+
+def test_of_two_that_said_the_same_the_idle_one_used_last_goes_on() -> None:
+    town = Town()
+    first = town.talk([*HEAD, 10], [11])
+    town.busy = {first}
+    second = town.talk([*HEAD, 10], [11])
+    town.busy = set()
+    assert town.who([*HEAD, 10, 11, 20]).agent_id == second
+    town.busy = {second}
+    assert town.who([*HEAD, 10, 11, 20]).agent_id == first
+
+
+def test_tenants_do_not_meet() -> None:
+    town = Town()
+    agent = town.talk([*HEAD, 10], [11])
+    claim = town.requests.claim("other")
+    other = town.identities.identify("other", AgentHint(), [*HEAD, 10, 11, 20], 3, claim)
+    assert other.agent_id != agent
+
+
+def test_after_a_restart_the_latest_turn_is_still_known() -> None:
+    town = Town()
+    agent = town.talk([*HEAD, 10], [11])
+    town.talk([*HEAD, 10, 11, 20], [21])
+    town.identities = Identities(town.agents)
+    assert town.who([*HEAD, 10, 11, 20, 21, 30]).agent_id == agent
+
+
+def test_who_was_deleted_is_not_found() -> None:
+    town = Town()
+    agent = town.talk([*HEAD, 10], [11])
+    town.agents.delete("local", agent)
+    assert town.who([*HEAD, 10, 11, 20]).agent_id != agent
+
+
+def names(identities: Iterable[Identity]) -> set[str]:
+    return {identity.agent_id for identity in identities}
+
+
+def test_nobody_is_a_new_one_each_time() -> None:
+    town = Town()
+    assert len(names(town.who([*HEAD, 10]) for _ in range(3))) == 3
+
+
+# -- who is busy --------------------------------------------------------------------------------
+
+
+def test_of_two_requests_that_name_one_agent_at_once_one_becomes_it() -> None:
+    town, hint = Town(), AgentHint(agent_id="coder")
+    claims = [town.requests.claim("local") for _ in range(8)]
+    barrier = threading.Barrier(len(claims))
+
+    def identify(claim: Claim) -> Identity:
+        barrier.wait(60)
+        return town.identities.identify("local", hint, HEAD, 3, claim)
+
+    with ThreadPoolExecutor(len(claims)) as pool:
+        found = list(pool.map(identify, claims))
+    assert [identity.agent_id for identity in found].count("coder") == 1
+    assert len(names(found)) == len(claims)
+    for claim in claims:
+        claim.release()
+    assert town.who(HEAD, hint).agent_id == "coder"
+
+
+def test_a_request_that_was_given_up_while_it_was_prepared_holds_nobody() -> None:
+    town, hint = Town(), AgentHint(agent_id="coder")
+    claim = town.requests.claim("local")
+    claim.release()
+    town.identities.identify("local", hint, HEAD, 3, claim)
+    assert town.who(HEAD, hint).agent_id == "coder"
+
+
+def test_whoever_waited_for_its_turn_is_its_agent_beside_others() -> None:
+    town, hint = Town(), AgentHint(agent_id="coder", continuation=Continuation(None))
+    town.busy = {"coder"}
+    assert town.who(HEAD, hint).agent_id == "coder"
+    town.busy = set()
+    claim = town.requests.claim("local")
+    town.identities.identify("local", hint, HEAD, 3, claim)
+    assert town.who(HEAD, AgentHint(agent_id="coder")).agent_id != "coder"
+    claim.release()
+    claim.release()
+    assert town.who(HEAD, AgentHint(agent_id="coder")).agent_id == "coder"
+
+
+def test_a_fork_is_made_when_its_turn_is_logged() -> None:
+    town = Town()
+    agent = town.talk([*HEAD, 10], [11])
+    town.busy = {agent}
+    fork = town.who([*HEAD, 10, 11, 40]).fork
+    assert fork is not None
+    assert (fork.head, fork.num_turns) == (town.agents.get("local", agent).head, 1)
+    assert [known.id for known in town.agents.agents("local")] == [agent]
+
+
+# -- what is remembered -------------------------------------------------------------------------
+
+
+class FaultyLedger(SqliteLedger):
+    """Reads turns only while its gate is open; fails if it is told to."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.gate, self.is_read, self.is_broken = threading.Event(), threading.Event(), False
+        self.gate.set()
+
+    def turn(self, tenant: str, turn_id: str) -> Turn | None:
+        self.is_read.set()
+        assert self.gate.wait(60)
+        if self.is_broken:
+            raise CachePersistenceError("the disk is gone.")
+        return super().turn(tenant, turn_id)
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Iterator[FaultyLedger]:
+    with contextlib.closing(FaultyLedger(tmp_path)) as ledger:
+        yield ledger
+
+
+def test_who_asks_while_agents_are_being_learnt_waits_for_it(faulty: FaultyLedger) -> None:
+    town = Town(faulty)
+    agent = town.talk([*HEAD, 10], [11])
+    identities = Identities(town.agents)
+
+    def identify() -> Identity:
+        claim = BusyAgents().claim("local")
+        return identities.identify("local", AgentHint(), [*HEAD, 10, 11, 20], 3, claim)
+
+    faulty.gate.clear()
+    faulty.is_read.clear()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(identify)
+        try:
+            assert faulty.is_read.wait(60)
+            second = pool.submit(identify)
+            wait([second], timeout=0.2)  # it has the time to go on with what is not there yet
+        finally:
+            faulty.gate.set()
+    assert names([first.result(), second.result()]) == {agent}
+
+
+def test_agents_that_could_not_be_learnt_are_learnt_later(faulty: FaultyLedger) -> None:
+    town = Town(faulty)
+    agent = town.talk([*HEAD, 10], [11])
+    town.identities = Identities(town.agents)
+    faulty.is_broken = True
+    assert town.who([*HEAD, 10, 11, 20]).agent_id != agent
+    faulty.is_broken = False
+    assert town.who([*HEAD, 10, 11, 20]).agent_id == agent
+
+
+def test_agents_that_all_said_the_same_are_not_remembered_without_end() -> None:
+    town = Town()
+    for _ in range(300):
+        town.talk([*HEAD, 10], [11], AgentHint(client_key="one"))
+    assert town.identities.num_known == 1
+    for index in range(300):
+        town.talk([*HEAD, 10], [11], AgentHint(client_key=str(index)))
+    assert town.identities.num_known < 300
+    for agent in town.agents.agents("local"):
+        town.agents.delete("local", agent.id)
+    town.who([*HEAD, 10, 11, 20])
+    assert town.identities.num_known == 0

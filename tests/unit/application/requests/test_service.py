@@ -1,0 +1,474 @@
+"""The service between protocols and the engine, on a real device thread with the fake backend."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from datetime import date
+
+import pytest
+
+from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer
+from semantic.adapters.outbound.grammar.compiler import LLGuidanceGrammar
+from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
+from semantic.application.agents.ledger import AgentLedger, write_at_once
+from semantic.application.engine.device_thread import DeviceThread, LoadedModel
+from semantic.application.engine.model_registry import ModelRegistry
+from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.prompt.renderer import render
+from semantic.application.prompt.replay import ReplayBook, ReplayKey
+from semantic.application.requests.identity import BusyAgents, Identities
+from semantic.application.requests.prepare import Preparation
+from semantic.application.requests.reply import ReplyHub
+from semantic.application.requests.service import InferenceService
+from semantic.domain.agents import Agent, Principal, Quota
+from semantic.domain.chat import (
+    AgentHint,
+    ChatRequest,
+    Event,
+    Failed,
+    Finished,
+    ImagePart,
+    JsonObject,
+    Message,
+    RawPrompt,
+    RegexFormat,
+    Role,
+    Started,
+    TextDelta,
+    ThinkingPart,
+    ToolSpec,
+    ToolUsePart,
+)
+from semantic.domain.errors import (
+    CachePersistenceError,
+    ContextLengthError,
+    DrainingError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    QuotaExceededError,
+)
+from semantic.domain.sampling import SamplingParams, StopRules
+from semantic.ports.inbound import ModelState, Reply
+from semantic.ports.persistence import LedgerChange
+from tests.unit.application.device_rig import running_device
+
+pytestmark = pytest.mark.unit
+
+REQUEST = ChatRequest("fake", (Message.of(Role.USER, "hello"),))
+
+
+@pytest.fixture
+def device() -> Iterator[tuple[DeviceThread, ReplyHub]]:
+    tokenizer = FakeTokenizer()
+    model = LoadedModel("fake", FakeBackend(), tokenizer, grammar=LLGuidanceGrammar(tokenizer))
+    with running_device(model) as made:
+        yield made
+
+
+@pytest.fixture
+def agents() -> AgentLedger:
+    ledger = SqliteLedger.in_memory()
+    return AgentLedger(ledger, ledger.load(), write_at_once(ledger))
+
+
+@pytest.fixture
+def service(device: tuple[DeviceThread, ReplyHub], agents: AgentLedger) -> InferenceService:
+    return InferenceService(*device, agents, ReplayBook(), request_timeout_s=60)
+
+
+async def read(reply: Reply) -> list[Event]:
+    return [event async for event in reply]
+
+
+def text_of(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+
+@pytest.mark.parametrize("default", [9, None])
+def test_how_long_a_reply_may_be_that_nobody_limits(
+    device: tuple[DeviceThread, ReplyHub], agents: AgentLedger, default: int | None
+) -> None:
+    thread, _ = device
+    thread.reconfigure(EngineLimits(default_max_tokens=default))
+    identities = Identities(agents)
+    preparation = Preparation(thread, agents, identities, ReplayBook(), request_timeout_s=60)
+    model = thread.ready_model()
+    job = preparation.prepare(REQUEST, Principal(), model, BusyAgents().claim("local")).job
+    fitting = min(model.backend.spec.max_context, thread.longest_sequence) - len(job.tokens)
+    assert job.max_tokens == (default or fitting)
+
+
+async def test_a_reply_starts_goes_on_and_finishes(service: InferenceService) -> None:
+    request = replace(REQUEST, stop=StopRules(ignore_eos=True))
+    events = await read(await service.start(request, Principal()))
+    assert isinstance(events[0], Started)
+    assert isinstance(events[-1], Finished)
+    assert events[0].usage.prompt_tokens == events[-1].usage.prompt_tokens > 0
+    assert events[-1].usage.completion_tokens == 9
+
+
+async def test_a_seed_decides_and_its_absence_does_not(service: InferenceService) -> None:
+    async def ask(seed: int | None) -> str:
+        sampling = SamplingParams(temperature=2, seed=seed)
+        request = replace(REQUEST, sampling=sampling, stop=StopRules(ignore_eos=True))
+        return text_of(await read(await service.start(request, Principal())))
+
+    assert await ask(1) == await ask(1)
+    assert len({await ask(None) for _ in range(5)}) > 1
+
+
+async def test_tenants_do_not_share_state(service: InferenceService) -> None:
+    async def cached(principal: Principal) -> int:
+        final = (await read(await service.start(REQUEST, principal)))[-1]
+        assert isinstance(final, Finished)
+        return final.usage.cache_read_tokens
+
+    mine, theirs = Principal(salt=b"mine"), Principal(salt=b"theirs")
+    assert [await cached(p) for p in (mine, theirs)] == [0, 0]
+    assert await cached(mine) > 0
+
+
+@pytest.mark.parametrize(
+    "change,error,param",
+    [
+        ({"model": "other"}, ModelNotFoundError, None),
+        ({"stop": StopRules(max_tokens=200_000)}, ContextLengthError, "max_tokens"),
+        (
+            {"messages": (Message.of(Role.USER, "x" * 140_000),)},
+            ContextLengthError,
+            "messages",
+        ),
+        ({"output_format": RegexFormat("(")}, InvalidRequestError, "response_format"),
+        (
+            {"messages": (Message(Role.USER, (ImagePart("image/png", "x"),)),)},
+            InvalidRequestError,
+            "messages[0].content[0]",
+        ),
+        (
+            {"messages": (Message(Role.USER, (ToolUsePart("id", "f", {}),)),)},
+            InvalidRequestError,
+            "messages[0].content[0]",
+        ),
+    ],
+)
+async def test_refusals_come_before_the_reply(
+    service: InferenceService,
+    change: dict[str, object],
+    error: type[InvalidRequestError],
+    param: str | None,
+) -> None:
+    with pytest.raises(error) as caught:
+        await service.start(replace(REQUEST, **change), Principal())  # type: ignore[arg-type]
+    assert getattr(caught.value, "param", None) == param
+
+
+async def test_a_prompt_as_long_as_the_context_leaves_no_room_for_a_reply(
+    service: InferenceService,
+) -> None:
+    def asking(text: str) -> ChatRequest:
+        return replace(REQUEST, messages=(Message.of(Role.USER, text),))
+
+    num_around = len(render(asking("x"), FakeTokenizer()).tokens) - 1
+    with pytest.raises(ContextLengthError):
+        await service.start(asking("x" * (131_072 - num_around)), Principal())
+
+
+async def test_a_request_has_a_deadline(
+    device: tuple[DeviceThread, ReplyHub], agents: AgentLedger
+) -> None:
+    service = InferenceService(*device, agents, ReplayBook(), request_timeout_s=0.05)
+    request = replace(REQUEST, stop=StopRules(max_tokens=100_000, ignore_eos=True))
+    async with asyncio.timeout(20):
+        final = (await read(await service.start(request, Principal())))[-1]
+    assert isinstance(final, Failed)
+    assert isinstance(final.error, GenerationTimeoutError)
+
+
+async def test_old_thinking_is_not_shown_to_the_model(service: InferenceService) -> None:
+    spoken = (*REQUEST.messages, Message.of(Role.ASSISTANT, "yes"), *REQUEST.messages)
+    thought = Message(Role.ASSISTANT, (ThinkingPart("hmm"), *spoken[1].parts))
+    plain = replace(REQUEST, messages=spoken)
+    thinking = replace(REQUEST, messages=(spoken[0], thought, spoken[2]))
+    starts = [(await read(await service.start(r, Principal())))[0] for r in (plain, thinking)]
+    first, second = starts
+    assert isinstance(first, Started)
+    assert isinstance(second, Started)
+    assert first.usage == second.usage
+
+
+async def test_tools_are_part_of_the_prompt(service: InferenceService) -> None:
+    with_tool = replace(REQUEST, tools=(ToolSpec("f", "", {}),))
+    starts = [(await read(await service.start(r, Principal())))[0] for r in (REQUEST, with_tool)]
+    plain, longer = (s.usage.prompt_tokens for s in starts if isinstance(s, Started))
+    assert longer > plain
+
+
+async def test_a_refused_submission_leaves_no_reply_behind(
+    service: InferenceService, device: tuple[DeviceThread, ReplyHub]
+) -> None:
+    thread, hub = device
+    running = await service.start(
+        replace(REQUEST, stop=StopRules(max_tokens=100_000, ignore_eos=True)), Principal()
+    )
+    thread.request_stop()
+    with pytest.raises(DrainingError):
+        await service.start(REQUEST, Principal())
+    assert isinstance((await read(running))[-1], Failed)
+    assert hub.num_open == 0
+
+
+async def test_a_request_too_many_leaves_no_reply_behind(
+    service: InferenceService, device: tuple[DeviceThread, ReplyHub]
+) -> None:
+    thread, hub = device
+    thread.reconfigure(EngineLimits(max_batch_size=1, max_queue=0, batch_window_ms=0))
+    running = await service.start(
+        replace(REQUEST, stop=StopRules(max_tokens=100_000, ignore_eos=True)), Principal()
+    )
+    with pytest.raises(OverloadedError):
+        await service.start(REQUEST, Principal())
+    assert hub.num_open == 1
+    running.cancel()
+    await read(running)
+
+
+async def test_a_raw_prompt_is_taken_as_it_stands(
+    service: InferenceService, agents: AgentLedger
+) -> None:
+    greedy = replace(REQUEST, sampling=SamplingParams(temperature=0))
+    prompt = render(REQUEST, FakeTokenizer()).tokens
+    by_chat = await read(await service.start(greedy, Principal()))
+    texts = []
+    for content in (prompt, "<|start|>user\nhello<|end|><|start|>assistant\n"):
+        raw = replace(greedy, messages=(), raw_prompt=RawPrompt(content))
+        texts.append(text_of(await read(await service.start(raw, Principal()))))
+    assert texts == [text_of(by_chat)] * 2
+    assert await service.decode(list(b"hello")) == "hello"
+    head = agents.agents("local")[0].head
+    turn = agents.turn("local", head or "")
+    assert turn is not None
+    assert turn.messages == ()
+
+
+@pytest.mark.parametrize("content", ["", (), (258,), (-1,), "\ud800"])
+async def test_a_raw_prompt_is_checked_early(
+    service: InferenceService, content: str | tuple[int, ...]
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await service.start(ChatRequest("fake", (), raw_prompt=RawPrompt(content)), Principal())
+    assert caught.value.param == "prompt"
+
+
+def test_the_registry_reports_the_model(device: tuple[DeviceThread, ReplyHub]) -> None:
+    (status,) = ModelRegistry(device[0], "fake", "fake").models()
+    assert (status.id, status.state, status.max_context) == ("fake", ModelState.READY, 131_072)
+
+
+async def test_turns_of_a_named_agent_are_logged(
+    service: InferenceService, agents: AgentLedger
+) -> None:
+    greedy = SamplingParams(temperature=0)
+    request = replace(REQUEST, agent=AgentHint(agent_id="coder"), sampling=greedy)
+    text = text_of(await read(await service.start(request, Principal())))
+    said = (*REQUEST.messages, Message.of(Role.ASSISTANT, text))
+    again = replace(request, messages=(*said, Message.of(Role.USER, "go on")))
+    await read(await service.start(again, Principal()))
+    second, first = agents.turns(agents.get("local", "coder"))
+    assert first.messages == said
+    assert second.parent == first.id
+    assert second.messages[0] == Message.of(Role.USER, "go on")
+    assert second.reuse.reused >= first.num_tokens - 1
+    assert first.pointer is not None
+
+
+class SlowLedger:
+    """Writes nothing: whoever waits is told what a test says."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    def __call__(self, *_: LedgerChange) -> Future[None]:
+        done: Future[None] = Future()
+        if self._error:
+            done.set_exception(self._error)
+        else:
+            done.set_result(None)
+        return done
+
+
+@pytest.mark.parametrize(
+    "error,is_on_disk,said",
+    [
+        (None, True, True),
+        (None, False, False),  # the row is written, and the attention state is not
+        (CachePersistenceError("No space left on device"), True, False),
+    ],
+)
+async def test_a_reply_tells_whether_its_turn_is_safe(
+    device: tuple[DeviceThread, ReplyHub], error: Exception | None, is_on_disk: bool, said: bool
+) -> None:
+    ledger = SqliteLedger.in_memory()
+    agents = AgentLedger(ledger, ledger.load(), SlowLedger(error))
+    service = InferenceService(
+        *device, agents, ReplayBook(), request_timeout_s=60, is_durable=lambda *_: is_on_disk
+    )
+    final = (await read(await service.start(REQUEST, Principal())))[-1]
+    assert isinstance(final, Finished)
+    assert final.is_durable is said
+
+
+async def test_a_reply_promises_nothing_where_turns_are_written_behind(
+    service: InferenceService,
+) -> None:
+    final = (await read(await service.start(REQUEST, Principal())))[-1]
+    assert isinstance(final, Finished)
+    assert final.is_durable is None
+
+
+async def test_who_names_no_agent_is_known_by_what_it_says(
+    service: InferenceService, agents: AgentLedger
+) -> None:
+    text = text_of(await read(await service.start(REQUEST, Principal())))
+    messages = (
+        *REQUEST.messages,
+        Message.of(Role.ASSISTANT, text),
+        Message.of(Role.USER, "go on"),
+    )
+    await read(await service.start(replace(REQUEST, messages=messages), Principal()))
+    (agent,) = agents.agents("local")
+    assert agent.is_anonymous
+    assert agent.num_turns == 2
+
+
+async def test_a_session_key_that_cannot_name_an_agent_is_hashed(
+    service: InferenceService, agents: AgentLedger
+) -> None:
+    for session in ("plain-one", "white space / and more"):
+        request = replace(REQUEST, agent=AgentHint(session=session))
+        await read(await service.start(request, Principal()))
+    names = {agent.id for agent in agents.agents("local")}
+    assert "plain-one" in names
+    assert any(name.startswith("session-") for name in names)
+
+
+# -- whose turn it is, and what a request that is refused leaves behind -------------------------
+
+
+async def test_of_requests_that_name_one_agent_at_once_one_becomes_it(
+    service: InferenceService, agents: AgentLedger
+) -> None:
+    request = replace(REQUEST, agent=AgentHint(agent_id="coder"))
+    replies = await asyncio.gather(*(service.start(request, Principal()) for _ in range(8)))
+    await asyncio.gather(*map(read, replies))
+    assert len(agents.agents("local")) == 8
+    await read(await service.start(request, Principal()))
+    assert len(agents.agents("local")) == 8
+
+
+async def test_a_request_that_is_cancelled_while_it_is_prepared_leaves_its_agent_free(
+    device: tuple[DeviceThread, ReplyHub], agents: AgentLedger
+) -> None:
+    replays = StuckReplays()
+    service = InferenceService(*device, agents, replays, request_timeout_s=60)
+    said = (*REQUEST.messages, Message.of(Role.ASSISTANT, "yes"), *REQUEST.messages)
+    request = replace(REQUEST, messages=said, agent=AgentHint(agent_id="coder"))
+    starting = asyncio.create_task(service.start(request, Principal()))
+    try:
+        assert await asyncio.to_thread(replays.is_read.wait, 60)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+    finally:
+        replays.gate.set()
+    await read(await service.start(request, Principal()))
+    assert [agent.id for agent in agents.agents("local")] == ["coder"]
+
+
+class StuckReplays(ReplayBook):
+    """Finds nothing until its gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.is_read = threading.Event(), threading.Event()
+
+    def lookup(self, key: ReplayKey) -> tuple[int, ...] | None:
+        self.is_read.set()
+        assert self.gate.wait(60)
+        return super().lookup(key)
+
+
+async def test_a_request_that_does_not_fit_leaves_no_fork_behind(
+    service: InferenceService, agents: AgentLedger
+) -> None:
+    text = text_of(await read(await service.start(REQUEST, Principal())))
+    said = (*REQUEST.messages, Message.of(Role.ASSISTANT, text), *REQUEST.messages)
+    endless = StopRules(max_tokens=100_000, ignore_eos=True)
+    going_on = replace(REQUEST, messages=said, stop=endless)
+    running = await service.start(going_on, Principal())
+    too_long = replace(going_on, stop=StopRules(max_tokens=200_000))
+    with pytest.raises(ContextLengthError):
+        await service.start(too_long, Principal())
+    assert len(agents.agents("local")) == 1
+    fork = replace(going_on, stop=StopRules(max_tokens=1))
+    await read(await service.start(fork, Principal()))
+    assert {agent.num_turns for agent in agents.agents("local")} == {1, 2}
+    running.cancel()
+    await read(running)
+
+
+async def test_a_request_over_the_quota_leaves_no_fork_behind(
+    service: InferenceService, agents: AgentLedger
+) -> None:
+    agents.create(Agent("coder", 0.0, quota=Quota(max_turns=1)))
+    request = replace(REQUEST, agent=AgentHint(agent_id="coder"))
+    text = text_of(await read(await service.start(request, Principal())))
+    said = (*REQUEST.messages, Message.of(Role.ASSISTANT, text), *REQUEST.messages)
+    with pytest.raises(QuotaExceededError):
+        await service.start(replace(REQUEST, messages=said), Principal())
+    assert [agent.id for agent in agents.agents("local")] == ["coder"]
+
+
+class DatedTokenizer(FakeTokenizer):
+    """Its template shows the date."""
+
+    def render_chat(
+        self,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] = (),
+        *,
+        add_generation_prompt: bool = True,
+        today: date | None = None,
+        is_thinking: bool | None = None,
+    ) -> str:
+        text = super().render_chat(
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            today=today,
+            is_thinking=is_thinking,
+        )
+        return f"{today}{text}"
+
+
+@pytest.mark.parametrize("hint", [AgentHint(), AgentHint(agent_id="coder")])
+async def test_only_who_was_answered_has_a_date_of_its_own(
+    agents: AgentLedger, hint: AgentHint
+) -> None:
+    replays = ReplayBook()
+    request = replace(REQUEST, agent=hint)
+    with running_device(LoadedModel("fake", FakeBackend(), DatedTokenizer())) as device:
+        service = InferenceService(*device, agents, replays, request_timeout_s=60)
+        num_prompt = await service.count_tokens(request, Principal())
+        with pytest.raises(ContextLengthError):
+            await service.start(replace(request, stop=StopRules(200_000)), Principal())
+        assert replays.num_tokens == 0
+        final = (await read(await service.start(request, Principal())))[-1]
+        assert isinstance(final, Finished)
+        assert final.usage.prompt_tokens == num_prompt
+        num_kept = replays.num_tokens
+        await service.count_tokens(request, Principal())
+    assert replays.num_tokens == num_kept > 0

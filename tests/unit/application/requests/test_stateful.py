@@ -1,0 +1,332 @@
+"""Conversations the server keeps, on a real device thread with a fake model of a short context."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
+from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
+from semantic.application.agents.ledger import AgentLedger, write_at_once
+from semantic.application.engine.device_thread import DeviceThread, LoadedModel
+from semantic.application.engine.model_registry import ModelRegistry
+from semantic.application.prompt.replay import ReplayBook
+from semantic.application.requests.reply import ReplyHub
+from semantic.application.requests.service import InferenceService
+from semantic.application.requests.stateful import StatefulChat
+from semantic.domain.agents import Agent, AgentProfile, Overflow, Principal, Quota, Turn
+from semantic.domain.chat import Finished, Message, Role, TextDelta
+from semantic.domain.errors import (
+    AgentNotFoundError,
+    ContextLengthError,
+    GenerationTimeoutError,
+    ModelNotFoundError,
+    OverloadedError,
+    StateQuotaError,
+)
+from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
+from semantic.ports.inbound import NewTurn, Reply
+from tests.unit.application.device_rig import running_device
+
+pytestmark = pytest.mark.unit
+
+LIMIT = 600
+ME = Principal()
+
+
+@dataclass
+class Rig:
+    agents: AgentLedger
+    device: DeviceThread
+    hub: ReplyHub
+
+    def chat(self, **options: Any) -> StatefulChat:
+        inference = InferenceService(
+            self.device, self.hub, self.agents, ReplayBook(), request_timeout_s=60
+        )
+        models = ModelRegistry(self.device, "fake", "fake")
+        given = {"max_waiting": 8, "timeout_s": 60.0, **options}
+        return StatefulChat(self.agents, inference, models, **given)
+
+    def make(self, name: str = "a", **profile: Any) -> Agent:
+        return self.agents.create(Agent(name, 1.0, profile=AgentProfile(**profile)))
+
+    def limit_tokens(self, num_tokens: int, name: str = "a") -> None:
+        """Let an agent keep the bytes of so many tokens."""
+        assert self.device.model is not None
+        backend = self.device.model.backend
+        nbytes = backend.spec.bytes_per_context(num_tokens, backend.traits.state_bits)
+        self.agents.update("local", name, lambda agent: replace(agent, quota=Quota(nbytes)))
+
+    def turns(self, name: str = "a") -> list[Turn]:
+        return self.agents.turns(self.agents.get("local", name))
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    backend = FakeBackend(replace(fake_spec(), max_context=LIMIT))
+    ledger = SqliteLedger.in_memory()
+    with running_device(LoadedModel("fake", backend, FakeTokenizer())) as (thread, hub):
+        yield Rig(AgentLedger(ledger, ledger.load(), write_at_once(ledger)), thread, hub)
+
+
+def ask(text: str, max_tokens: int = 9) -> NewTurn:
+    stop = StopRules(max_tokens=max_tokens, ignore_eos=True)
+    return NewTurn((Message.of(Role.USER, text),), SamplingParams(temperature=0), stop)
+
+
+async def read(reply: Reply) -> tuple[str, Finished]:
+    events = [event async for event in reply]
+    assert isinstance(events[-1], Finished)
+    return "".join(e.text for e in events if isinstance(e, TextDelta)), events[-1]
+
+
+async def say(chat: StatefulChat, text: str, max_tokens: int = 9) -> tuple[str, Finished]:
+    return await read(await chat.generate(ME, "a", ask(text, max_tokens)))
+
+
+def said(turn: Turn) -> list[str]:
+    return [message.text for message in turn.messages]
+
+
+# -- overflow ---------------------------------------------------------------------------------
+
+
+async def test_a_conversation_that_is_too_long_is_refused(rig: Rig) -> None:
+    rig.make(system="be brief")
+    chat = rig.chat()
+    for text in "01234":
+        await say(chat, text * 80)
+
+    with pytest.raises(ContextLengthError):
+        await say(chat, "x" * 80)
+
+    assert len(rig.turns()) == 5
+    assert chat.num_inside("local", "a") == 0
+
+
+async def test_the_oldest_messages_go_where_the_agent_permits_it(rig: Rig) -> None:
+    rig.make(system="be brief", overflow=Overflow.DROP_OLDEST)
+    chat = rig.chat()
+    for text in "01234":
+        await say(chat, text * 80)
+
+    reply, _ = await say(chat, "x" * 80)
+
+    turn, before, *_ = rig.turns()
+    first, *rest = said(turn)
+    assert first == "be brief"
+    num_kept = 5 - int(rest[0][0])
+    assert [text[0] for text in rest[:-2:2]] == [str(i) for i in range(5 - num_kept, 5)]
+    assert rest[-2:] == ["x" * 80, reply]
+    assert turn.num_dropped == 2 * (5 - num_kept)
+    assert (turn.parent, turn.holds_all_messages, turn.holds_all_tokens) == (before.id, True, True)
+    assert 0.4 * LIMIT < turn.usage.prompt_tokens <= 0.75 * LIMIT
+    assert turn.divergence is not None
+    assert turn.divergence.turn_id == before.id
+    assert rig.agents.get("local", "a").num_turns == 6
+
+
+async def test_what_was_dropped_stays_dropped_and_the_rest_is_reused(rig: Rig) -> None:
+    rig.make(system="be brief", overflow=Overflow.DROP_OLDEST)
+    chat = rig.chat()
+    for text in "01234x":
+        await say(chat, text * 80)
+    shortened = rig.turns()[0]
+
+    _, finished = await say(chat, "still there?")
+
+    assert finished.usage.cache_read_tokens >= shortened.num_tokens - 1
+    assert rig.turns()[0].num_dropped == 0
+    agent = rig.agents.get("local", "a")
+    assert rig.agents.conversation(agent)[0].text == "be brief"
+    assert len(rig.agents.conversation(agent)) == shortened.num_messages + 2
+    assert len(rig.agents.tokens(agent)) == rig.turns()[0].num_tokens
+
+
+async def test_a_long_reply_makes_room_for_itself(rig: Rig) -> None:
+    rig.make(overflow=Overflow.DROP_OLDEST)
+    chat = rig.chat()
+    for text in "0123":
+        await say(chat, text * 80)
+
+    _, finished = await say(chat, "x" * 80, max_tokens=400)
+
+    assert finished.usage.completion_tokens == 400
+    assert rig.turns()[0].num_dropped
+
+
+async def test_a_message_that_never_fits_is_refused_all_the_same(rig: Rig) -> None:
+    rig.make(overflow=Overflow.DROP_OLDEST)
+    chat = rig.chat()
+    await say(chat, "hello")
+
+    with pytest.raises(ContextLengthError):
+        await say(chat, "x" * LIMIT)
+
+    await say(chat, "again")
+    assert len(rig.turns()) == 2
+
+
+# -- a quota of bytes -------------------------------------------------------------------------
+
+
+async def test_the_oldest_messages_go_until_a_quota_of_bytes_is_kept(rig: Rig) -> None:
+    rig.make(system="be brief", overflow=Overflow.DROP_OLDEST)
+    rig.limit_tokens(330)
+    chat = rig.chat()
+    await say(chat, "0" * 80)
+    second, _ = await say(chat, "1" * 80)
+
+    reply, finished = await say(chat, "x" * 80, max_tokens=350)
+
+    turn = rig.turns()[0]
+    assert said(turn) == ["be brief", "1" * 80, second, "x" * 80, reply]
+    assert turn.num_dropped == 2
+    assert turn.usage.prompt_tokens <= 0.75 * 330
+    assert finished.usage.completion_tokens == 350  # a reply may go beyond the quota
+
+
+async def test_dropping_goes_on_until_context_and_quota_are_both_kept(rig: Rig) -> None:
+    rig.make(overflow=Overflow.DROP_OLDEST)
+    rig.limit_tokens(400)
+    chat = rig.chat()
+    for text in "0123":
+        await say(chat, text * 80)
+
+    _, finished = await say(chat, "x" * 80, max_tokens=450)
+
+    assert finished.usage.completion_tokens == 450
+    assert finished.usage.prompt_tokens <= LIMIT - 450
+
+
+async def test_a_message_beyond_the_quota_is_refused_all_the_same(rig: Rig) -> None:
+    rig.make(overflow=Overflow.DROP_OLDEST)
+    rig.limit_tokens(100)
+    chat = rig.chat()
+    await say(chat, "hello")
+
+    with pytest.raises(StateQuotaError):
+        await say(chat, "x" * 200)
+
+    assert len(rig.turns()) == 1
+
+
+async def test_without_leave_to_drop_a_full_quota_refuses(rig: Rig) -> None:
+    rig.make()
+    rig.limit_tokens(100)
+    chat = rig.chat()
+    await say(chat, "x" * 60)
+
+    with pytest.raises(StateQuotaError):
+        await say(chat, "y" * 60)
+
+
+# -- the queue --------------------------------------------------------------------------------
+
+
+async def test_turns_wait_for_those_before_and_see_them(rig: Rig) -> None:
+    rig.make()
+    chat = rig.chat()
+
+    replies = await asyncio.gather(*(say(chat, f"q{i}") for i in range(5)))
+
+    texts = [text for turn in reversed(rig.turns()) for text in said(turn)]
+    assert texts == [text for i in range(5) for text in (f"q{i}", replies[i][0])]
+    assert chat.num_inside("local", "a") == 0
+
+
+async def test_a_reply_that_nobody_reads_does_not_hold_up_the_next(rig: Rig) -> None:
+    rig.make()
+    chat = rig.chat()
+    await chat.generate(ME, "a", ask("unread"))
+
+    await say(chat, "read")
+
+    assert [said(turn)[0] for turn in rig.turns()] == ["read", "unread"]
+
+
+async def test_whoever_gives_up_leaves_the_queue(rig: Rig) -> None:
+    rig.make()
+    chat = rig.chat()
+    running = await chat.generate(ME, "a", ask("long", 200))
+    waiting = asyncio.create_task(say(chat, "never"))
+    await asyncio.sleep(0)
+    assert chat.num_inside("local", "a") == 2
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await read(running)
+
+    await say(chat, "next")
+
+    assert [said(turn)[0] for turn in rig.turns()] == ["next", "long"]
+
+
+async def test_a_queue_that_is_full_refuses(rig: Rig) -> None:
+    rig.make()
+    chat = rig.chat(max_waiting=1)
+    running = await chat.generate(ME, "a", ask("long", 200))
+    waiting = asyncio.create_task(say(chat, "waits"))
+    await asyncio.sleep(0)
+    assert chat.num_inside("local", "a") == 2
+
+    with pytest.raises(OverloadedError):
+        await chat.generate(ME, "a", ask("too many"))
+
+    await read(running)
+    await waiting
+    assert chat.num_inside("local", "a") == 0
+
+
+async def test_a_turn_that_never_comes_times_out(rig: Rig) -> None:
+    rig.make()
+    chat = rig.chat(timeout_s=0.0)
+    running = await chat.generate(ME, "a", ask("long", 500))
+
+    with pytest.raises(GenerationTimeoutError):
+        await chat.generate(ME, "a", ask("late"))
+
+    running.cancel()
+    _, finished = await read(running)
+    assert finished.reason is FinishReason.CANCELLED
+
+
+async def test_whoever_waits_for_an_agent_that_goes_is_told(rig: Rig) -> None:
+    made = rig.make()
+    chat = rig.chat()
+    running = await chat.generate(ME, "a", ask("long", 500))
+    waiting = [asyncio.create_task(say(chat, text)) for text in ("deleted", "and made anew")]
+    await asyncio.sleep(0)
+    assert chat.num_inside("local", "a") == 3
+
+    rig.agents.delete("local", "a")
+    rig.agents.create(replace(made, created_at=2.0))
+    chat.cancel("local", "a")
+
+    _, finished = await read(running)
+    assert finished.reason is FinishReason.CANCELLED
+    for result in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(result, AgentNotFoundError)
+    assert rig.turns() == []
+
+
+async def test_a_turn_is_not_logged_for_an_agent_that_went_elsewhere(rig: Rig) -> None:
+    rig.make()
+    chat = rig.chat()
+    await say(chat, "one")
+    running = await chat.generate(ME, "a", ask("two"))
+    rig.agents.rewind("local", "a", None)
+
+    await read(running)
+
+    assert rig.turns() == []
+
+
+async def test_an_agents_own_model_is_asked(rig: Rig) -> None:
+    rig.make(model="other")
+
+    with pytest.raises(ModelNotFoundError, match="other"):
+        await rig.chat().generate(ME, "a", ask("hello"))
