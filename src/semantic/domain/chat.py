@@ -229,11 +229,13 @@ class Continuation:
         turn_id: That turn; None before the first.
         is_edited: The messages before the new ones are not those the turn led to.
         num_dropped: Messages left out to make room.
+        min_room: Tokens that must be left for the reply, or the request is refused.
     """
 
     turn_id: str | None
     is_edited: bool = False
     num_dropped: int = 0
+    min_room: int = 1
 
 
 @dataclass(frozen=True, slots=True)

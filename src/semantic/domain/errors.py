@@ -2,7 +2,7 @@
 
     SemanticError
       InvalidRequestError          400  a field is missing, wrong or unsupported
-        ContextLengthError         400  prompt (and reply) do not fit the model's context
+        ContextLengthError         400  the prompt does not fit the model's context
         ConflictError              409  what is there now contradicts it
       AuthenticationError          401  for keys, which cannot be configured yet
       AgentNotFoundError           404
@@ -50,11 +50,10 @@ class InvalidRequestError(SemanticError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt, or prompt and reply together, are longer than can be computed.
+    """The prompt is longer than can be computed with a reply after it.
 
     Attributes:
         num_prompt: Tokens in the rendered prompt.
-        max_tokens: Reply tokens asked for; 0 if the prompt alone is too long.
         limit: How many tokens fit: the model's context, or less if memory is short.
     """
 
@@ -63,19 +62,15 @@ class ContextLengthError(InvalidRequestError):
         *,
         num_prompt: int,
         limit: int,
-        max_tokens: int = 0,
         param: str,
         limited_by: str = "the model's context",
     ) -> None:
-        if max_tokens and num_prompt < limit:
-            what = f"prompt ({num_prompt}) and reply ({max_tokens}) tokens together"
-            fix = f"Ask for at most {limit - num_prompt} reply tokens, or shorten the prompt."
-        else:
-            what = f"the prompt's {num_prompt} tokens, with room for a reply,"
-            fix = "Shorten the conversation."
-        super().__init__(f"{what} exceed {limited_by} of {limit}. {fix}", param=param)
+        super().__init__(
+            f"the prompt's {num_prompt} tokens, with room for a reply, exceed {limited_by} of "
+            f"{limit}. Shorten the conversation.",
+            param=param,
+        )
         self.num_prompt = num_prompt
-        self.max_tokens = max_tokens
         self.limit = limit
 
 

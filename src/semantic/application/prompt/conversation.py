@@ -42,27 +42,31 @@ class Conversation:
         """All messages of a request."""
         return (*self.system, *self.history, *new)
 
+    def with_room(self, num_tokens: int) -> "Conversation":
+        """The same, refused where fewer tokens are left for the reply."""
+        return replace(self, continuation=replace(self.continuation, min_room=num_tokens))
+
     def shortened(
-        self,
-        new: Sequence[Message],
-        max_tokens: int | None,
-        refusal: ContextLengthError | StateQuotaError,
+        self, new: Sequence[Message], refusal: ContextLengthError | StateQuotaError
     ) -> "Conversation | None":
         """Leave out the oldest messages, so that the rest takes up to 70 % of what fits.
 
-        Tokens are judged by characters, from how many the refused prompt had.
+        Tokens are judged by characters, from how many the refused prompt had. Room that cannot be
+        made for the reply is no longer asked for.
 
         Args:
             new: The messages that must stay.
-            max_tokens: Tokens wanted for the reply.
             refusal: Says how long the prompt was and how much fits.
 
         Returns:
             A shorter conversation that begins with a user's message; None if there is none.
         """
+        min_room = self.continuation.min_room
+        if min_room > 1 and (min_room >= refusal.limit or not self.history):
+            return self.with_room(1)
         room = int(_KEPT_SHARE * refusal.limit)
         if isinstance(refusal, ContextLengthError):  # a reply may go beyond a quota
-            room = min(room, refusal.limit - (max_tokens or 1))
+            room = min(room, refusal.limit - min_room)
         ratio = refusal.num_prompt / _size(self.followed_by(new))
         starts = [i for i, message in enumerate(self.history) if i and _opens(message)]
         if self.history:

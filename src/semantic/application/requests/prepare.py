@@ -166,26 +166,17 @@ class Preparation:
         return limit
 
     def _max_tokens(self, request: ChatRequest, num_prompt: int, max_context: int) -> int:
+        """How long the reply may be: what was asked for, cut to the room that is left."""
         limit, limited_by = max_context, "the model's context"
         if self._device.longest_sequence < limit:
             limit, limited_by = self._device.longest_sequence, "this server's memory"
-        wanted = request.stop.max_tokens
-        if num_prompt >= limit:
+        going_on, room = request.agent.continuation, limit - num_prompt
+        if room < (going_on.min_room if going_on else 1):
             raise ContextLengthError(
                 num_prompt=num_prompt, limit=limit, limited_by=limited_by, param="messages"
             )
-        if wanted is None:
-            room = limit - num_prompt
-            return min(self._device.limits.default_max_tokens or room, room)
-        if num_prompt + wanted > limit:
-            raise ContextLengthError(
-                num_prompt=num_prompt,
-                max_tokens=wanted,
-                limit=limit,
-                limited_by=limited_by,
-                param="max_tokens",
-            )
-        return wanted
+        # Clients ask for the longest reply they can take, whatever the model can make.
+        return min(request.stop.max_tokens or self._device.limits.default_max_tokens or room, room)
 
 
 def _span(

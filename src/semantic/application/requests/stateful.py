@@ -127,17 +127,17 @@ class StatefulChat:
             raise AgentNotFoundError(f"agent {agent.id!r} was deleted and made anew meanwhile.")
         self._agents.check_quota(agent)
         said = await asyncio.to_thread(self._agents.conversation, agent)
+        may_drop = agent.profile.overflow is Overflow.DROP_OLDEST
         conversation = Conversation.of(agent, said)
+        if may_drop:
+            conversation = conversation.with_room(ask.stop.max_tokens or 1)
         while True:
             request = self._request(agent, conversation, ask)
             weighted = replace(principal, weight=principal.weight * agent.weight)
             try:
                 return await self._inference.start(request, weighted)
             except (ContextLengthError, StateQuotaError) as refusal:
-                if agent.profile.overflow is Overflow.ERROR:
-                    raise
-                wanted = ask.stop.max_tokens
-                shorter = conversation.shortened(ask.messages, wanted, refusal)
+                shorter = conversation.shortened(ask.messages, refusal) if may_drop else None
                 if shorter is None:
                     raise
                 conversation = shorter

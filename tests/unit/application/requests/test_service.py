@@ -102,6 +102,20 @@ def test_how_long_a_reply_may_be_that_nobody_limits(
     assert job.max_tokens == (default or fitting)
 
 
+def test_a_reply_longer_than_the_room_is_cut_to_it(
+    device: tuple[DeviceThread, ReplyHub], agents: AgentLedger
+) -> None:
+    thread, _ = device
+    preparation = Preparation(
+        thread, agents, Identities(agents), ReplayBook(), request_timeout_s=60
+    )
+    request = replace(REQUEST, stop=StopRules(max_tokens=200_000))
+    model = thread.ready_model()
+    job = preparation.prepare(request, Principal(), model, lambda _: False).job
+    fitting = min(model.backend.spec.max_context, thread.longest_sequence)
+    assert job.max_tokens + len(job.tokens) == fitting
+
+
 async def test_a_reply_starts_goes_on_and_finishes(service: InferenceService) -> None:
     request = replace(REQUEST, stop=StopRules(ignore_eos=True))
     events = await read(await service.start(request, Principal()))
@@ -136,7 +150,6 @@ async def test_tenants_do_not_share_state(service: InferenceService) -> None:
     "change,error,param",
     [
         ({"model": "other"}, ModelNotFoundError, None),
-        ({"stop": StopRules(max_tokens=200_000)}, ContextLengthError, "max_tokens"),
         (
             {"messages": (Message.of(Role.USER, "x" * 140_000),)},
             ContextLengthError,

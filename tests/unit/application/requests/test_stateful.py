@@ -158,6 +158,20 @@ async def test_a_long_reply_makes_room_for_itself(rig: Rig) -> None:
     assert rig.turns()[0].num_dropped
 
 
+@pytest.mark.parametrize("max_tokens", [LIMIT - 1, 10 * LIMIT])
+async def test_a_reply_that_never_fits_is_cut_to_the_room(rig: Rig, max_tokens: int) -> None:
+    rig.make(overflow=Overflow.DROP_OLDEST)
+    chat = rig.chat()
+    await say(chat, "0" * 80)
+
+    _, finished = await say(chat, "x" * 80, max_tokens=max_tokens)
+
+    assert finished.reason is FinishReason.CONTEXT_FULL
+    assert finished.usage.total_tokens == LIMIT
+    # Room that could be made is made; what cannot be had costs no memory.
+    assert bool(rig.turns()[0].num_dropped) == (max_tokens < LIMIT)
+
+
 async def test_a_message_that_never_fits_is_refused_all_the_same(rig: Rig) -> None:
     rig.make(overflow=Overflow.DROP_OLDEST)
     chat = rig.chat()

@@ -58,13 +58,8 @@ def _body(kind: str, message: str) -> dict[str, object]:
 
 def _message(error: errors.SemanticError) -> str:
     match error:
-        case errors.ContextLengthError(num_prompt=prompt, max_tokens=wanted, limit=limit):
-            # Clients read the numbers off these sentences, and shorten what they send.
-            if wanted and prompt < limit:
-                return (
-                    f"input length and `max_tokens` exceed context limit: {prompt} + {wanted} > "
-                    f"{limit}, decrease input length or `max_tokens` and try again"
-                )
+        case errors.ContextLengthError(num_prompt=prompt, limit=limit):
+            # Clients read the numbers off this sentence, and shorten what they send.
             return f"prompt is too long: {prompt} tokens > {limit - 1} maximum"
         case errors.InvalidRequestError(param=str(param)):
             return f"{_spelled(param)}: {error.message}"
