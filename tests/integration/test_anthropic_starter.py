@@ -61,7 +61,8 @@ def create(client: anthropic.Anthropic, **changes: Any) -> Message:
 
 def prompt_tokens(message: Message) -> int:
     usage = message.usage
-    return (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    return usage.input_tokens + cached
 
 
 def test_a_conversation_continues_where_it_ended(client: anthropic.Anthropic) -> None:

@@ -1,5 +1,6 @@
 """Where models are found."""
 
+import json
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -46,6 +47,27 @@ def test_a_directory_or_a_name_in_the_models_directory(tmp_path: Path) -> None:
     named = make_model(tmp_path / "models/mine")
     assert source(tmp_path).resolve(str(elsewhere), quiet) == elsewhere
     assert source(tmp_path).resolve("mine", quiet) == named
+
+
+@pytest.mark.parametrize("written", [None, {"eos_token_id": 2}])
+def test_a_starter_model_that_was_imported_before_gets_its_authors_defaults(
+    tmp_path: Path, written: dict[str, object] | None
+) -> None:
+    directory = make_model(tmp_path / "models/starter")
+    path = directory / "generation_config.json"
+    if written:
+        path.write_text(json.dumps(written))
+    assert source(tmp_path).resolve("starter", quiet) == directory
+    advised = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+    assert json.loads(path.read_text()) == {**(written or {}), **advised}
+
+
+@pytest.mark.parametrize("content", ['{"temperature": 1.0}', "{"])
+def test_what_someone_wrote_for_the_starter_model_stays(tmp_path: Path, content: str) -> None:
+    path = make_model(tmp_path / "models/starter") / "generation_config.json"
+    path.write_text(content)
+    source(tmp_path).resolve("starter", quiet)
+    assert path.read_text() == content
 
 
 def test_a_hub_id_in_the_librarys_cache_or_in_ours(tmp_path: Path) -> None:

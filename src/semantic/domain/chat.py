@@ -277,6 +277,7 @@ class ChatRequest:
     """Everything a client may ask for in one turn.
 
     Attributes:
+        model: Its name or an alias; empty takes the one that is served.
         raw_prompt: Given instead of messages; no template is applied.
         is_stored: Whether what is said may be kept; attention state is in any case.
     """
@@ -349,11 +350,18 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt is rendered and queued; always the first event."""
+    """The prompt is rendered and queued; always the first event.
+
+    Attributes:
+        sampling: How tokens will be chosen, the model's own defaults included.
+        fingerprint: Tells apart what may answer the same seed differently.
+    """
 
     request_id: str
     model: str
     usage: Usage
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,15 @@ import enum
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from semantic.domain.errors import InvalidRequestError
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+
+_T = TypeVar("_T")
 
 
 class FinishReason(enum.Enum):
@@ -49,6 +52,7 @@ class SamplingParams:
         logit_bias: Added to the logits of single tokens.
         seed: Same seed, same text, whatever else runs; None lets the server draw one.
         top_logprobs: None reports no log-probabilities; n reports the chosen one's and the n best.
+        unset: Fields that the request left to the model; see `with_defaults`.
     """
 
     temperature: float = 1.0
@@ -61,6 +65,25 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     top_logprobs: int | None = None
+    unset: frozenset[str] = frozenset()
+
+    def with_defaults(self, defaults: "SamplingDefaults") -> "SamplingParams":
+        """Take a model's defaults where the request says nothing."""
+
+        def chosen(name: str, own: _T, default: _T | None) -> _T:
+            return own if default is None or name not in self.unset else default
+
+        return replace(
+            self,
+            temperature=chosen("temperature", self.temperature, defaults.temperature),
+            top_p=chosen("top_p", self.top_p, defaults.top_p),
+            top_k=chosen("top_k", self.top_k, defaults.top_k),
+            min_p=chosen("min_p", self.min_p, defaults.min_p),
+            repetition_penalty=chosen(
+                "repetition_penalty", self.repetition_penalty, defaults.repetition_penalty
+            ),
+            unset=frozenset(),
+        )
 
     def __post_init__(self) -> None:
         _require(self.temperature, 0, 100, "temperature")
@@ -90,6 +113,31 @@ class SamplingParams:
             or self.presence_penalty != 0
             or self.frequency_penalty != 0
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """How a model's authors advise to run it; None where they say nothing.
+
+    Attributes:
+        max_tokens: Length of a reply.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        # The ranges are the same.
+        SamplingParams(unset=UNSET_SAMPLING).with_defaults(self)
+        StopRules(max_tokens=self.max_tokens)
+
+
+# What a request that says nothing of sampling leaves to the model.
+UNSET_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -100,13 +100,12 @@ def bootstrap(settings: Settings) -> Server:
         is_durable=memory.is_durable if settings.durability == "sync" else None,
         watch=watch,
     )
-    models = ModelRegistry(device, model_id, backend_name)
+    models = ModelRegistry(device, model_id, backend_name, settings.model_aliases)
     budgets = CacheBudgets(settings.disk_budget_mb * 2**20, settings.write_queue_mb * 2**20)
     cache = CacheService(memory.opened, memory.agents, device, watch, feed, memory.disk, budgets)
     chat = StatefulChat(
         memory.agents,
         inference,
-        models,
         max_waiting=settings.max_queue,
         timeout_s=settings.request_timeout_s,
     )
@@ -207,8 +206,10 @@ def _load(
         from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
 
         spec = fake_spec(block_tokens=DEFAULT_BLOCK_TOKENS)  # as all models
-        return _loaded("fake", FakeBackend(spec), FakeTokenizer(), "fake", memory)
+        made = _loaded("fake", FakeBackend(spec), FakeTokenizer(), "fake", memory)
+        return replace(made, aliases=tuple(settings.model_aliases))
     from semantic.adapters.outbound.models.fingerprint import fingerprint
+    from semantic.adapters.outbound.models.generation_config import read_generation_config
     from semantic.adapters.outbound.models.source import LocalModelSource
     from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 
@@ -223,7 +224,9 @@ def _load(
         _log.info("model loaded", model=directory.name, **asdict(backend.traits.compute))
     name = fingerprint(directory, settings.home_dir / "models" / "fingerprints.json")
     served = _served_id(settings, backend_name)
-    return _loaded(served, backend, HFTokenizer(directory), name, memory)
+    made = _loaded(served, backend, HFTokenizer(directory), name, memory)
+    aliases, defaults = tuple(settings.model_aliases), read_generation_config(directory)
+    return replace(made, aliases=aliases, defaults=defaults)
 
 
 def _loaded(

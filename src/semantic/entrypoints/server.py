@@ -90,9 +90,7 @@ def create_app(server: Server) -> FastAPI:
         )
     )
     app.include_router(health_router(server.models, server.problems))
-    app.include_router(
-        anthropic_router(server.inference, server.models, server.memory.agents.principal)
-    )
+    app.include_router(anthropic_router(server.inference, server.memory.agents.principal))
     _add_agents(app, server)
     _add_middleware(app, server.settings)
     return app

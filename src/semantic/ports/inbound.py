@@ -143,6 +143,14 @@ class ModelManagementPort(Protocol):
         """All models this server serves or is loading, the current one first."""
         ...
 
+    def find(self, name: str) -> ModelStatus:
+        """The model that a name stands for: its own or an alias; empty is the current one.
+
+        Raises:
+            ModelNotFoundError: none is served under this name.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StateView:

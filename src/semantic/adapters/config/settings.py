@@ -63,6 +63,9 @@ class Settings(BaseSettings):
         STARTER_MODEL,
         description="model to serve: a name, a directory, a GGUF file, a Hugging Face id",
     )
+    model_aliases: Annotated[list[str], NoDecode] = Field(
+        [], description="other names it answers to, with * and ?; * takes every name"
+    )
     backend: Literal["auto", "torch", "mlx", "fake"] = Field(
         "auto", description="what runs the model; auto: mlx on Apple Silicon and its CUDA build"
     )
@@ -144,11 +147,13 @@ class Settings(BaseSettings):
         # The environment and the command line know text alone.
         return int(value) if isinstance(value, str) and value.isdecimal() else value
 
-    @field_validator("cors_origins", mode="before")
+    @field_validator("cors_origins", "model_aliases", mode="before")
     @classmethod
     def _read_list(cls, value: object) -> object:
         # The environment knows text alone: names with commas between them.
-        return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        return [part.strip() for part in value.split(",") if part.strip()]
 
     @field_validator("cors_origins")
     @classmethod

@@ -6,6 +6,7 @@ come back: it answers everyone who waits, and the model counts as hung until it 
 """
 
 import contextlib
+import hashlib
 import logging
 import queue
 import threading
@@ -30,6 +31,7 @@ from semantic.domain.errors import (
     SemanticError,
 )
 from semantic.domain.reply_format import ReplyFormat
+from semantic.domain.sampling import SamplingDefaults
 from semantic.ports.inbound import ModelState
 from semantic.ports.outbound import GrammarPort, ModelBackendPort, TokenizerPort
 
@@ -46,6 +48,8 @@ class LoadedModel:
         kv_format: How its attention state rests.
         reply_format: How it writes thinking and tool calls.
         grammar: Enforces the form of its replies; None enforces nothing.
+        defaults: How it is sampled where a request does not say.
+        aliases: Other names it answers to; see `require_served`.
     """
 
     id: str
@@ -55,6 +59,14 @@ class LoadedModel:
     kv_format: str = "raw"
     reply_format: ReplyFormat = field(default_factory=ReplyFormat)
     grammar: GrammarPort | None = None
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def system_fingerprint(self) -> str:
+        """A short name of the model's files and what computes them, for clients to compare."""
+        name = f"{self.fingerprint or self.id}/{self.backend.traits.kv_abi}"
+        return f"fp_{hashlib.sha256(name.encode()).hexdigest()[:10]}"
 
     def root(self, principal: Principal) -> BlockName:
         """Where the block names of a tenant begin for this model."""

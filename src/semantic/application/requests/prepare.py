@@ -99,18 +99,20 @@ class Preparation:
             is_thinking_open=reply_format.is_opened_by(_tail(prompt, model, visible)),
             may_think=request.thinking is None or request.thinking.is_enabled,
         )
-        max_tokens = self._max_tokens(request, len(prompt.tokens), model.backend.spec.max_context)
+        max_tokens = self._max_tokens(request, len(prompt.tokens), model)
         constraint = model.grammar.constrain(shape, max_tokens) if model.grammar else None
         budget = request.thinking.budget if request.thinking else None
         if budget is not None:
             constraint = _within(budget, shape, model, visible, constraint)
-        seed = request.sampling.seed
+        sampling = request.sampling.with_defaults(model.defaults)
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=secrets.randbits(63))
         job = Job(
             id=secrets.token_hex(12),
             agent=f"{principal.tenant}/{identity.agent_id}",
             root=root,
             tokens=prompt.tokens,
-            sampling=replace(request.sampling, seed=secrets.randbits(63) if seed is None else seed),
+            sampling=sampling,
             stop=request.stop,
             max_tokens=max_tokens,
             boundaries=_block_ends(prompt, model.backend.spec),
@@ -165,9 +167,9 @@ class Preparation:
             )
         return limit
 
-    def _max_tokens(self, request: ChatRequest, num_prompt: int, max_context: int) -> int:
+    def _max_tokens(self, request: ChatRequest, num_prompt: int, model: LoadedModel) -> int:
         """How long the reply may be: what was asked for, cut to the room that is left."""
-        limit, limited_by = max_context, "the model's context"
+        limit, limited_by = model.backend.spec.max_context, "the model's context"
         if self._device.longest_sequence < limit:
             limit, limited_by = self._device.longest_sequence, "this server's memory"
         going_on, room = request.agent.continuation, limit - num_prompt
@@ -176,7 +178,8 @@ class Preparation:
                 num_prompt=num_prompt, limit=limit, limited_by=limited_by, param="messages"
             )
         # Clients ask for the longest reply they can take, whatever the model can make.
-        return min(request.stop.max_tokens or self._device.limits.default_max_tokens or room, room)
+        default = self._device.limits.default_max_tokens or model.defaults.max_tokens
+        return min(request.stop.max_tokens or default or room, room)
 
 
 def _span(

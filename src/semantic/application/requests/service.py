@@ -27,9 +27,9 @@ from semantic.domain.errors import (
     AgentNotFoundError,
     CachePersistenceError,
     ConflictError,
-    ModelNotFoundError,
     SemanticError,
 )
+from semantic.domain.model_names import require_served
 from semantic.domain.sampling import FinishReason
 from semantic.ports.inbound import Reply
 
@@ -94,7 +94,8 @@ class InferenceService:
 
     def _submit(self, prepared: Prepared, claim: Claim) -> Reply:
         job, shape = prepared.job, prepared.shape
-        started = Started(job.id, prepared.model.id, Usage(prompt_tokens=len(job.tokens)))
+        model, usage = prepared.model, Usage(prompt_tokens=len(job.tokens))
+        started = Started(job.id, model.id, usage, job.sampling, model.system_fingerprint)
         parser = ReplyParser(
             shape.format,
             shape.offered,
@@ -132,10 +133,7 @@ class InferenceService:
 
     def _model(self, request: ChatRequest) -> LoadedModel:
         model = self._device.ready_model()
-        if request.model != model.id:
-            raise ModelNotFoundError(
-                f"the model {request.model!r} is not served here; this server serves {model.id!r}."
-            )
+        require_served(request.model, model.id, model.aliases)
         return model
 
     async def _log_turn(self, prepared: Prepared, finished: FinishedReply) -> bool | None:

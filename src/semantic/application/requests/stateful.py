@@ -18,7 +18,7 @@ from semantic.domain.errors import (
     OverloadedError,
     StateQuotaError,
 )
-from semantic.ports.inbound import InferencePort, ModelManagementPort, NewTurn, Reply
+from semantic.ports.inbound import InferencePort, NewTurn, Reply
 
 _Key: TypeAlias = tuple[str, str]
 
@@ -40,7 +40,6 @@ class StatefulChat:
         self,
         agents: AgentLedger,
         inference: InferencePort,
-        models: ModelManagementPort,
         *,
         max_waiting: int,
         timeout_s: float,
@@ -50,13 +49,11 @@ class StatefulChat:
         Args:
             agents: Where conversations are kept.
             inference: Answers them.
-            models: Says which model is served.
             max_waiting: Turns of all agents that may wait for the ones before them.
             timeout_s: The longest such a wait.
         """
         self._agents = agents
         self._inference = inference
-        self._models = models
         self._max_waiting = max_waiting
         self._timeout_s = timeout_s
         self._lanes: dict[_Key, _Lane] = {}
@@ -145,7 +142,7 @@ class StatefulChat:
     def _request(self, agent: Agent, conversation: Conversation, ask: NewTurn) -> ChatRequest:
         profile = agent.profile
         return ChatRequest(
-            model=profile.model or self._models.models()[0].id,
+            model=profile.model or "",
             messages=conversation.followed_by(ask.messages),
             tools=profile.tools,
             tool_choice=ask.tool_choice,

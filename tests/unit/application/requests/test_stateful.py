@@ -11,7 +11,6 @@ from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer,
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.ledger import AgentLedger, write_at_once
 from semantic.application.engine.device_thread import DeviceThread, LoadedModel
-from semantic.application.engine.model_registry import ModelRegistry
 from semantic.application.prompt.replay import ReplayBook
 from semantic.application.requests.reply import ReplyHub
 from semantic.application.requests.service import InferenceService
@@ -46,9 +45,8 @@ class Rig:
         inference = InferenceService(
             self.device, self.hub, self.agents, ReplayBook(), request_timeout_s=60
         )
-        models = ModelRegistry(self.device, "fake", "fake")
         given = {"max_waiting": 8, "timeout_s": 60.0, **options}
-        return StatefulChat(self.agents, inference, models, **given)
+        return StatefulChat(self.agents, inference, **given)
 
     def make(self, name: str = "a", **profile: Any) -> Agent:
         return self.agents.create(Agent(name, 1.0, profile=AgentProfile(**profile)))

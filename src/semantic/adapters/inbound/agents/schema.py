@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from semantic.adapters.inbound.wire import NO_LIMIT, reply_limit, sampling_of
 from semantic.domain.agents import (
     MAX_COUNT,
     MAX_LABEL_CHARS,
@@ -37,7 +38,7 @@ from semantic.domain.chat import (
     ToolSpec,
     json_fault,
 )
-from semantic.domain.sampling import MAX_STOP_STRINGS, SamplingParams, StopRules
+from semantic.domain.sampling import MAX_STOP_STRINGS, StopRules
 from semantic.ports.inbound import NewTurn
 
 MAX_FORKS = 256
@@ -238,10 +239,12 @@ class Generate(_Schema):
         None, min_length=1, max_length=_MAX_ENTRIES, description="or messages, in place of it"
     )
     stream: bool = False
-    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    max_tokens: Annotated[int, Field(ge=NO_LIMIT, le=2**31)] | None = Field(
+        None, description="-1 or absent: as long as the server permits"
+    )
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=2**31)
+    top_k: int | None = Field(None, ge=NO_LIMIT, le=2**31, description="0 and -1 keep all tokens")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -267,13 +270,12 @@ class Generate(_Schema):
         messages = [NewMessage(content=self.message)] if self.message is not None else self.messages
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         more = ("presence_penalty", "frequency_penalty", "seed")
-        known = {name: getattr(self, name) for name in (*names, *more)}
-        sampling: dict[str, Any] = {n: value for n, value in known.items() if value is not None}
-        strings = tuple(self.stop)
+        given = {name: getattr(self, name) for name in (*names, *more)}
+        limit = reply_limit(self.max_tokens)
         return NewTurn(
             messages=tuple(message.to_domain() for message in messages or ()),
-            sampling=SamplingParams(**sampling),
-            stop=StopRules(self.max_tokens, strings, ignore_eos=self.ignore_eos),
+            sampling=sampling_of(given),
+            stop=StopRules(limit, tuple(self.stop), ignore_eos=self.ignore_eos),
             tool_choice=self._tool_choice(),
             output_format=self.response_format.to_domain() if self.response_format else None,
         )

@@ -1,7 +1,8 @@
 """Anthropic's messages as clients send them, and their translation to ours.
 
 One class for all types of block, so that an error names the wrong field and not every type it
-might have been. `cache_control`, `citations` and other fields that change no prompt are ignored.
+might have been. `citations` and other fields that change no prompt are ignored; `cache_control`
+changes only how tokens are counted: everything is kept in any case.
 """
 
 from typing import Any, Literal, Self
@@ -58,7 +59,14 @@ class Block(Schema):
     is_error: bool | None = None
     tool_name: str | None = None
     title: str | None = None
+    cache_control: dict[str, Any] | None = None
     source: dict[str, Any] | str | None = None
+
+    @property
+    def marks_cache(self) -> bool:
+        """Whether it, or a block in it, is to be kept for later requests."""
+        inner = self.content if isinstance(self.content, list) else []
+        return bool(self.cache_control) or any(block.marks_cache for block in inner)
 
     @model_validator(mode="after")
     def _require_own_fields(self) -> Self:

@@ -14,7 +14,6 @@ from semantic.adapters.inbound.anthropic.docs import (
     AnthropicMessage,
     TokenCount,
 )
-from semantic.adapters.inbound.anthropic.models import served_model
 from semantic.adapters.inbound.anthropic.schema import CountRequest, MessagesRequest
 from semantic.adapters.inbound.anthropic.stream import MessageStream, whole_message
 from semantic.adapters.inbound.http import sse
@@ -22,23 +21,20 @@ from semantic.adapters.inbound.openai.docs import reply_or_stream
 from semantic.adapters.inbound.openai.reply_set import answer, with_heartbeats
 from semantic.domain.agents import Principal
 from semantic.domain.chat import Failed, PrefillProgress
-from semantic.ports.inbound import InferencePort, ModelManagementPort, Reply
+from semantic.ports.inbound import InferencePort, Reply
 
 Json: TypeAlias = dict[str, object]
 
 
-def anthropic_router(
-    inference: InferencePort, models: ModelManagementPort, principal: Callable[[], Principal]
-) -> APIRouter:
+def anthropic_router(inference: InferencePort, principal: Callable[[], Principal]) -> APIRouter:
     """Serve the Messages endpoints on behalf of a principal."""
     router = APIRouter(tags=["anthropic"], responses=ANTHROPIC_ERRORS)
 
     @router.post("/v1/messages", response_model=None, responses=reply_or_stream(AnthropicMessage))
     async def create_message(body: MessagesRequest, http: Request) -> Response:
         """Answer a conversation, whole or as a stream."""
-        model = served_model(body.model, models.models()).id
-        reply = await inference.start(body.to_domain(model, http.headers), principal())
-        stream = MessageStream(shows_thinking=body.shows_thinking)
+        reply = await inference.start(body.to_domain(http.headers), principal())
+        stream = MessageStream(shows_thinking=body.shows_thinking, marks_cache=body.marks_cache)
         if body.stream:
             return sse.event_stream(_stream(reply, stream), reply)
         return await answer(http, _collect(reply, stream), reply)
@@ -46,8 +42,7 @@ def anthropic_router(
     @router.post("/v1/messages/count_tokens", responses={200: {"model": TokenCount}})
     async def count_tokens(body: CountRequest, http: Request) -> Json:
         """Count the tokens of the prompt that the same request would make."""
-        model = served_model(body.model, models.models()).id
-        request = body.to_domain(model, http.headers)
+        request = body.to_domain(http.headers)
         return {"input_tokens": await inference.count_tokens(request, principal())}
 
     @router.get("/api/hello", include_in_schema=False)

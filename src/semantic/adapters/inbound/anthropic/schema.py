@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, field_validator
 
 from semantic.adapters.inbound.anthropic.blocks import Block, InputMessage, Schema, system_parts
+from semantic.adapters.inbound.wire import NO_LIMIT, reply_limit, sampling_of
 from semantic.domain.agents import check_agent_id
 from semantic.domain.chat import (
     AgentHint,
@@ -26,7 +27,7 @@ from semantic.domain.chat import (
     ToolSpec,
 )
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.sampling import SamplingParams, StopRules
+from semantic.domain.sampling import StopRules
 
 _MAX_MESSAGES = 10_000
 _MAX_BLOCKS = 10_000  # in all messages together
@@ -47,6 +48,7 @@ class _Tool(Schema):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
+    cache_control: dict[str, Any] | None = None
 
     @property
     def is_custom(self) -> bool:
@@ -112,7 +114,7 @@ class CountRequest(Schema):
 
     model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE]})
 
-    model: str
+    model: str | None = None
     messages: list[InputMessage] = Field(min_length=1, max_length=_MAX_MESSAGES)
     system: str | list[Block] | None = None
     tools: list[_Tool] | None = None
@@ -141,18 +143,17 @@ class CountRequest(Schema):
             raise ValueError(f"at most {_MAX_BLOCKS} blocks are allowed, not {num_blocks}")
         return value
 
-    def to_domain(self, model: str, headers: Mapping[str, str]) -> ChatRequest:
+    def to_domain(self, headers: Mapping[str, str]) -> ChatRequest:
         """Translate to our terms.
 
         Args:
-            model: The model that serves it.
             headers: Of the HTTP request; they may tell who is asking.
 
         Raises:
             InvalidRequestError: a field has a value we cannot honour.
         """
         return ChatRequest(
-            model=model,
+            model=self.model or "",
             messages=self._messages(),
             tools=tuple(
                 tool.to_domain(index)
@@ -213,8 +214,9 @@ class MessagesRequest(CountRequest):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{**_EXAMPLE, "max_tokens": 100}]})
 
-    max_tokens: int = Field(ge=1)
+    max_tokens: int = Field(ge=NO_LIMIT)
     stream: bool | None = None
+    cache_control: dict[str, Any] | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -230,7 +232,16 @@ class MessagesRequest(CountRequest):
         """Whether the client wants to read thinking, or only to hand it back."""
         return self.thinking is None or self.thinking.display != "omitted"
 
-    def to_domain(self, model: str, headers: Mapping[str, str]) -> ChatRequest:
+    @property
+    def marks_cache(self) -> bool:
+        """Whether the client says anywhere what is to be kept for later requests."""
+        contents = [self.system, *(message.content for message in self.messages)]
+        blocks = [block for content in contents if isinstance(content, list) for block in content]
+        is_tool_marked = any(tool.cache_control for tool in self.tools or ())
+        is_block_marked = any(block.marks_cache for block in blocks)
+        return bool(self.cache_control) or is_tool_marked or is_block_marked
+
+    def to_domain(self, headers: Mapping[str, str]) -> ChatRequest:
         """Translate to our terms; see `CountRequest.to_domain`."""
         if self.messages[-1].role == "assistant":
             raise InvalidRequestError(
@@ -239,9 +250,9 @@ class MessagesRequest(CountRequest):
                 param="messages",
             )
         given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        limit = reply_limit(self.max_tokens)
         return replace(
-            super().to_domain(model, headers),
-            sampling=SamplingParams(**known),
-            stop=StopRules(max_tokens=self.max_tokens, strings=tuple(self.stop_sequences or ())),
+            super().to_domain(headers),
+            sampling=sampling_of(given),
+            stop=StopRules(max_tokens=limit, strings=tuple(self.stop_sequences or ())),
         )

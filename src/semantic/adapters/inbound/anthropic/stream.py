@@ -60,10 +60,13 @@ class MessageStream:
 
     Args:
         shows_thinking: Otherwise thinking is an empty block with a signature.
+        marks_cache: The client says what is to be cached; otherwise nothing counts as written to
+            a cache, and all that was computed is input.
     """
 
-    def __init__(self, *, shows_thinking: bool = True) -> None:
+    def __init__(self, *, shows_thinking: bool = True, marks_cache: bool = True) -> None:
         self._shows_thinking = shows_thinking
+        self._marks_cache = marks_cache
         self._started: Started | None = None
         self._is_begun = False
         self._is_ended = False
@@ -82,7 +85,7 @@ class MessageStream:
                 return self._begin(_found(total, reused))
             case Finished():
                 self._is_ended = True
-                return [*self._begin(event.usage), *self._close(), *_ending(event)]
+                return [*self._begin(event.usage), *self._close(), *self._ending(event)]
             case Failed():
                 self._is_ended = True
                 return [anthropic_body(event.error)]
@@ -103,9 +106,32 @@ class MessageStream:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {**_usage(usage or started.usage), "output_tokens": 0},
+            "usage": {**self._usage(usage or started.usage), "output_tokens": 0},
         }
         return [{"type": "message_start", "message": message}]
+
+    def _ending(self, event: Finished) -> list[Json]:
+        delta = {"stop_reason": _STOP_REASONS[event.reason], "stop_sequence": event.stop_sequence}
+        usage = {
+            **self._usage(event.usage),
+            "output_tokens": event.usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": event.usage.thinking_tokens},
+        }
+        # A field of ours beside Anthropic's, where it was promised.
+        durable: Json = {} if event.is_durable is None else {"durable": event.is_durable}
+        return [
+            {"type": "message_delta", "delta": delta, "usage": usage, **durable},
+            {"type": "message_stop"},
+        ]
+
+    def _usage(self, usage: Usage) -> Json:
+        """The prompt's tokens in three parts that do not overlap."""
+        written = usage.cache_creation_tokens if self._marks_cache else 0
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cache_read_tokens - written,
+            "cache_creation_input_tokens": written,
+            "cache_read_input_tokens": usage.cache_read_tokens,
+        }
 
     # -- content --------------------------------------------------------------------------------
 
@@ -203,29 +229,5 @@ def _parsed(block: dict[str, str]) -> Json:
     return {**block, "input": json.loads(block["input"] or "{}")}
 
 
-def _ending(event: Finished) -> list[Json]:
-    delta = {"stop_reason": _STOP_REASONS[event.reason], "stop_sequence": event.stop_sequence}
-    usage = {
-        **_usage(event.usage),
-        "output_tokens": event.usage.completion_tokens,
-        "output_tokens_details": {"thinking_tokens": event.usage.thinking_tokens},
-    }
-    # A field of ours beside Anthropic's, where it was promised.
-    durable: Json = {} if event.is_durable is None else {"durable": event.is_durable}
-    return [
-        {"type": "message_delta", "delta": delta, "usage": usage, **durable},
-        {"type": "message_stop"},
-    ]
-
-
 def _found(total: int, reused: int) -> Usage:
     return Usage(total, cache_read_tokens=reused, cache_creation_tokens=total - reused)
-
-
-def _usage(usage: Usage) -> Json:
-    """The prompt's tokens in three parts that do not overlap."""
-    return {
-        "input_tokens": usage.uncached_tokens,
-        "cache_creation_input_tokens": usage.cache_creation_tokens,
-        "cache_read_input_tokens": usage.cache_read_tokens,
-    }

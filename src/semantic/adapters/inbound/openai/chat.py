@@ -138,7 +138,8 @@ def _chunk(index: int, event: Event) -> Json | None:
     delta: Json
     match event:
         case Started():
-            delta = {"role": "assistant", "content": "", "refusal": None}
+            # Empty text would open a text part in clients, also where only calls follow.
+            delta = {"role": "assistant", "content": None, "refusal": None}
         case TextDelta():
             return _choice(index, {"delta": {"content": event.text}}, None, event.logprobs)
         case ThinkingDelta(text):

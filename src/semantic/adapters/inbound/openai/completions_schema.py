@@ -10,6 +10,7 @@ from semantic.adapters.inbound.openai.fields import (
     StreamOptions,
     refuse,
 )
+from semantic.adapters.inbound.wire import NO_LIMIT
 from semantic.domain.chat import AgentHint, ChatRequest, RawPrompt
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import MAX_TOP_LOGPROBS
@@ -36,7 +37,7 @@ class CompletionRequest(RequestFields):
 
     prompt: Annotated[_Prompt, Field(union_mode="left_to_right")]
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=NO_LIMIT)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     n: int | None = Field(None, ge=1, le=MAX_REPLIES)
     best_of: int | None = None
@@ -105,7 +106,7 @@ class CompletionRequest(RequestFields):
         max_tokens = _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return [
             ChatRequest(
-                model=self.model,
+                model=self.model or "",
                 messages=(),
                 raw_prompt=RawPrompt(prompt),
                 sampling=self.sampling(self.logprobs),

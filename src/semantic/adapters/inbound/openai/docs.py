@@ -122,6 +122,7 @@ class Model(_Documented):
     created: int
     owned_by: str
     max_context: int
+    max_model_len: int
 
 
 class ModelList(_Documented):

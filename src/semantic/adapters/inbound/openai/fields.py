@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeAlias
 from fastapi import Depends, Header
 from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator
 
+from semantic.adapters.inbound.wire import reply_limit, sampling_of
 from semantic.domain.agents import check_agent_id
 from semantic.domain.chat import (
     AgentHint,
@@ -107,7 +108,7 @@ class StructuredOutputs(Schema):
 class RequestFields(Schema):
     """Who asks which model, how it samples, and when it stops."""
 
-    model: str
+    model: str | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -179,10 +180,9 @@ class RequestFields(Schema):
             "frequency_penalty": self.frequency_penalty,
             "seed": self.seed,
             "top_logprobs": top_logprobs,
+            "logit_bias": tuple((self.logit_bias or {}).items()),
         }
-        bias = tuple((self.logit_bias or {}).items())
-        known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(**known, logit_bias=bias)
+        return sampling_of(given)
 
     def stop_rules(self, max_tokens: int | None) -> StopRules:
         """Translate when the reply ends.
@@ -192,7 +192,7 @@ class RequestFields(Schema):
         """
         strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return StopRules(
-            max_tokens=max_tokens,
+            max_tokens=reply_limit(max_tokens),
             strings=strings,
             token_ids=frozenset(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),

@@ -26,6 +26,7 @@ def head_of(started: Started, prefix: str, kind: str) -> Json:
         "object": kind,
         "created": int(time.time()),
         "model": started.model,
+        "system_fingerprint": started.fingerprint,
     }
 
 

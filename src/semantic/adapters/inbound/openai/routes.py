@@ -11,7 +11,7 @@ from semantic.adapters.inbound.anthropic.docs import (
     AnthropicModel,
     AnthropicModelPage,
 )
-from semantic.adapters.inbound.anthropic.models import model_info, models_page, served_model
+from semantic.adapters.inbound.anthropic.models import model_info, models_page
 from semantic.adapters.inbound.http import sse
 from semantic.adapters.inbound.openai.chat import collect_chat, stream_chat
 from semantic.adapters.inbound.openai.docs import (
@@ -26,7 +26,7 @@ from semantic.adapters.inbound.openai.fields import Hint
 from semantic.adapters.inbound.openai.reply_set import Json, answer, start_all, times
 from semantic.adapters.inbound.openai.schema import ChatCompletionRequest
 from semantic.domain.agents import Principal
-from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
+from semantic.domain.errors import InvalidRequestError
 from semantic.ports.inbound import InferencePort, ModelManagementPort, ModelStatus
 
 
@@ -63,12 +63,8 @@ def openai_router(
         model_id: str, anthropic_version: Annotated[str | None, Header()] = None
     ) -> Json:
         """One of them."""
-        if anthropic_version:
-            return model_info(served_model(model_id, models.models()))
-        for status in models.models():
-            if status.id == model_id:
-                return _model(status)
-        raise ModelNotFoundError(f"the model {model_id!r} is not served here.")
+        found = models.find(model_id)
+        return model_info(found) if anthropic_version else _model(found)
 
     return router
 
@@ -86,5 +82,6 @@ def _model(status: ModelStatus) -> Json:
         "created": int(status.created_at),
         "owned_by": "semantic",
         "max_context": status.max_context,
+        "max_model_len": status.max_context,
         "state": status.state.value,
     }

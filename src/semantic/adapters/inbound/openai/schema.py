@@ -15,6 +15,7 @@ from semantic.adapters.inbound.openai.fields import (
     thinking_of,
 )
 from semantic.adapters.inbound.openai.messages import ChatMessage
+from semantic.adapters.inbound.wire import NO_LIMIT
 from semantic.domain.chat import (
     AgentHint,
     ChatRequest,
@@ -104,8 +105,8 @@ class ChatCompletionRequest(RequestFields):
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=_MAX_MESSAGES)
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=NO_LIMIT)
+    max_completion_tokens: int | None = Field(None, ge=NO_LIMIT)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     n: int | None = Field(None, ge=1, le=MAX_REPLIES)
@@ -155,7 +156,7 @@ class ChatCompletionRequest(RequestFields):
             )
         wanted = self.max_completion_tokens
         return ChatRequest(
-            model=self.model,
+            model=self.model or "",
             messages=tuple(message.to_domain() for message in self.messages),
             tools=tuple(tool.to_domain() for tool in self.tools or ()),
             tool_choice=self._tool_choice(),

@@ -55,11 +55,11 @@ class ResponseBody(_Documented):
     parallel_tool_calls: bool
     previous_response_id: str | None
     store: bool
-    temperature: float
+    temperature: float | None
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
-    top_p: float
+    top_p: float | None
     durable: bool | None = Field(
         None, description="whether the turn is safe on disk; only with durability sync"
     )

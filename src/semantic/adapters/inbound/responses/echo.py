@@ -37,12 +37,10 @@ _DEFAULTS: Json = {
     "safety_identifier": None,
     "service_tier": "default",
     "store": True,
-    "temperature": 1.0,
     "text": {"format": {"type": "text"}},
     "tool_choice": "auto",
     "tools": [],
     "top_logprobs": 0,
-    "top_p": 1.0,
     "truncation": "disabled",
     "user": None,
 }
@@ -52,8 +50,8 @@ def settings_of(body: ResponsesRequest) -> Json:
     """Repeat a request's settings, with defaults where it says nothing."""
     names = (
         "background", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls",
-        "previous_response_id", "prompt_cache_key", "safety_identifier", "store", "temperature",
-        "top_logprobs", "top_p", "user",
+        "previous_response_id", "prompt_cache_key", "safety_identifier", "store",
+        "top_logprobs", "user",
     )  # fmt: skip
     given = {name: getattr(body, name) for name in names}
     choice = body.tool_choice
@@ -103,7 +101,8 @@ def response_of(request_id: str, past: PastTurn, served: str) -> Json:
     writer.feed(Finished(past.reason or FinishReason.END_TURN, past.usage))
     at = int(past.created_at)
     ended = {"completed_at": at} if writer.response["status"] == "completed" else {}
-    return writer.response | {"created_at": at} | ended
+    unknown = {"temperature": None, "top_p": None}
+    return writer.response | {"created_at": at} | unknown | ended
 
 
 def _events_of(message: Message) -> list[Event]:

@@ -13,6 +13,7 @@ from semantic.adapters.inbound.openai.fields import (
     thinking_of,
 )
 from semantic.adapters.inbound.responses.items import InputItem, Sourced, messages_of
+from semantic.adapters.inbound.wire import NO_LIMIT
 from semantic.domain.chat import (
     AgentHint,
     ChatRequest,
@@ -107,7 +108,7 @@ class ResponsesRequest(RequestFields):
     parallel_tool_calls: bool | None = None
     text: _Text | None = None
     reasoning: _Reasoning | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: int | None = Field(None, ge=NO_LIMIT)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -159,7 +160,7 @@ class ResponsesRequest(RequestFields):
             hint.agent_id, hint.session, hint.client_key, past.turn_id if past else None
         )
         return ChatRequest(
-            model=self.model,
+            model=self.model or "",
             messages=tuple(sourced.message for sourced in self._messages(past)),
             tools=tuple(tool.to_domain() for tool in self.functions),
             tool_choice=self._tool_choice(),

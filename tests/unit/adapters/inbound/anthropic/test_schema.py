@@ -38,7 +38,7 @@ BASE: dict[str, Any] = {
 
 def translated(headers: dict[str, str] | None = None, **changes: Any) -> ChatRequest:
     body = MessagesRequest.model_validate({**BASE, **changes})
-    return body.to_domain("m", headers or {})
+    return body.to_domain(headers or {})
 
 
 def test_a_request_as_claude_code_sends_it() -> None:
@@ -172,7 +172,7 @@ def test_formats_by_their_newer_and_older_name() -> None:
 
 def test_counting_needs_no_length_and_takes_any_end() -> None:
     body = {"model": "m", "messages": [{"role": "assistant", "content": "So"}], "tools": []}
-    request = CountRequest.model_validate(body).to_domain("m", {})
+    request = CountRequest.model_validate(body).to_domain({})
     assert request.messages == (Message.of(Role.ASSISTANT, "So"),)
 
 

@@ -1,0 +1,65 @@
+"""A model's `generation_config.json`: how its authors advise to sample it.
+
+Read as vLLM reads it: what a request does not give is taken from here. A value that cannot be used
+is passed over with a warning; a model without the file has no defaults of its own.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from semantic.domain.errors import InvalidRequestError
+from semantic.domain.sampling import SamplingDefaults
+
+GENERATION_CONFIG = "generation_config.json"
+# Each field, its name in the file, and the type it has there.
+_FIELDS = {
+    "temperature": ("temperature", float),
+    "top_p": ("top_p", float),
+    "top_k": ("top_k", int),
+    "min_p": ("min_p", float),
+    "repetition_penalty": ("repetition_penalty", float),
+    "max_tokens": ("max_new_tokens", int),
+}
+
+_log = logging.getLogger(__name__)
+
+
+def read_generation_config(directory: Path) -> SamplingDefaults:
+    """Read the defaults in a model's directory."""
+    path = directory / GENERATION_CONFIG
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return SamplingDefaults()
+    except (OSError, ValueError, RecursionError) as error:
+        _log.warning("%s cannot be read and is ignored: %s", path, error)
+        return SamplingDefaults()
+    if not isinstance(config, dict):
+        _log.warning("%s holds no JSON object and is ignored", path)
+        return SamplingDefaults()
+    return _defaults(config, path)
+
+
+def _defaults(config: Mapping[str, object], path: Path) -> SamplingDefaults:
+    defaults = SamplingDefaults()
+    for name, (key, kind) in _FIELDS.items():
+        value = config.get(key)
+        if value is None:
+            continue
+        try:
+            defaults = replace(defaults, **{name: _number(value, kind)})
+        except (InvalidRequestError, TypeError, OverflowError) as error:
+            _log.warning("%s: %s %r is ignored: %s", path, key, value, error)
+    if defaults.temperature is None and config.get("do_sample") is False:
+        return replace(defaults, temperature=0.0)
+    return defaults
+
+
+def _number(value: object, kind: type) -> float:
+    """A number as JSON has it: 1 for 1.0 is right, true is not."""
+    if isinstance(value, bool) or not isinstance(value, int | kind):
+        raise TypeError(f"it must be {'a whole number' if kind is int else 'a number'}")
+    return 0 if kind is int and value == -1 else kind(value)
