@@ -10,6 +10,9 @@ import httpx
 import openai
 import pytest
 
+from semantic.adapters.outbound.backends.fake import FakeTokenizer
+from semantic.application.prompt.renderer import render
+from semantic.domain.chat import ChatRequest, Message, Role
 from tests.http_server import RunningServer, make_settings, run_server
 
 pytestmark = pytest.mark.integration
@@ -220,3 +223,197 @@ def test_a_response_says_how_it_was_sampled(openai_client: openai.OpenAI) -> Non
     found = openai_client.responses.retrieve(given.id)
     assert (found.temperature, found.top_p) == (0.5, 1.0)
     assert json.loads(given.model_dump_json())["temperature"] == 0.5
+
+
+# -- what constrains a reply ------------------------------------------------------------------
+
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FORMS: list[dict[str, Any]] = [
+    {"json_schema": SCHEMA},
+    {"response_format": {"type": "json_object", "schema": SCHEMA}},
+    {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+    {"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}},
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_schema_is_followed_wherever_a_client_puts_it(
+    http: httpx.Client, form: dict[str, Any]
+) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 60, **form})
+    assert answer.status_code == 200, answer.text
+    made = json.loads(answer.json()["choices"][0]["message"]["content"])
+    assert made["city"] in ("Paris", "Rome")
+
+
+def test_a_schema_is_followed_in_the_other_protocols(http: httpx.Client) -> None:
+    old = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 60, **FORMS[0]}).json()
+    assert json.loads(old["choices"][0]["text"])["city"]
+    new = http.post("/v1/responses", json={"input": "x", **FORMS[0]}).json()
+    assert json.loads(new["output"][0]["content"][0]["text"])["city"]
+
+
+GBNF = 'root ::= "yes" | "no"'
+JSON_FORM = {"type": "json_object"}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"grammar": GBNF}, "grammar"),
+    ({"guided_grammar": GBNF}, "guided_grammar"),
+    ({"structured_outputs": {"grammar": GBNF}}, "structured_outputs.grammar"),
+    ({"min_tokens": 5}, "min_tokens"),
+    ({"bad_words": ["no"]}, "bad_words"),
+    ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"n_predict": 5}, "n_predict"),
+    ({"json_schema": {"type": "nonsense"}}, "json_schema"),
+    ({"json_schema": SCHEMA, "structured_outputs": {"regex": "a"}}, "json_schema"),
+]
+CHAT_REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"json_schema": SCHEMA, "response_format": JSON_FORM}, "json_schema"),
+    ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.type"),
+    (
+        {"response_format": {**JSON_FORM, "schema": SCHEMA, "json_schema": {"schema": SCHEMA}}},
+        "response_format.schema",
+    ),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"echo": True}, "echo"),
+    ({"add_generation_prompt": False}, "add_generation_prompt"),
+    ({"continue_final_message": True}, "messages[0]"),
+    (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "add_generation_prompt",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "path,given,param",
+    [(path, *case) for path in list(BODIES)[:3] for case in REFUSED]
+    + [("/v1/chat/completions", *case) for case in CHAT_REFUSED],
+)
+def test_what_cannot_be_enforced_is_refused_by_name(
+    http: httpx.Client, path: str, given: dict[str, Any], param: str
+) -> None:
+    answer = http.post(path, json=BODIES[path] | given)
+    assert (answer.status_code, answer.json()["error"].get("param")) == (400, param)
+
+
+def test_defaults_that_clients_spell_out_are_no_constraint(http: httpx.Client) -> None:
+    spelled = {
+        "grammar": "",
+        "json_schema": None,
+        "min_tokens": 0,
+        "bad_words": [],
+        "use_beam_search": False,
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "echo": False,
+    }
+    path = "/v1/chat/completions"
+    assert http.post(path, json=BODIES[path] | spelled).status_code == 200
+
+
+# -- a reply that was begun -------------------------------------------------------------------
+
+
+def chat(client: openai.OpenAI, messages: list[dict[str, Any]], **given: Any) -> Any:
+    usual = {"model": "fake", "temperature": 0, "max_tokens": 6}
+    extra = {"ignore_eos": True, **given.pop("extra_body", {})}
+    reply: Any = client.chat.completions.create(
+        **{**usual, **given}, messages=messages, extra_body=extra
+    )
+    return reply
+
+
+def test_a_reply_goes_on_with_the_assistants_message(
+    openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic, http: httpx.Client
+) -> None:
+    begun: list[Any] = [*HI, {"role": "assistant", "content": "Well, "}]
+    whole = chat(openai_client, begun).choices[0].message.content
+    assert len(whole) == 6
+    # The same tokens as a prompt of their own.
+    asked = ChatRequest("fake", (Message.of(Role.USER, "hi"),))
+    tokens = (*render(asked, FakeTokenizer()).tokens, *FakeTokenizer().encode_plain("Well, "))
+    fresh = openai_client.completions.create(
+        model="fake",
+        prompt=list(tokens),
+        temperature=0,
+        max_tokens=6,
+        extra_body={"ignore_eos": True},
+    )
+    assert fresh.choices[0].text == whole
+    told = chat(openai_client, begun, extra_body={"continue_final_message": True})
+    assert told.choices[0].message.content == whole
+    streamed = anthropic_client.messages.create(
+        model="fake", max_tokens=6, messages=begun, extra_body=GREEDY
+    )
+    assert streamed.content[0].type == "text"
+    assert whole.startswith(streamed.content[0].text)
+    made = http.post(
+        "/v1/responses",
+        json={"input": begun, "temperature": 0, "max_output_tokens": 6, "ignore_eos": True},
+    ).json()
+    assert made["output"][0]["content"][0]["text"] == whole
+    http.post("/v1/agents", json={"id": "begun"}).raise_for_status()
+    said = {"messages": begun, "temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    reply = http.post("/v1/agents/begun/generate", json=said).json()
+    assert reply["text"] == reply["message"]["content"][0]["text"] == f"Well, {whole}"
+    counted = anthropic_client.messages.count_tokens(model="fake", messages=begun)
+    assert counted.input_tokens == told.usage.prompt_tokens
+
+
+def test_a_new_message_follows_where_it_is_asked_for(openai_client: openai.OpenAI) -> None:
+    begun: list[Any] = [*HI, {"role": "assistant", "content": "Well, "}]
+    continued = chat(openai_client, begun).usage.prompt_tokens
+    for opened in ({"continue_final_message": False}, {"add_generation_prompt": True}):
+        assert chat(openai_client, begun, extra_body=opened).usage.prompt_tokens > continued
+
+
+def test_the_next_turn_goes_on_from_a_reply_that_was_begun(
+    openai_client: openai.OpenAI, running: RunningServer
+) -> None:
+    agents = running.server.memory.agents
+    first: list[Any] = [{"role": "user", "content": "tell me of prefill"}]
+    before = {agent.id for agent in agents.agents("local")}
+    begun = chat(openai_client, [*first, {"role": "assistant", "content": "Once "}])
+    (agent,) = (a for a in agents.agents("local") if a.id not in before)
+    text = "Once " + begun.choices[0].message.content
+    after = chat(
+        openai_client,
+        [*first, {"role": "assistant", "content": text}, {"role": "user", "content": "and?"}],
+    )
+    cached = after.usage.prompt_tokens_details.cached_tokens
+    assert cached >= begun.usage.total_tokens - 1
+    found = agents.get("local", agent.id)
+    assert found.num_turns == 2
+    said = [message.text for message in agents.conversation(found)]
+    assert said[:3] == ["tell me of prefill", text, "and?"]
+
+
+def test_a_form_counts_from_the_beginning(openai_client: openai.OpenAI, http: httpx.Client) -> None:
+    begun: list[Any] = [*HI, {"role": "assistant", "content": '{"city": "R'}]
+    reply = chat(openai_client, begun, max_tokens=60, extra_body={"json_schema": SCHEMA})
+    assert json.loads('{"city": "R' + reply.choices[0].message.content) == {"city": "Rome"}
+    begun[-1]["content"] = "Sure: "
+    answer = http.post("/v1/chat/completions", json={"messages": begun, "json_schema": SCHEMA})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "json_schema")
+
+
+def test_only_text_after_another_message_is_continued(http: httpx.Client) -> None:
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    for messages in (
+        [*HI, {"role": "assistant", "content": [call]}],
+        [{"role": "assistant", "content": "alone"}],
+    ):
+        answer = http.post("/v1/messages", json={"messages": messages, "max_tokens": 3})
+        assert answer.status_code == 400
+        assert "can be continued" in answer.json()["error"]["message"]
+    said = {"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}
+    http.post("/v1/agents", json={"id": "order"}).raise_for_status()
+    assert http.post("/v1/agents/order/generate", json=said).status_code == 400

@@ -6,7 +6,8 @@ stream; nothing here follows one vendor's field names.
 
 import enum
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from semantic.domain.errors import InvalidRequestError, SemanticError
@@ -154,6 +155,13 @@ class Message:
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
 
+def is_continuable(messages: Sequence[Message]) -> bool:
+    """Whether a conversation ends with text of the assistant's that a reply can go on with."""
+    *before, last = messages or (Message(Role.USER, ()),)
+    is_text = all(isinstance(part, TextPart) for part in last.parts)
+    return bool(before) and last.role is Role.ASSISTANT and is_text
+
+
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
     """A function the model may call.
@@ -280,6 +288,7 @@ class ChatRequest:
         model: Its name or an alias; empty takes the one that is served.
         raw_prompt: Given instead of messages; no template is applied.
         is_stored: Whether what is said may be kept; attention state is in any case.
+        is_continued: The last message is the assistant's, and the reply goes on with it.
     """
 
     model: str
@@ -294,10 +303,29 @@ class ChatRequest:
     service_class: ServiceClass = ServiceClass.INTERACTIVE
     raw_prompt: RawPrompt | None = None
     is_stored: bool = True
+    is_continued: bool = False
 
     def __post_init__(self) -> None:
         if not self.messages and self.raw_prompt is None:
             raise InvalidRequestError("messages must hold at least one message.", param="messages")
+        if self.is_continued and not is_continuable(self.messages):
+            raise InvalidRequestError(
+                "only an assistant's message of plain text that follows another message can be "
+                "continued; let the conversation end with a user's message.",
+                param=f"messages[{len(self.messages) - 1}]",
+            )
+
+    @property
+    def asked(self) -> "ChatRequest":
+        """The same without the beginning of its reply."""
+        if not self.is_continued:
+            return self
+        return replace(self, messages=self.messages[:-1], is_continued=False)
+
+    @property
+    def beginning(self) -> str:
+        """The text that the reply goes on with."""
+        return self.messages[-1].text if self.is_continued else ""
 
     @property
     def known_tools(self) -> tuple[ToolSpec, ...]:

@@ -101,6 +101,14 @@ class ReplyFormat:
             if marker in special_tokens
         }
 
+    def opening(self, prompt: str) -> str:
+        """What stands between a rendered prompt and an answer without thinking."""
+        if self.tools is ToolFormat.HARMONY:
+            return "<|channel|>final<|message|>"
+        if self.thinking is not None and self.is_opened_by(prompt):
+            return f"\n{self.thinking.end}\n\n"
+        return ""
+
     def is_opened_by(self, prompt: str) -> bool:
         """Whether a rendered prompt ends inside the thinking it opened."""
         return self.thinking is not None and prompt.rstrip().endswith(self.thinking.start)
@@ -116,6 +124,7 @@ class ReplyShape:
         tools: The tools on offer.
         is_thinking_open: The prompt ends inside thinking; see `ReplyFormat.is_opened_by`.
         may_think: Thinking may come first; without it a constrained reply starts with its answer.
+        opening: Markup that the reply is taken to begin with; it stands in the prompt.
     """
 
     format: ReplyFormat
@@ -124,6 +133,7 @@ class ReplyShape:
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     is_thinking_open: bool = False
     may_think: bool = True
+    opening: str = ""
 
     @property
     def offered(self) -> tuple[ToolSpec, ...]:

@@ -5,6 +5,7 @@ we made are the very tokens that were sampled, and what was rendered before come
 that each turn's prompt begins with the last one and its reply.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 
@@ -31,6 +32,7 @@ class Prompt:
         num_head: Tokens of tools and system messages; all agents that have them share these.
         has_tool_markup: Calls are asked for in the markup of `tool_prompt`, not the template's.
         num_replayed: Replies in it that are the tokens which were sampled.
+        num_begun: Tokens at its end that are the beginning of the reply.
     """
 
     tokens: tuple[int, ...]
@@ -38,6 +40,13 @@ class Prompt:
     num_head: int = 0
     has_tool_markup: bool = False
     num_replayed: int = 0
+    num_begun: int = 0
+
+    def followed_by(self, beginning: Sequence[int]) -> "Prompt":
+        """The same prompt with the beginning of its reply."""
+        tokens = (*self.tokens, *beginning)
+        boundaries = tuple(sorted({*self.boundaries, len(tokens)}))
+        return replace(self, tokens=tokens, boundaries=boundaries, num_begun=len(beginning))
 
 
 def render(request: ChatRequest, tokenizer: TokenizerPort) -> Prompt:

@@ -14,7 +14,7 @@ from semantic.application.prompt.replay import Replay, ReplayStore
 from semantic.application.requests.identity import Claim, Identities, Identity
 from semantic.application.requests.thinking_budget import ThinkingBudget, ThinkingSpan
 from semantic.domain.agents import Agent, Principal
-from semantic.domain.chat import ChatRequest, RawPrompt, require_whole_characters
+from semantic.domain.chat import ChatRequest, RawPrompt, Thinking, require_whole_characters
 from semantic.domain.errors import ContextLengthError, InvalidRequestError, StateQuotaError
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
 from semantic.domain.spec import LayerKind, ModelCacheSpec
@@ -32,6 +32,7 @@ class Prepared:
         identity: Whose turn it is.
         span: Counts the reply's thinking; None if the model has none.
         day: The date its prompt shows; None if it shows none.
+        num_begun: Tokens at the end of the prompt that the reply begins with.
     """
 
     request: ChatRequest
@@ -42,6 +43,7 @@ class Prepared:
     identity: Identity
     span: ThinkingSpan | None = None
     day: date | None = None
+    num_begun: int = 0
 
 
 class Preparation:
@@ -86,23 +88,11 @@ class Preparation:
         )
         agent = identity.fork or self._agents.find(principal.tenant, identity.agent_id)
         max_kept = self._max_kept(agent, len(prompt.tokens), model) if agent else None
-        is_plain = prompt.has_tool_markup or request.raw_prompt is not None
-        reply_format = ReplyFormat() if is_plain else model.reply_format
-        visible = reply_format.visible_ids(
-            model.tokenizer.special_ids, has_tools=bool(request.tools)
-        )
-        shape = ReplyShape(
-            format=reply_format,
-            output=request.output_format,
-            tools=request.known_tools,
-            tool_choice=request.tool_choice,
-            is_thinking_open=reply_format.is_opened_by(_tail(prompt, model, visible)),
-            may_think=request.thinking is None or request.thinking.is_enabled,
-        )
+        visible, shape = _shape(request, prompt, model)
         max_tokens = self._max_tokens(request, len(prompt.tokens), model)
-        constraint = model.grammar.constrain(shape, max_tokens) if model.grammar else None
+        constraint = _constraint(shape, max_tokens, request.beginning, model)
         budget = request.thinking.budget if request.thinking else None
-        if budget is not None:
+        if budget is not None and not request.is_continued:
             constraint = _within(budget, shape, model, visible, constraint)
         sampling = request.sampling.with_defaults(model.defaults)
         if sampling.seed is None:
@@ -124,7 +114,8 @@ class Preparation:
             max_kept=max_kept,
         )
         span = _span(shape, model, visible)
-        return Prepared(request, principal, model, job, shape, identity, span, day)
+        num_begun = prompt.num_begun
+        return Prepared(request, principal, model, job, shape, identity, span, day, num_begun)
 
     def count_tokens(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> int:
         """Count the tokens of the prompt that `prepare` would make; changes nothing."""
@@ -135,14 +126,30 @@ class Preparation:
     def keep_day(self, prepared: Prepared) -> None:
         """Let the agent of a request that was answered go on with the date it was shown."""
         if prepared.day is not None:
-            self._dates.keep(prepared.job.root, prepared.request, prepared.day)
+            self._dates.keep(prepared.job.root, prepared.request.asked, prepared.day)
 
     def _render(
         self, request: ChatRequest, model: LoadedModel, replay: Replay
     ) -> tuple[Prompt, date | None]:
-        """Write the prompt; returns the date it shows too, if it shows one."""
+        """Write the prompt and the beginning of the reply; returns the date it shows too, if any."""
         if request.raw_prompt is not None:
             return Prompt(_raw_tokens(request.raw_prompt, model)), None
+        if not request.is_continued:
+            return self._render_chat(request, model, replay)
+        beginning = request.beginning
+        require_whole_characters(beginning, param=f"messages[{len(request.messages) - 1}]")
+        # An answer that has begun is not thought about any more.
+        asked = replace(request.asked, thinking=Thinking(is_enabled=False))
+        prompt, day = self._render_chat(asked, model, replay)
+        visible = model.reply_format.visible_ids(model.tokenizer.special_ids, has_tools=False)
+        opening = model.reply_format.opening(_tail(prompt, model, visible))
+        # Encoded apart from what comes before it, as the model would have written it.
+        written = model.tokenizer.encode_plain(beginning)
+        return prompt.followed_by((*model.tokenizer.encode(opening), *written)), day
+
+    def _render_chat(
+        self, request: ChatRequest, model: LoadedModel, replay: Replay
+    ) -> tuple[Prompt, date | None]:
         renderer = self._renderer
         if renderer is None or renderer.tokenizer is not model.tokenizer:
             renderer = self._renderer = Renderer(model.tokenizer)
@@ -180,6 +187,48 @@ class Preparation:
         # Clients ask for the longest reply they can take, whatever the model can make.
         default = self._device.limits.default_max_tokens or model.defaults.max_tokens
         return min(request.stop.max_tokens or default or room, room)
+
+
+def _shape(
+    request: ChatRequest, prompt: Prompt, model: LoadedModel
+) -> tuple[Mapping[int, bytes], ReplyShape]:
+    """What the reply must look like, and the special tokens that are text in it."""
+    is_plain = prompt.has_tool_markup or request.raw_prompt is not None
+    reply_format = ReplyFormat() if is_plain else model.reply_format
+    visible = reply_format.visible_ids(model.tokenizer.special_ids, has_tools=bool(request.tools))
+    is_open = reply_format.is_opened_by(_tail(prompt, model, visible))
+    may_think = request.thinking is None or request.thinking.is_enabled
+    return visible, ReplyShape(
+        format=reply_format,
+        output=request.output_format,
+        tools=request.known_tools,
+        tool_choice=request.tool_choice,
+        is_thinking_open=is_open and not request.is_continued,
+        may_think=may_think and not request.is_continued,
+        opening=reply_format.opening("") if request.is_continued else "",
+    )
+
+
+def _constraint(
+    shape: ReplyShape, max_tokens: int, beginning: str, model: LoadedModel
+) -> TokenConstraint | None:
+    """Enforce a reply's form, from its beginning on."""
+    if model.grammar is None:
+        return None
+    encode, encode_plain = model.tokenizer.encode, model.tokenizer.encode_plain
+    begun = (*encode(shape.opening), *encode_plain(beginning))
+    constraint = model.grammar.constrain(shape, max_tokens + len(begun))
+    if constraint is None:
+        return None
+    for token in begun:
+        allowed = constraint.allowed()
+        if allowed is not None and not allowed[token // 8] >> token % 8 & 1:
+            raise InvalidRequestError(
+                "the assistant's message cannot be continued to the form that the reply must have.",
+                param="response_format",
+            )
+        constraint.accept(token)
+    return constraint
 
 
 def _span(

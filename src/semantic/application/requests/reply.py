@@ -86,6 +86,11 @@ class LiveReply:
         self._has_events.set()
         self._is_final = False
 
+    def begin(self, text: str) -> None:
+        """Let the message begin with text that the reader knows; before the first event."""
+        if text:
+            self._fold.add(TextDelta(text))
+
     def push(self, event: Event) -> None:
         """Add an event of the engine."""
         for parsed in self._parsed(event):

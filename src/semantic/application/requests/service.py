@@ -22,7 +22,7 @@ from semantic.application.requests.identity import BusyAgents, Claim, Identities
 from semantic.application.requests.prepare import Preparation, Prepared
 from semantic.application.requests.reply import FinishedReply, ReplyHub
 from semantic.domain.agents import Pointer, Principal, Turn
-from semantic.domain.chat import ChatRequest, Started, Usage
+from semantic.domain.chat import ChatRequest, Started, TextDelta, Usage
 from semantic.domain.errors import (
     AgentNotFoundError,
     CachePersistenceError,
@@ -102,6 +102,7 @@ class InferenceService:
             is_thinking_open=shape.is_thinking_open,
             is_parallel=shape.tool_choice.is_parallel,
         )
+        parser.push(TextDelta(shape.opening))
         reply = self._hub.open(
             job.id,
             started,
@@ -111,6 +112,7 @@ class InferenceService:
             on_end=claim.release,
         )
         reply.span = prepared.span
+        reply.begin(prepared.request.beginning)
         try:
             self._device.submit(job)
         except SemanticError:
@@ -162,7 +164,7 @@ class InferenceService:
         job, left, tenant = prepared.job, finished.put_away, prepared.principal.tenant
         self._remember(prepared, finished)
         block, request = left.block, prepared.request
-        said = () if request.raw_prompt else (*request.messages, finished.message)
+        said = () if request.raw_prompt else (*request.asked.messages, finished.message)
         exchange = Exchange(
             prompt=job.tokens,
             reply=left.tokens,
@@ -195,7 +197,9 @@ class InferenceService:
             tokens = tokens[:-1]
         if prepared.request.raw_prompt is not None:
             return  # no template will ever write this reply again
-        prompt = prompt_digest(prepared.job.root, prepared.job.tokens)
+        num_asked = len(prepared.job.tokens) - prepared.num_begun
+        asked, begun = prepared.job.tokens[:num_asked], prepared.job.tokens[num_asked:]
+        prompt = prompt_digest(prepared.job.root, asked)
         for key in keys_to_remember(prompt, finished.message):
-            self._replays.remember(key, tokens)
+            self._replays.remember(key, (*begun, *tokens))
         self._preparation.keep_day(prepared)

@@ -10,7 +10,7 @@ from semantic.application.agents.ledger import AgentLedger
 from semantic.application.prompt.conversation import Conversation
 from semantic.application.requests.reply import LiveReply
 from semantic.domain.agents import Agent, Overflow, Principal
-from semantic.domain.chat import AgentHint, ChatRequest, Event
+from semantic.domain.chat import AgentHint, ChatRequest, Event, Role
 from semantic.domain.errors import (
     AgentNotFoundError,
     ContextLengthError,
@@ -152,6 +152,7 @@ class StatefulChat:
             thinking=ask.thinking,
             agent=AgentHint(agent.id, continuation=conversation.continuation),
             service_class=agent.service_class,
+            is_continued=ask.messages[-1].role is Role.ASSISTANT,
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import date
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,7 @@ from semantic.domain.chat import (
     Role,
     Started,
     TextDelta,
+    Thinking,
     ThinkingPart,
     ToolSpec,
     ToolUsePart,
@@ -51,7 +53,8 @@ from semantic.domain.errors import (
     OverloadedError,
     QuotaExceededError,
 )
-from semantic.domain.sampling import SamplingParams, StopRules
+from semantic.domain.reply_format import Markers, ReplyFormat, ToolFormat
+from semantic.domain.sampling import UNSET_SAMPLING, SamplingDefaults, SamplingParams, StopRules
 from semantic.ports.inbound import ModelState, Reply
 from semantic.ports.persistence import LedgerChange
 from tests.unit.application.device_rig import running_device
@@ -114,6 +117,72 @@ def test_a_reply_longer_than_the_room_is_cut_to_it(
     job = preparation.prepare(request, Principal(), model, lambda _: False).job
     fitting = min(model.backend.spec.max_context, thread.longest_sequence)
     assert job.max_tokens + len(job.tokens) == fitting
+
+
+@pytest.mark.parametrize("given", [None, 0.7])
+async def test_a_model_has_its_own_way_of_sampling(
+    agents: AgentLedger, given: float | None
+) -> None:
+    defaults = SamplingDefaults(temperature=0.2, top_p=0.9, max_tokens=5)
+    model = LoadedModel("fake", FakeBackend(), FakeTokenizer(), defaults=defaults)
+    unset = UNSET_SAMPLING - ({"temperature"} if given else set())
+    sampling = SamplingParams(temperature=given or 1.0, unset=unset)
+    request = replace(REQUEST, sampling=sampling, stop=StopRules(ignore_eos=True))
+    with running_device(model) as device:
+        device[0].reconfigure(EngineLimits(default_max_tokens=None))
+        service = InferenceService(*device, agents, ReplayBook(), request_timeout_s=60)
+        events = await read(await service.start(request, Principal()))
+    assert isinstance(events[0], Started)
+    used = events[0].sampling
+    assert (used.temperature, used.top_p) == (given or 0.2, 0.9)
+    assert isinstance(events[-1], Finished)
+    assert events[-1].usage.completion_tokens == 5
+
+
+class _ThinkingTokenizer(FakeTokenizer):
+    """A model whose template always opens its thinking."""
+
+    def render_chat(self, *args: Any, **options: Any) -> str:
+        text = super().render_chat(*args, **options)
+        return text + "<think>\n" if options.get("add_generation_prompt", True) else text
+
+
+@pytest.mark.parametrize(
+    "reply_format,opening",
+    [
+        (ReplyFormat(thinking=Markers("<think>", "</think>")), "\n</think>\n\n"),
+        (ReplyFormat(ToolFormat.HARMONY), "<|channel|>final<|message|>"),
+        (ReplyFormat(), ""),
+    ],
+)
+async def test_a_reply_that_was_begun_is_an_answer(
+    agents: AgentLedger, reply_format: ReplyFormat, opening: str
+) -> None:
+    tokenizer = _ThinkingTokenizer() if reply_format.thinking else FakeTokenizer()
+    model = LoadedModel("fake", FakeBackend(), tokenizer, reply_format=reply_format)
+    begun = Message.of(Role.ASSISTANT, "Yes, ")
+    request = replace(
+        REQUEST,
+        messages=(*REQUEST.messages, begun),
+        is_continued=True,
+        stop=StopRules(max_tokens=9, ignore_eos=True),
+        thinking=Thinking(is_enabled=True, budget=2),
+    )
+    tokens = (
+        *render(REQUEST, tokenizer).tokens,
+        *tokenizer.encode(opening),
+        *tokenizer.encode_plain("Yes, "),
+    )
+    with running_device(model) as device:
+        service = InferenceService(*device, agents, ReplayBook(), request_timeout_s=60)
+        assert await service.count_tokens(request, Principal()) == len(tokens)
+        events = await read(await service.start(request, Principal()))
+        (agent,) = agents.agents("local")
+        turn = agents.turns(agent)[0]
+    assert turn.tokens[: len(tokens)] == tokens
+    text = text_of(events)
+    assert len(text) == 9
+    assert [message.text for message in turn.messages] == ["hello", "Yes, " + text]
 
 
 async def test_a_reply_starts_goes_on_and_finishes(service: InferenceService) -> None:

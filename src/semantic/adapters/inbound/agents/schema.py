@@ -161,9 +161,9 @@ class _NewPart(_Schema):
 
 
 class NewMessage(_Schema):
-    """One message that is new; a tool's result names its call."""
+    """One message that is new; a tool's result names its call, an assistant's is continued."""
 
-    role: Literal["user", "tool", "system"] = "user"
+    role: Literal["user", "tool", "system", "assistant"] = "user"
     content: Text | list[_NewPart]
     tool_call_id: Text | None = None
     is_error: bool = False
@@ -259,6 +259,8 @@ class Generate(_Schema):
     def _require_one(self) -> Self:
         if (self.message is None) == (self.messages is None):
             raise ValueError("send either message or messages")
+        if any(message.role == "assistant" for message in (self.messages or ())[:-1]):
+            raise ValueError("only the last message may be the assistant's: the reply continues it")
         return self
 
     def to_domain(self) -> NewTurn:

@@ -165,6 +165,7 @@ class CountRequest(Schema):
             # Whoever does not ask for thinking takes the first block for the answer.
             thinking=self.thinking.to_domain() if self.thinking else Thinking(is_enabled=False),
             agent=self._agent(headers),
+            is_continued=self.messages[-1].role == "assistant",
         )
 
     def _messages(self) -> tuple[Message, ...]:
@@ -243,12 +244,6 @@ class MessagesRequest(CountRequest):
 
     def to_domain(self, headers: Mapping[str, str]) -> ChatRequest:
         """Translate to our terms; see `CountRequest.to_domain`."""
-        if self.messages[-1].role == "assistant":
-            raise InvalidRequestError(
-                "this server does not continue an assistant's message. "
-                "The conversation must end with a user message.",
-                param="messages",
-            )
         given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         limit = reply_limit(self.max_tokens)
         return replace(

@@ -28,6 +28,20 @@ from semantic.domain.sampling import SamplingParams, StopRules
 MAX_ENTRIES = 1024  # in any list but those of messages and parts
 MAX_REPLIES = 128  # of one request
 _CALL_PREFIX = "call_"
+# What other servers constrain replies by and this one cannot: ignored it would give a wrong reply.
+_UNSUPPORTED = {
+    "grammar": "GBNF is not supported; send json_schema or structured_outputs.",
+    "guided_json": "send structured_outputs.json instead.",
+    "guided_regex": "send structured_outputs.regex instead.",
+    "guided_choice": "send structured_outputs.choice instead.",
+    "guided_grammar": "grammars are not supported; send json_schema or structured_outputs.",
+    "n_predict": "send max_tokens instead.",
+    "min_tokens": "it is not supported; leave it out.",
+    "bad_words": "it is not supported; send logit_bias.",
+    "allowed_token_ids": "it is not supported; send structured_outputs.",
+    "use_beam_search": "it is not supported; leave it out.",
+    "logits_processors": "they are not supported; leave them out.",
+}
 
 # Keys of a JSON object are strings, whatever they mean.
 _TokenId = Annotated[int, Strict(False)]
@@ -125,10 +139,18 @@ class RequestFields(Schema):
     session_id: str | None = Field(None, max_length=512)
     prompt_cache_key: str | None = Field(None, max_length=512)
     structured_outputs: StructuredOutputs | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    n_predict: Any = None
+    min_tokens: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    use_beam_search: Any = None
+    logits_processors: Any = None
 
     # Before their entries are looked at: a million complaints would keep everyone waiting.
     @field_validator("logit_bias", "stop", "stop_token_ids", mode="before")
@@ -137,25 +159,32 @@ class RequestFields(Schema):
         return capped(value)
 
     def form(self, own: OutputFormat | None, param: str) -> OutputFormat | None:
-        """The form of the reply, asked for in a protocol's own way or in vLLM's.
+        """The form of the reply, asked for in a protocol's own way, in vLLM's or in llama.cpp's.
 
         Args:
             own: What the protocol's own field says.
             param: The name of that field.
 
         Raises:
-            InvalidRequestError: both are given, or it cannot be honoured.
+            InvalidRequestError: more than one is given, or it cannot be honoured.
         """
-        for name in ("json", "regex", "choice", "grammar"):
-            instead = f"send structured_outputs.{name} instead."
-            refuse(getattr(self, f"guided_{name}") is not None, f"guided_{name}", instead)
-        if self.structured_outputs is None:
-            return own
-        refuse(own, "structured_outputs", f"send it or {param}, not both.")
-        return self.structured_outputs.to_domain()
+        for name, why in _UNSUPPORTED.items():
+            refuse(getattr(self, name), name, why)
+        wanted = self.structured_outputs
+        forms = {
+            param: own,
+            "structured_outputs": wanted and wanted.to_domain(),
+            "json_schema": None if self.json_schema is None else JsonFormat(self.json_schema),
+        }
+        given = [name for name, form in forms.items() if form is not None]
+        if len(given) > 1:
+            raise InvalidRequestError(f"send it or {given[0]}, not both.", param=given[1])
+        return forms[given[0]] if given else None
 
     def form_param(self, param: str) -> str:
         """What the client called the field that gives the reply's form."""
+        if self.json_schema is not None:
+            return "json_schema"
         wanted = self.structured_outputs
         return f"structured_outputs.{wanted.kind}" if wanted else param
 

@@ -1,6 +1,7 @@
 """OpenAI's chat request as clients send it, and its translation to ours."""
 
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
@@ -20,11 +21,13 @@ from semantic.domain.chat import (
     AgentHint,
     ChatRequest,
     JsonFormat,
+    Message,
     OutputFormat,
     Thinking,
     ToolChoice,
     ToolMode,
     ToolSpec,
+    is_continuable,
 )
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import MAX_TOP_LOGPROBS
@@ -42,17 +45,24 @@ class _JsonSchema(Schema):
 class _ResponseFormat(Schema):
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: _JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # as llama.cpp has it
 
     def to_domain(self) -> OutputFormat | None:
-        if self.type == "text":
-            return None
+        nested = self.json_schema
         refuse(
-            self.type == "json_schema" and self.json_schema is None,
+            self.type == "json_schema" and nested is None and self.schema_ is None,
             "response_format.json_schema",
             "a response_format of type json_schema needs it.",
         )
-        wanted = self.json_schema if self.type == "json_schema" else None
-        return JsonFormat(wanted.schema_ if wanted else None)
+        refuse(
+            nested is not None and self.schema_ is not None,
+            "response_format.schema",
+            "send it or response_format.json_schema, not both.",
+        )
+        if self.type == "text":
+            refuse(nested or self.schema_, "response_format.type", "a schema needs json_schema.")
+            return None
+        return JsonFormat(nested.schema_ if nested else self.schema_)
 
 
 class _Function(Schema):
@@ -117,6 +127,10 @@ class ChatCompletionRequest(RequestFields):
     reasoning_effort: str | None = None
     chat_template_kwargs: _TemplateOptions | None = None
     functions: list[Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    echo: bool | None = None
+    chat_template: str | None = None
 
     @field_validator("tools", "functions", mode="before")
     @classmethod
@@ -150,14 +164,19 @@ class ChatCompletionRequest(RequestFields):
             InvalidRequestError: a field has a value we cannot honour.
         """
         refuse(self.functions, "functions", "functions are not supported; send tools.")
+        refuse(
+            self.chat_template, "chat_template", "the model's own template is used; leave it out."
+        )
+        refuse(self.echo, "echo", "a reply does not repeat the message that it continues.")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError(
                 "top_logprobs needs logprobs to be true.", param="top_logprobs"
             )
         wanted = self.max_completion_tokens
+        messages = tuple(message.to_domain() for message in self.messages)
         return ChatRequest(
             model=self.model or "",
-            messages=tuple(message.to_domain() for message in self.messages),
+            messages=messages,
             tools=tuple(tool.to_domain() for tool in self.tools or ()),
             tool_choice=self._tool_choice(),
             sampling=self.sampling((self.top_logprobs or 0) if self.logprobs else None),
@@ -165,6 +184,7 @@ class ChatCompletionRequest(RequestFields):
             output_format=self.form(self._own_form(), "response_format"),
             thinking=self._thinking(),
             agent=self.hint(said),
+            is_continued=self._is_continued(messages),
         )
 
     def spelled(self, param: str | None) -> str | None:
@@ -175,6 +195,23 @@ class ChatCompletionRequest(RequestFields):
         if param == "response_format":
             return self.form_param(param)
         return param and _TOOL_PARAMETERS.sub(r"\1.function.\2", param)
+
+    def _is_continued(self, messages: Sequence[Message]) -> bool:
+        """Whether the reply goes on with the last message; said so, or as llama.cpp does."""
+        is_new = self.add_generation_prompt
+        wanted = self.continue_final_message
+        refuse(
+            wanted and is_new,
+            "add_generation_prompt",
+            "send it or continue_final_message, not both.",
+        )
+        is_continued = (is_continuable(messages) and not is_new) if wanted is None else wanted
+        refuse(
+            is_new is False and not is_continued,
+            "add_generation_prompt",
+            "a reply that continues no message needs the generation prompt; leave it out.",
+        )
+        return is_continued
 
     def _own_form(self) -> OutputFormat | None:
         return self.response_format.to_domain() if self.response_format else None

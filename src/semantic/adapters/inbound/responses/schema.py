@@ -25,6 +25,7 @@ from semantic.domain.chat import (
     ToolChoice,
     ToolMode,
     ToolSpec,
+    is_continuable,
 )
 from semantic.domain.sampling import MAX_TOP_LOGPROBS
 from semantic.ports.inbound import PastTurn
@@ -156,12 +157,13 @@ class ResponsesRequest(RequestFields):
         refuse(self.background and not self.is_stored, "background", "it needs store to be true.")
         has_logprobs = self.top_logprobs is not None or _LOGPROBS in (self.include or ())
         hint = self.hint(said)
+        messages = [sourced.message for sourced in self._messages(past)]
         agent = AgentHint(
             hint.agent_id, hint.session, hint.client_key, past.turn_id if past else None
         )
         return ChatRequest(
             model=self.model or "",
-            messages=tuple(sourced.message for sourced in self._messages(past)),
+            messages=tuple(messages),
             tools=tuple(tool.to_domain() for tool in self.functions),
             tool_choice=self._tool_choice(),
             sampling=self.sampling((self.top_logprobs or 0) if has_logprobs else None),
@@ -170,6 +172,7 @@ class ResponsesRequest(RequestFields):
             thinking=thinking_of(self.reasoning.effort if self.reasoning else None),
             agent=agent,
             is_stored=self.is_stored,
+            is_continued=bool(self.input) and is_continuable(messages),
         )
 
     def spelled(self, param: str | None, past: PastTurn | None) -> str | None:
