@@ -305,7 +305,7 @@ def test_what_cannot_be_enforced_is_refused_by_name(
 
 
 def test_defaults_that_clients_spell_out_are_no_constraint(http: httpx.Client) -> None:
-    spelled = {
+    spelled: dict[str, Any] = {
         "grammar": "",
         "json_schema": None,
         "min_tokens": 0,
@@ -322,7 +322,7 @@ def test_defaults_that_clients_spell_out_are_no_constraint(http: httpx.Client) -
 # -- a reply that was begun -------------------------------------------------------------------
 
 
-def chat(client: openai.OpenAI, messages: list[dict[str, Any]], **given: Any) -> Any:
+def chat(client: openai.OpenAI, messages: list[Any], **given: Any) -> Any:
     usual = {"model": "fake", "temperature": 0, "max_tokens": 6}
     extra = {"ignore_eos": True, **given.pop("extra_body", {})}
     reply: Any = client.chat.completions.create(

@@ -25,6 +25,7 @@ from semantic.domain.chat import (
     ToolChoice,
     ToolMode,
     ToolSpec,
+    is_continuable,
 )
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import StopRules
@@ -152,9 +153,10 @@ class CountRequest(Schema):
         Raises:
             InvalidRequestError: a field has a value we cannot honour.
         """
+        messages = self._messages()
         return ChatRequest(
             model=self.model or "",
-            messages=self._messages(),
+            messages=messages,
             tools=tuple(
                 tool.to_domain(index)
                 for index, tool in enumerate(self.tools or ())
@@ -165,7 +167,7 @@ class CountRequest(Schema):
             # Whoever does not ask for thinking takes the first block for the answer.
             thinking=self.thinking.to_domain() if self.thinking else Thinking(is_enabled=False),
             agent=self._agent(headers),
-            is_continued=self.messages[-1].role == "assistant",
+            is_continued=is_continuable(messages),
         )
 
     def _messages(self) -> tuple[Message, ...]:
@@ -248,6 +250,8 @@ class MessagesRequest(CountRequest):
         limit = reply_limit(self.max_tokens)
         return replace(
             super().to_domain(headers),
+            # Here what cannot be continued is refused; it can be counted.
+            is_continued=self.messages[-1].role == "assistant",
             sampling=sampling_of(given),
             stop=StopRules(max_tokens=limit, strings=tuple(self.stop_sequences or ())),
         )

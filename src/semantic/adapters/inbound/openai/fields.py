@@ -171,9 +171,9 @@ class RequestFields(Schema):
         for name, why in _UNSUPPORTED.items():
             refuse(getattr(self, name), name, why)
         wanted = self.structured_outputs
-        forms = {
+        forms: dict[str, OutputFormat | None] = {
             param: own,
-            "structured_outputs": wanted and wanted.to_domain(),
+            "structured_outputs": wanted.to_domain() if wanted else None,
             "json_schema": None if self.json_schema is None else JsonFormat(self.json_schema),
         }
         given = [name for name, form in forms.items() if form is not None]

@@ -7,8 +7,8 @@ is passed over with a warning; a model without the file has no defaults of its o
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import SamplingDefaults
@@ -44,21 +44,24 @@ def read_generation_config(directory: Path) -> SamplingDefaults:
 
 
 def _defaults(config: Mapping[str, object], path: Path) -> SamplingDefaults:
-    defaults = SamplingDefaults()
+    known: dict[str, Any] = {}
     for name, (key, kind) in _FIELDS.items():
         value = config.get(key)
         if value is None:
             continue
         try:
-            defaults = replace(defaults, **{name: _number(value, kind)})
+            number = _number(value, kind)
+            SamplingDefaults(**{name: number})
         except (InvalidRequestError, TypeError, OverflowError) as error:
             _log.warning("%s: %s %r is ignored: %s", path, key, value, error)
-    if defaults.temperature is None and config.get("do_sample") is False:
-        return replace(defaults, temperature=0.0)
-    return defaults
+        else:
+            known[name] = number
+    if config.get("do_sample") is False:
+        known.setdefault("temperature", 0.0)
+    return SamplingDefaults(**known)
 
 
-def _number(value: object, kind: type) -> float:
+def _number(value: object, kind: type) -> Any:
     """A number as JSON has it: 1 for 1.0 is right, true is not."""
     if isinstance(value, bool) or not isinstance(value, int | kind):
         raise TypeError(f"it must be {'a whole number' if kind is int else 'a number'}")
