@@ -151,9 +151,7 @@ class Settings(BaseSettings):
     @classmethod
     def _read_list(cls, value: object) -> object:
         # The environment knows text alone: names with commas between them.
-        if not isinstance(value, str):
-            return value
-        return [part.strip() for part in value.split(",") if part.strip()]
+        return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
     @field_validator("cors_origins")
     @classmethod

@@ -131,7 +131,7 @@ class Preparation:
     def _render(
         self, request: ChatRequest, model: LoadedModel, replay: Replay
     ) -> tuple[Prompt, date | None]:
-        """Write the prompt and the beginning of the reply; returns the date it shows too, if any."""
+        """Write the prompt with what the reply begins with; returns the date it shows too."""
         if request.raw_prompt is not None:
             return Prompt(_raw_tokens(request.raw_prompt, model)), None
         if not request.is_continued:

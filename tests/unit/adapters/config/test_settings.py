@@ -131,6 +131,15 @@ def test_origins_are_a_list_in_files_and_have_commas_in_the_environment(
             load_settings()
 
 
+def test_aliases_are_a_list_in_files_and_have_commas_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.toml").write_text('model_aliases = ["gpt-*", "local"]')
+    assert load_settings(config=tmp_path / "mine.toml").model_aliases == ["gpt-*", "local"]
+    monkeypatch.setenv("SEMANTIC_MODEL_ALIASES", "gpt-*, local")
+    assert load_settings().model_aliases == ["gpt-*", "local"]
+
+
 def test_default_toml_lists_every_setting_with_its_default() -> None:
     text = (PROJECT / "config/default.toml").read_text()
     written = tomllib.loads(text)

@@ -109,12 +109,11 @@ def test_a_reply_longer_than_the_room_is_cut_to_it(
     device: tuple[DeviceThread, ReplyHub], agents: AgentLedger
 ) -> None:
     thread, _ = device
-    preparation = Preparation(
-        thread, agents, Identities(agents), ReplayBook(), request_timeout_s=60
-    )
+    identities = Identities(agents)
+    preparation = Preparation(thread, agents, identities, ReplayBook(), request_timeout_s=60)
     request = replace(REQUEST, stop=StopRules(max_tokens=200_000))
     model = thread.ready_model()
-    job = preparation.prepare(request, Principal(), model, lambda _: False).job
+    job = preparation.prepare(request, Principal(), model, BusyAgents().claim("local")).job
     fitting = min(model.backend.spec.max_context, thread.longest_sequence)
     assert job.max_tokens + len(job.tokens) == fitting
 
@@ -491,7 +490,7 @@ async def test_a_request_that_does_not_fit_leaves_no_fork_behind(
     endless = StopRules(max_tokens=100_000, ignore_eos=True)
     going_on = replace(REQUEST, messages=said, stop=endless)
     running = await service.start(going_on, Principal())
-    too_long = replace(going_on, stop=StopRules(max_tokens=200_000))
+    too_long = replace(going_on, messages=(*said, Message.of(Role.USER, "x" * 140_000)))
     with pytest.raises(ContextLengthError):
         await service.start(too_long, Principal())
     assert len(agents.agents("local")) == 1
@@ -545,8 +544,9 @@ async def test_only_who_was_answered_has_a_date_of_its_own(
     with running_device(LoadedModel("fake", FakeBackend(), DatedTokenizer())) as device:
         service = InferenceService(*device, agents, replays, request_timeout_s=60)
         num_prompt = await service.count_tokens(request, Principal())
+        long = (*request.messages, Message.of(Role.USER, "x" * 140_000))
         with pytest.raises(ContextLengthError):
-            await service.start(replace(request, stop=StopRules(200_000)), Principal())
+            await service.start(replace(request, messages=long), Principal())
         assert replays.num_tokens == 0
         final = (await read(await service.start(request, Principal())))[-1]
         assert isinstance(final, Finished)
