@@ -42,6 +42,7 @@ _UNSUPPORTED = {
     "use_beam_search": "it is not supported; leave it out.",
     "logits_processors": "they are not supported; leave them out.",
 }
+_NOTHING = (None, "", 0, [])  # as clients spell that they constrain nothing
 
 # Keys of a JSON object are strings, whatever they mean.
 _TokenId = Annotated[int, Strict(False)]
@@ -169,7 +170,7 @@ class RequestFields(Schema):
             InvalidRequestError: more than one is given, or it cannot be honoured.
         """
         for name, why in _UNSUPPORTED.items():
-            refuse(getattr(self, name), name, why)
+            refuse(getattr(self, name) not in _NOTHING, name, why)
         wanted = self.structured_outputs
         forms: dict[str, OutputFormat | None] = {
             param: own,
