@@ -10,6 +10,8 @@ import pydantic
 import pytest
 
 from semantic.adapters.config.settings import STARTER_MODEL
+from semantic.application.prompt.renderer import render
+from semantic.domain.chat import ChatRequest, Message, Role
 from tests.http_server import RunningServer, make_settings, run_server
 
 pytestmark = pytest.mark.integration
@@ -78,6 +80,39 @@ def test_a_tool_loop_as_items(client: openai.OpenAI, running: RunningServer) -> 
     assert first.usage is not None
     assert second.usage is not None
     assert second.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 1
+
+
+def test_a_reply_that_was_begun_is_the_same_prompts_and_is_replayed(
+    client: openai.OpenAI, running: RunningServer
+) -> None:
+    begun: Any = [
+        {"role": "user", "content": PARIS},
+        {"role": "assistant", "content": "The capital of France is the"},
+    ]
+    usual: Any = {"model": running.model, "temperature": 0, "max_tokens": 6}
+    first = client.chat.completions.create(messages=begun, **usual)
+    text = first.choices[0].message.content or ""
+    assert text
+    model = running.server.device.ready_model()
+    asked = ChatRequest(model.id, (Message.of(Role.USER, PARIS),))
+    written = model.tokenizer.encode_plain(begun[1]["content"])
+    tokens = [*render(asked, model.tokenizer).tokens, *written]
+    fresh = client.completions.create(prompt=tokens, **usual)
+    assert fresh.choices[0].text == text
+    begun[1]["content"] += text
+    begun.append({"role": "user", "content": "And of Italy?"})
+    second = client.chat.completions.create(messages=begun, **usual)
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached is not None
+    assert cached >= first.usage.total_tokens - 1
+
+
+def test_it_is_sampled_as_its_authors_advise(client: openai.OpenAI, running: RunningServer) -> None:
+    made = client.responses.create(model=running.model, input=PARIS, max_output_tokens=1)
+    assert (made.temperature, made.top_p) == (0.2, 0.9)
 
 
 def test_a_schema_is_kept(client: openai.OpenAI, running: RunningServer) -> None:
