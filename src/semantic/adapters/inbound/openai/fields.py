@@ -42,7 +42,7 @@ _UNSUPPORTED = {
     "use_beam_search": "it is not supported; leave it out.",
     "logits_processors": "they are not supported; leave them out.",
 }
-_NOTHING = (None, "", 0, [])  # as clients spell that they constrain nothing
+_NOTHING: tuple[object, ...] = (None, "", 0, [])  # as clients spell that they constrain nothing
 
 # Keys of a JSON object are strings, whatever they mean.
 _TokenId = Annotated[int, Strict(False)]
