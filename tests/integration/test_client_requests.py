@@ -109,7 +109,7 @@ def test_minus_one_means_none(http: httpx.Client) -> None:
         if "count_tokens" in path:
             continue
         limit = "max_output_tokens" if "responses" in path else "max_tokens"
-        answer = http.post(path, json={**body, "top_k": -1, limit: -1})
+        answer = http.post(path, json={**body, **GREEDY, "top_k": -1, limit: -1})
         assert answer.status_code == 200, answer.text
         usage = answer.json()["usage"]
         # The server's own default, or where the reply ended.
