@@ -14,6 +14,7 @@ from semantic.domain.chat import (
     Finished,
     JsonFormat,
     JsonObject,
+    Message,
     RegexFormat,
     TextDelta,
     ToolChoice,
@@ -118,12 +119,21 @@ def tool_shapes() -> dict[str, ReplyShape]:
     }
 
 
-def check_reply(text: str, shape: ReplyShape) -> None:
-    """Fail if a reply has not the shape it must have."""
+def _parsed(text: str, shape: ReplyShape) -> Message:
     parser = ReplyParser(shape.format, shape.offered, is_thinking_open=shape.is_thinking_open)
     end = Finished(FinishReason.END_TURN, Usage(1))
-    message = fold_message([*parser.push(TextDelta(text)), *parser.push(end)])
-    calls = [part for part in message.parts if isinstance(part, ToolUsePart)]
+    return fold_message([*parser.push(TextDelta(text)), *parser.push(end)])
+
+
+def calls_in(text: str, shape: ReplyShape) -> list[ToolUsePart]:
+    """The tool calls of a reply."""
+    return [part for part in _parsed(text, shape).parts if isinstance(part, ToolUsePart)]
+
+
+def check_reply(text: str, shape: ReplyShape) -> None:
+    """Fail if a reply has not the shape it must have."""
+    message = _parsed(text, shape)
+    calls = calls_in(text, shape)
     if shape.must_call:
         assert calls, text
         assert message.text == "", text
@@ -212,4 +222,4 @@ def write_at_random(
         if token in tokenizer.eos_ids:
             return Reply(raw.decode(), count + 1, is_ended=True)
         raw += (visible or {}).get(token) or tokenizer.token_bytes(token)
-    return Reply(raw.decode(), max_tokens, is_ended=False)
+    return Reply(raw.decode("utf-8", "replace"), max_tokens, is_ended=False)

@@ -199,9 +199,14 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class JsonFormat:
-    """The reply must be JSON; with a schema, JSON of that shape."""
+    """The reply must be JSON; with a schema, JSON of that shape.
+
+    Attributes:
+        is_strict: Parts of the schema that cannot be enforced are refused rather than ignored.
+    """
 
     schema: JsonObject | None = None
+    is_strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)

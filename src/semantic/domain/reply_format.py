@@ -150,6 +150,11 @@ class ReplyShape:
         return self.tool_choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED)
 
     @property
+    def may_repeat_calls(self) -> bool:
+        """Whether several calls may follow each other: a tool that is named is called once."""
+        return self.tool_choice.is_parallel and self.tool_choice.mode is not ToolMode.NAMED
+
+    @property
     def is_free(self) -> bool:
         """Whether nothing needs to be enforced."""
         has_strict = any(tool.is_strict for tool in self.offered)

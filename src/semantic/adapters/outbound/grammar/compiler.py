@@ -3,18 +3,18 @@
 llguidance never raises for a bad grammar or token; every state it reaches is checked here.
 """
 
-import re
 import threading
-from functools import lru_cache
+import time
+from collections import OrderedDict
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher
 
-from semantic.adapters.outbound.grammar.bounds import has_patterns, pattern_growth, schema_growth
-from semantic.adapters.outbound.grammar.budget import BudgetedConstraint
-from semantic.adapters.outbound.grammar.planner import Closing, Planner
-from semantic.adapters.outbound.grammar.schema_faults import schema_fault
+from semantic.adapters.outbound.grammar.closing import Closing
+from semantic.adapters.outbound.grammar.constraint import GrammarConstraint
+from semantic.adapters.outbound.grammar.schema_faults import fault_line, schema_fault
 from semantic.adapters.outbound.grammar.shapes import exits, shape_grammar, tool_names
-from semantic.adapters.outbound.grammar.vocabulary import Vocabulary
+from semantic.adapters.outbound.grammar.trial import GrammarTrials
+from semantic.adapters.outbound.grammar.vocabulary import Layout, Vocabulary
 from semantic.domain.chat import (
     ChoiceFormat,
     JsonFormat,
@@ -27,9 +27,8 @@ from semantic.domain.errors import InvalidRequestError
 from semantic.domain.reply_format import ReplyShape
 from semantic.ports.outbound import TokenConstraint, TokenizerPort
 
-_MAX_CACHED = 64
-_TOKEN_GROWTH = 16  # brackets that one token may open
-_CALL_GROWTH = 80  # markers and keys around a call's name and arguments
+_MAX_COMPILED = 64
+_MAX_COMPILED_S = 5.0  # what took long to compile is large
 
 
 class LLGuidanceGrammar:
@@ -38,83 +37,91 @@ class LLGuidanceGrammar:
     def __init__(self, tokenizer: TokenizerPort) -> None:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._vocabulary: Vocabulary | None = None
-        self._matcher = lru_cache(_MAX_CACHED)(self._compile)
+        self._parts: tuple[_Compiler, GrammarTrials] | None = None
 
     def constrain(self, shape: ReplyShape, max_tokens: int) -> TokenConstraint | None:
         """Compile a shape for one reply."""
         if shape.is_free:
             return None
         _check_shape(shape)
-        vocabulary = self._laid_out()
-        matcher = self._matcher(shape_grammar(shape, self._tokenizer.special_ids))
-        if matcher.is_error():
-            raise self._refusal(shape, matcher.get_error())
-        planner = Planner(vocabulary, self._closing(shape))
-        constraint = BudgetedConstraint(matcher.deep_copy(), planner, max_tokens)
-        if constraint.shortest is not None and constraint.shortest > max_tokens:
+        compiler, trials = self._laid_out()
+        try:
+            text = shape_grammar(shape, self._tokenizer.special_ids)
+            fault = trials.fault(text)
+        except (ValueError, RecursionError) as error:
             raise InvalidRequestError(
-                f"max_tokens is {max_tokens}, but the shortest reply of the form asked for takes "
-                f"{constraint.shortest} tokens.",
-                param="max_tokens",
-            )
-        return constraint
+                f"the reply's form cannot be enforced: {error}.", param="response_format"
+            ) from error
+        if fault:
+            raise _refusal(shape, fault, trials)
+        closing = Closing(compiler.vocabulary, [self._tokenizer.encode(t) for t in exits(shape)])
+        return GrammarConstraint(
+            compiler.matcher(text), closing, max_tokens, lambda: compiler.renewed(text)
+        )
 
-    def _laid_out(self) -> Vocabulary:
+    def _laid_out(self) -> "tuple[_Compiler, GrammarTrials]":
         with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = lay_out(self._tokenizer)
-            return self._vocabulary
+            if self._parts is None:
+                layout = Layout.of(self._tokenizer)
+                vocabulary = Vocabulary(layout, self._tokenizer.encode)
+                self._parts = _Compiler(vocabulary), GrammarTrials(layout)
+            return self._parts
 
-    def _compile(self, text: str) -> LLMatcher:
-        return LLMatcher(self._laid_out().tokenizer, text, log_level=0)
 
-    def _closing(self, shape: ReplyShape) -> Closing:
-        schemas = _schemas(shape)
-        growth = max(map(schema_growth, schemas), default=0)
-        if shape.offered:  # another call may begin
-            growth += _CALL_GROWTH + max(len(tool.name.encode()) for tool in shape.offered)
-        endings: list[str] = []
-        match shape.output:
-            case RegexFormat(pattern):
-                growth = max(growth, pattern_growth(pattern))
-                endings = re.findall(r"[\w .,;:!?/@#-]+", pattern)[::-1]
-            case ChoiceFormat(choices):
-                growth = max(growth, *(len(choice.encode()) for choice in choices))
-        ways_out = [self._tokenizer.encode(text) for text in exits(shape)]
-        return Closing(
-            growth=growth + _TOKEN_GROWTH * bool(schemas),
-            exits=tuple(tuple(tokens) for tokens in ways_out),
-            endings=tuple(tuple(self._tokenizer.encode(text)) for text in endings),
-            is_json=not isinstance(shape.output, RegexFormat | ChoiceFormat),
-            has_free_strings=not isinstance(shape.output, RegexFormat)
-            and not any(map(has_patterns, schemas)),
-        )
+class _Compiler:
+    """Compiles grammars that passed their trial, and keeps some. Safe on any thread."""
 
-    def _refusal(self, shape: ReplyShape, reason: str) -> InvalidRequestError:
-        """Find the part of the request that cannot be compiled."""
-        tokenizer = self._laid_out().tokenizer
-        if isinstance(shape.output, JsonFormat) and shape.output.schema is not None:
-            fault = schema_fault(tokenizer, shape.output.schema)
-            if fault:
-                return InvalidRequestError(f"the schema {fault}", param="response_format")
-        for index, tool in enumerate(shape.tools):
-            if tool not in shape.offered:
-                continue
-            fault = schema_fault(tokenizer, tool.parameters, is_lenient=not tool.is_strict)
-            if fault:
-                param = f"tools[{index}].parameters"
-                return InvalidRequestError(f"the schema of tool {tool.name!r} {fault}", param=param)
-        if isinstance(shape.output, RegexFormat):
-            detail = reason.rpartition("error: ")[2].splitlines() or [reason]
-            return InvalidRequestError(
-                f"the pattern {shape.output.pattern!r} cannot be enforced: {detail[0]}.",
-                param="response_format",
-            )
-        return InvalidRequestError(
-            f"the reply's form cannot be enforced: {reason.splitlines()[0]}.",
-            param="response_format",
-        )
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, tuple[LLMatcher, float]] = OrderedDict()
+
+    def matcher(self, text: str) -> LLMatcher:
+        """A matcher for one reply. It shares its lexer with others of the same grammar."""
+        with self._lock:
+            if text in self._kept:
+                self._kept.move_to_end(text)
+                return self._kept[text][0].deep_copy()
+        started = time.thread_time()
+        matcher = self.vocabulary.compile(text)
+        self._keep(text, matcher, time.thread_time() - started)
+        return matcher.deep_copy()
+
+    def renewed(self, text: str) -> LLMatcher:
+        """A matcher that shares nothing; the one that is kept, whose lexer is full, goes."""
+        with self._lock:
+            self._kept.pop(text, None)
+        return self.vocabulary.compile(text)
+
+    def _keep(self, text: str, matcher: LLMatcher, took_s: float) -> None:
+        with self._lock:
+            self._kept[text] = matcher, took_s
+            while (
+                len(self._kept) > _MAX_COMPILED
+                or sum(seconds for _, seconds in self._kept.values()) > _MAX_COMPILED_S
+            ):
+                self._kept.popitem(last=False)
+
+
+def _refusal(shape: ReplyShape, fault: str, trials: GrammarTrials) -> InvalidRequestError:
+    """Find the part of the request that cannot be compiled."""
+    output = shape.output
+    named: list[tuple[str, str, JsonObject, bool]] = [
+        (f"the schema of tool {tool.name!r}", f"tools[{i}].parameters", tool.parameters,
+         tool.is_strict)
+        for i, tool in enumerate(shape.tools)
+        if tool in shape.offered
+    ]  # fmt: skip
+    if isinstance(output, JsonFormat):
+        named.insert(0, ("the schema", "response_format", output.schema or {}, output.is_strict))
+    for name, param, schema, is_strict in named:
+        found = schema_fault(trials.fault, schema, is_lenient=not is_strict)
+        if found:
+            return InvalidRequestError(f"{name} {found}", param=param)
+    what = f"the pattern {output.pattern!r}" if isinstance(output, RegexFormat) else "its form"
+    return InvalidRequestError(
+        f"{what} cannot be enforced: {fault_line(fault)}.", param="response_format"
+    )
 
 
 def _check_shape(shape: ReplyShape) -> None:
@@ -134,40 +141,3 @@ def _check_shape(shape: ReplyShape) -> None:
             param="tool_choice",
         )
     raise InvalidRequestError("tool_choice requires a tool, but none is offered.", param="tools")
-
-
-def _schemas(shape: ReplyShape) -> list[JsonObject]:
-    schemas = [tool.parameters for tool in shape.offered]
-    if isinstance(shape.output, JsonFormat):
-        schemas.append(shape.output.schema or {})
-    return schemas
-
-
-class _Encoder:
-    """What llguidance asks of a tokenizer."""
-
-    def __init__(self, tokenizer: TokenizerPort, pieces: list[bytes], eos_ids: list[int]) -> None:
-        names = {token: text.encode() for text, token in tokenizer.special_ids.items()}
-        self.eos_token_id = eos_ids[0]
-        self.bos_token_id = None
-        self.special_token_ids = sorted(names)
-        self.tokens = [names.get(token, piece) for token, piece in enumerate(pieces)]
-        self._encode = tokenizer.encode
-
-    def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
-
-
-def lay_out(tokenizer: TokenizerPort) -> Vocabulary:
-    """Lay out a model's tokens for constraints.
-
-    Raises:
-        InvalidRequestError: the model has no end token.
-    """
-    eos_ids = sorted(tokenizer.eos_ids)
-    if not eos_ids:
-        raise InvalidRequestError("this model has no end token, so replies cannot be constrained.")
-    pieces = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
-    wrapper = TokenizerWrapper(_Encoder(tokenizer, pieces, eos_ids))
-    made = LLTokenizer(wrapper, n_vocab=len(pieces), eos_token=eos_ids)
-    return Vocabulary(made, pieces, eos_ids)

@@ -7,7 +7,14 @@ from llguidance import regex_to_lark
 
 from semantic.adapters.outbound.grammar.lark import Lark
 from semantic.adapters.outbound.grammar.tool_calls import CALLS, free_text_exits
-from semantic.domain.chat import ChoiceFormat, JsonFormat, OutputFormat, RegexFormat, ToolSpec
+from semantic.domain.chat import (
+    ChoiceFormat,
+    JsonFormat,
+    JsonObject,
+    OutputFormat,
+    RegexFormat,
+    ToolSpec,
+)
 from semantic.domain.reply_format import ReplyShape, ToolFormat
 
 _GAP = '("\\n\\n" | "\\n")?'
@@ -31,8 +38,9 @@ def exits(shape: ReplyShape) -> tuple[str, ...]:
 def output_grammar(lark: Lark, output: OutputFormat) -> str:
     """Add the rule for a reply's text and return how to refer to it."""
     match output:
-        case JsonFormat(schema):
-            return lark.json({"type": "object"} if schema is None else schema)
+        case JsonFormat(schema, is_strict):
+            wanted: JsonObject = {"type": "object"} if schema is None else schema
+            return lark.json(wanted, is_lenient=not is_strict)
         case RegexFormat(pattern):
             return f"/{regex_to_lark(unanchored(pattern), 'dw')}/"
         case ChoiceFormat(choices):
@@ -53,7 +61,7 @@ def _body(lark: Lark, shape: ReplyShape) -> str:
         return _answer(lark, shape, output)
     call_format = CALLS[shape.format.tools]
     one = call_format.call(lark, tools)
-    calls = call_format.several(lark, one) if shape.tool_choice.is_parallel else one
+    calls = call_format.several(lark, one) if shape.may_repeat_calls else one
     if shape.must_call:
         return calls
     if output is not None:

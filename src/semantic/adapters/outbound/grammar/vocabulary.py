@@ -1,50 +1,98 @@
-"""A model's tokens, laid out for constraints."""
+"""A model's tokens, laid out for constraints, and grammars compiled for them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
-_TEXT_PROBE = b"zQ {:"  # allowed together only where text is free
-_STRING_SYNTAX = bytes(range(0x20)) + b'"\\\x7f'  # what means something in a JSON string
-_MARKUP = b"<>[]|`"  # what markers of calls and thinking hold
+from semantic.domain.errors import InvalidRequestError
+from semantic.ports.outbound import TokenizerPort
+
+# What opens or separates something, in JSON or around calls and thinking.
+_SYNTAX = bytes(range(0x20)) + b'"\\\x7f{}[],:<>|`'
+_MAX_LEXER_STATES = 50_000  # they grow while a reply is written; 0.4 kB each
 
 Bits = NDArray[np.uint8]
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a vocabulary is made of; other processes can be told it.
+
+    Attributes:
+        pieces: The bytes of each token.
+        eos_ids: The tokens that end a reply; at least one.
+        special: The names of special tokens.
+    """
+
+    pieces: tuple[bytes, ...]
+    eos_ids: tuple[int, ...]
+    special: dict[int, bytes]
+
+    @classmethod
+    def of(cls, tokenizer: TokenizerPort) -> "Layout":
+        """Read a tokenizer.
+
+        Raises:
+            InvalidRequestError: the model has no end token.
+        """
+        eos_ids = tuple(sorted(tokenizer.eos_ids))
+        if not eos_ids:
+            raise InvalidRequestError(
+                "this model has no end token, so replies cannot be constrained."
+            )
+        pieces = tuple(map(tokenizer.token_bytes, range(tokenizer.vocab_size)))
+        special = {token: text.encode() for text, token in tokenizer.special_ids.items()}
+        return cls(pieces, eos_ids, special)
 
 
 class Vocabulary:
-    """What the tokens of one model are made of, laid out for constraints."""
+    """The tokens of one model. Making it takes a while; it does not change, and serves any thread.
 
-    def __init__(self, tokenizer: LLTokenizer, pieces: list[bytes], eos_ids: list[int]) -> None:
-        self.tokenizer = tokenizer
-        self.eos_ids = eos_ids
-        self.pieces = pieces
-        self.num_words = (len(pieces) + 31) // 32
-        self.byte_ids = np.full(256, -1, np.int64)
-        for token, piece in enumerate(pieces):
+    Attributes:
+        byte_ids: The token of each byte; -1 where there is none.
+        is_plain: Tokens that open, close and separate nothing.
+        is_end: Tokens that end a reply.
+    """
+
+    def __init__(self, layout: Layout, encode: Encode | None = None) -> None:
+        """Lay out.
+
+        Args:
+            layout: The tokens.
+            encode: The model's way to write text; without it bytes are written one by one.
+        """
+        self.eos_ids = layout.eos_ids
+        self.pieces = layout.pieces
+        self.num_words = (len(layout.pieces) + 31) // 32
+        self.byte_ids = [-1] * 256
+        for token, piece in enumerate(layout.pieces):
             if len(piece) == 1:
                 self.byte_ids[piece[0]] = token
-        bits = np.where(self.byte_ids < 0, 0, 1 << (self.byte_ids & 7))
-        self._byte_bits = bits.astype(np.uint8)
-        self.is_special = self.pack(
-            [t for t, piece in enumerate(pieces) if not piece and t not in eos_ids]
+        self.is_plain = self.pack([t for t, p in enumerate(layout.pieces) if _is_plain(p)])
+        self.is_end = self.pack(layout.eos_ids)
+        self._limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        wrapper = TokenizerWrapper(_Encoder(layout, encode or self._bytewise))
+        self._tokenizer = LLTokenizer(
+            wrapper, n_vocab=len(layout.pieces), eos_token=list(layout.eos_ids)
         )
-        self.is_plain = self._pack_if(lambda piece: _is_free_of(piece, _STRING_SYNTAX))
-        self.is_prose = self._pack_if(lambda piece: _is_free_of(piece, _MARKUP))
-        self.is_end = self.pack(eos_ids)
-        quoting = [t for t, piece in enumerate(pieces) if piece.startswith(b'"')]
-        self.quote_ids = sorted(quoting, key=lambda token: len(pieces[token]))
 
-    def pack(self, tokens: list[int]) -> Bits:
+    def compile(self, grammar: str) -> LLMatcher:
+        """Compile a grammar; what is wrong with it is in the matcher's error.
+
+        No limit of the library holds here: some grammars take all time and memory there is.
+        """
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+
+    def pack(self, tokens: Sequence[int]) -> Bits:
         """One bit a token id, little-endian within a byte."""
         flags = np.zeros(self.num_words * 32, bool)
-        flags[tokens] = True
+        flags[list(tokens)] = True
         return np.packbits(flags, bitorder="little")
-
-    def _pack_if(self, is_kept: Callable[[bytes], bool]) -> Bits:
-        return self.pack([t for t, piece in enumerate(self.pieces) if is_kept(piece)])
 
     def mask(self, matcher: LLMatcher) -> Bits:
         """The tokens a matcher allows next."""
@@ -53,58 +101,61 @@ class Vocabulary:
         mask: Bits = words.view(np.uint8)[0]
         return mask
 
-    def bytes_in(self, mask: Bits) -> bytes:
-        """The single bytes a mask allows."""
-        found = np.flatnonzero(mask[self.byte_ids >> 3] & self._byte_bits)
-        return found.astype(np.uint8).tobytes()
-
-    def fewest(self, tokens: list[int]) -> list[int]:
+    def fewest(self, tokens: Sequence[int]) -> list[int]:
         """The same bytes in fewer tokens, where longer ones exist."""
         shorter: list[int] = []
-        run = b""
+        run: list[int] = []
         for token in tokens:
             if self.pieces[token]:
-                run += self.pieces[token]
+                run.append(token)
                 continue
-            shorter += [*(self.spell(run) or []), token]
-            run = b""
-        return shorter + (self.spell(run) or [])
+            shorter += [*self._merged(run), token]
+            run = []
+        return shorter + self._merged(run)
 
     def spell(self, data: bytes) -> list[int] | None:
         """Few tokens that spell the bytes; None if the vocabulary cannot."""
-        is_text = _is_utf8(data)  # the tokenizer takes nothing else
-        tokens: list[int] = (
-            self.tokenizer.greedy_tokenize(data.decode())
-            if is_text
-            else self.byte_ids[list(data)].tolist()
-        )
-        return tokens if b"".join(self.pieces[token] for token in tokens) == data else None
+        try:  # the tokenizer takes nothing but text
+            tokens: list[int] = self._tokenizer.greedy_tokenize(data.decode())
+        except UnicodeDecodeError:
+            tokens = [self.byte_ids[byte] for byte in data]
+        is_known = min(tokens, default=0) >= 0
+        return tokens if is_known and self._text(tokens) == data else None
+
+    def _merged(self, run: list[int]) -> list[int]:
+        return self.spell(self._text(run)) or run
+
+    def _text(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(self.pieces[token] for token in tokens)
+
+    def _bytewise(self, text: str) -> list[int]:
+        return [token for byte in text.encode() if (token := self.byte_ids[byte]) >= 0]
 
 
-def _is_utf8(data: bytes) -> bool:
+class _Encoder:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, layout: Layout, encode: Encode) -> None:
+        self.eos_token_id = layout.eos_ids[0]
+        self.bos_token_id = None
+        self.special_token_ids = sorted(layout.special)
+        self.tokens = [layout.special.get(t, piece) for t, piece in enumerate(layout.pieces)]
+        self._encode = encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
+
+
+def _is_plain(piece: bytes) -> bool:
+    """Whether a token is whole characters, none of which means anything."""
     try:
-        data.decode()
+        piece.decode()
     except UnicodeDecodeError:
         return False
-    return True
-
-
-def _is_free_of(piece: bytes, syntax: bytes) -> bool:
-    """Whether a token is whole characters, none of which means anything."""
-    return bool(piece) and _is_utf8(piece) and not any(byte in syntax for byte in piece)
-
-
-def is_text(allowed: bytes) -> bool:
-    """Whether a place that allows these single bytes allows any text."""
-    return all(byte in allowed for byte in _TEXT_PROBE)
+    return bool(piece) and not any(byte in _SYNTAX for byte in piece)
 
 
 def ids_in(mask: Bits) -> list[int]:
-    """The tokens a mask allows."""
-    ids: list[int] = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
-    return ids
-
-
-def has_token(mask: Bits, token: int) -> bool:
-    """Whether a mask allows a token."""
-    return bool(mask[token >> 3] >> (token & 7) & 1)
+    """The token ids of a mask."""
+    found: list[int] = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+    return found
