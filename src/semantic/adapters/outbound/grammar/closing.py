@@ -22,6 +22,8 @@ _SWERVE_COST = 4  # levels of nesting that make up for another choice than the f
 _TEXT_PROBE = b"zQ {:"  # allowed together only where text is free
 _SPECIAL_TOKEN = b"\xff"  # how llguidance writes one among bytes
 _CLOSING = b'}])"' + string.digits.encode()
+# A comma may commit a reply to as much as this.
+_ADDED = b', {"name": "get_weather", "arguments": {"city": "", "days": 0}}'
 _LAST = b", -\\<[{"  # what leads on rather than out
 _ORDER = _CLOSING + bytes(
     byte
@@ -42,7 +44,11 @@ class _Path:
 
 
 class Closing:
-    """Finds short completions for one grammar."""
+    """Finds short completions for one grammar.
+
+    Attributes:
+        num_added: Tokens that one more may well add to the shortest completion.
+    """
 
     def __init__(self, vocabulary: Vocabulary, exits: Sequence[Sequence[int]] = ()) -> None:
         """Prepare.
@@ -52,6 +58,7 @@ class Closing:
             exits: Texts that lead out of free text, e.g. ``</think>``; as tokens.
         """
         self.vocabulary = vocabulary
+        self.num_added = len(vocabulary.spell(_ADDED) or _ADDED)
         self._exits = [list(tokens) for tokens in exits if tokens]
 
     def way(self, matcher: LLMatcher, limit: int) -> list[int] | None:

@@ -16,7 +16,6 @@ from semantic.adapters.outbound.grammar.vocabulary import Bits
 from semantic.domain.errors import BackendError, InvalidRequestError
 
 _WATCHED_TOKENS = 512  # of a longer budget the beginning is not watched
-_MAX_MARGIN = 32  # tokens that one more may add to the shortest completion
 _GRACE_S = 1.0  # masks may take so long in all, on the engine's thread,
 _TOKEN_S = 0.05  # and so much longer with each token
 
@@ -45,7 +44,7 @@ class GrammarConstraint:
         self._recompile: Callable[[], LLMatcher] | None = recompile
         self._tokens: list[int] = []
         self._num_left = max_tokens
-        self._margin = min(_MAX_MARGIN, max_tokens // 4)
+        self._margin = min(closing.num_added, max_tokens // 2)
         self._look_at = min(max_tokens, _WATCHED_TOKENS)
         self._way: list[int] | None = None
         self._mask: bytes | None = None
@@ -117,7 +116,8 @@ class GrammarConstraint:
             return mask
         self._way = way
         kept = mask & (self._vocabulary.is_end | self._vocabulary.pack(way[:1]))
-        is_open = num_spare > 0 or (not way and self._closing.is_text(self._matcher))
+        # A digit after a point, say: one more token may call for another.
+        is_open = num_spare > 1 or (not way and self._closing.is_text(self._matcher))
         return kept | (mask & self._vocabulary.is_plain) if is_open else kept
 
 

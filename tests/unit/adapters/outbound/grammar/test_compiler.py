@@ -42,7 +42,7 @@ def grammar() -> LLGuidanceGrammar:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("max_tokens", [100, 140, 300])
+@pytest.mark.parametrize("max_tokens", [160, 300])
 def test_a_random_reply_has_its_shape_within_its_budget(
     grammar: LLGuidanceGrammar, name: str, max_tokens: int
 ) -> None:
@@ -174,7 +174,7 @@ def test_what_cannot_be_honoured_is_refused(
 def test_a_named_tool_is_called_once_and_so_is_one_where_several_are_not_wanted(
     grammar: LLGuidanceGrammar, tools: ToolFormat, choice: ToolChoice
 ) -> None:
-    shape = ReplyShape(ReplyFormat(tools), tools=TOOLS, tool_choice=choice)
+    shape = ReplyShape(ReplyFormat(tools), tools=TOOLS, tool_choice=choice, may_think=False)
     for seed in range(3):
         constraint = grammar.constrain(shape, 1000)
         assert constraint is not None
@@ -198,7 +198,7 @@ def test_a_required_call_may_be_the_last_or_be_followed_by_another(
 
 def test_several_calls_are_complete_within_the_budget(grammar: LLGuidanceGrammar) -> None:
     shape = ReplyShape(PLAIN, tools=TOOLS, tool_choice=ToolChoice(ToolMode.REQUIRED))
-    for max_tokens in (150, 200, 260):
+    for max_tokens in (200, 260):
         for seed in range(4):
             constraint = grammar.constrain(shape, max_tokens)
             assert constraint is not None
@@ -285,8 +285,7 @@ def test_definitions_that_refer_to_each_other_are_no_trouble(grammar: LLGuidance
 
 def test_a_form_that_grows_too_complex_ends_its_reply_alone(grammar: LLGuidanceGrammar) -> None:
     """What a lexer has learnt is shared by all replies of a grammar, and it may learn so much."""
-    pattern = "|".join(f"[a-z]*{letter}[a-z]{{15}}!" for letter in "abcdefghijklmnop")
-    shape = ReplyShape(PLAIN, RegexFormat(pattern))
+    shape = ReplyShape(PLAIN, RegexFormat("[a-z]*a[a-z]{20}!"))
     other, greedy = grammar.constrain(shape, 50_000), grammar.constrain(shape, 50_000)
     assert other is not None
     assert greedy is not None
@@ -295,14 +294,14 @@ def test_a_form_that_grows_too_complex_ends_its_reply_alone(grammar: LLGuidanceG
     def write_for_ever() -> None:
         for _ in range(50_000):
             greedy.allowed()
-            greedy.accept(rng.choice(b"abcdefghijklmnop"))
+            greedy.accept(rng.choice(b"ac"))
 
     with pytest.raises(InvalidRequestError, match="too complex"):
         write_for_ever()
     another = grammar.constrain(shape, 100)
     assert another is not None
     for constraint in (other, another):
-        for byte in b"a" * 16:
+        for byte in b"a" * 21:
             assert byte in allowed(constraint.allowed())
             constraint.accept(byte)
         assert ord("!") in allowed(constraint.allowed())
