@@ -61,7 +61,7 @@ class Server:
 
     def problems(self) -> list[str]:
         """What is wrong although requests are answered, for `/health`."""
-        known = [self.memory.problem]
+        known = [self.memory.problem, self.inference.problem]
         return [problem for problem in known if problem]
 
     def request_stop(self) -> None:

@@ -21,6 +21,7 @@ from semantic.application.prompt.replay import (
 from semantic.application.requests.identity import BusyAgents, Claim, Identities
 from semantic.application.requests.prepare import Preparation, Prepared
 from semantic.application.requests.reply import FinishedReply, ReplyHub
+from semantic.application.requests.threads import PreparationThreads
 from semantic.domain.agents import Pointer, Principal, Turn
 from semantic.domain.chat import ChatRequest, Started, TextDelta, Usage
 from semantic.domain.errors import (
@@ -49,6 +50,7 @@ class InferenceService:
         replays: ReplayStore,
         *,
         request_timeout_s: float,
+        prepare_timeout_s: float = 60,
         is_durable: IsDurable | None = None,
         watch: TurnWatch | None = None,
     ) -> None:
@@ -60,6 +62,7 @@ class InferenceService:
             agents: Where turns are logged.
             replays: Where the tokens of replies are kept.
             request_timeout_s: The longest a request may take.
+            prepare_timeout_s: The longest that may pass before it is queued.
             is_durable: Says of a tenant's turn that was written whether it is safe on disk. Replies
                 then end when their turns are written, and tell; None promises nothing.
             watch: Is shown every reply.
@@ -72,10 +75,16 @@ class InferenceService:
         self._preparation = Preparation(
             device, agents, self._identities, replays, request_timeout_s=request_timeout_s
         )
+        self._threads = PreparationThreads(min(request_timeout_s, prepare_timeout_s))
         self._request_timeout_s = request_timeout_s
         self._is_durable = is_durable
         self._watch = watch
         self._busy = BusyAgents()
+
+    @property
+    def problem(self) -> str:
+        """Why requests cannot be prepared, for `/health`; empty if they can."""
+        return self._threads.problem
 
     async def start(self, request: ChatRequest, principal: Principal) -> Reply:
         """Render, tokenise, check and queue a request."""
@@ -84,7 +93,7 @@ class InferenceService:
         claim = self._busy.claim(principal.tenant)
         try:
             # A long prompt takes a while to tokenise; other streams go on meanwhile.
-            prepared = await asyncio.to_thread(
+            prepared = await self._threads.run(
                 self._preparation.prepare, request, principal, model, claim
             )
             return self._submit(prepared, claim)
@@ -126,7 +135,7 @@ class InferenceService:
     async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:
         """Count the tokens of the prompt that a request would make."""
         model = self._model(request)
-        return await asyncio.to_thread(self._preparation.count_tokens, request, principal, model)
+        return await self._threads.run(self._preparation.count_tokens, request, principal, model)
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Write tokens out as text, special ones left out."""

@@ -40,6 +40,7 @@ _TOOL_PARAMETERS = re.compile(r"(tools\[\d+\])\.(parameters)")
 class _JsonSchema(Schema):
     name: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
 
 
 class _ResponseFormat(Schema):
@@ -62,7 +63,9 @@ class _ResponseFormat(Schema):
         if self.type == "text":
             refuse(nested or self.schema_, "response_format.type", "a schema needs json_schema.")
             return None
-        return JsonFormat(nested.schema_ if nested else self.schema_)
+        if nested is not None:
+            return JsonFormat(nested.schema_, bool(nested.strict))
+        return JsonFormat(self.schema_)
 
 
 class _Function(Schema):

@@ -78,7 +78,8 @@ def _text(body: ResponsesRequest) -> Json:
     wanted = body.text.format if body.text else None
     if wanted is None or wanted.type != "json_schema":
         return {"format": {"type": wanted.type if wanted else "text"}}
-    made: Json = {"type": "json_schema", "name": wanted.name or "response", "strict": True}
+    name, is_strict = wanted.name or "response", bool(wanted.strict)
+    made: Json = {"type": "json_schema", "name": name, "strict": is_strict}
     return {"format": made | {"description": wanted.description, "schema": wanted.schema_}}
 
 

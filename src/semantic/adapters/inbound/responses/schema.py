@@ -215,4 +215,6 @@ class ResponsesRequest(RequestFields):
             return None
         is_bare = wanted.type == "json_schema" and wanted.schema_ is None
         refuse(is_bare, "text.format.schema", "a format of type json_schema needs it.")
-        return JsonFormat(wanted.schema_ if wanted.type == "json_schema" else None)
+        if wanted.type == "json_object":
+            return JsonFormat()
+        return JsonFormat(wanted.schema_, bool(wanted.strict))

@@ -1,0 +1,90 @@
+"""Grammars in processes of their own, which come to an end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from semantic.adapters.outbound.backends.fake import FakeTokenizer
+from semantic.adapters.outbound.grammar.trial import EXCEEDED, GrammarTrials
+from semantic.adapters.outbound.grammar.vocabulary import Layout
+
+pytestmark = pytest.mark.unit
+
+GOOD = '%llguidance {}\nstart: "yes" | "no"'
+BAD = "%llguidance {}\nstart: nobody"
+ENDLESS = '%llguidance {}\nstart: %json {"type": "integer", "multipleOf": 99999989}'
+# Starts a worker, says which process it is, and waits to be killed.
+PARENT = f"""
+import subprocess, time
+from semantic.adapters.outbound import grammar_trial
+from semantic.adapters.outbound.backends.fake import FakeTokenizer
+from semantic.adapters.outbound.grammar.vocabulary import Layout
+class Told(subprocess.Popen):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        print(self.pid, flush=True)
+subprocess.Popen = Told
+trials = grammar_trial.GrammarTrials(Layout.of(FakeTokenizer()))
+trials.fault({GOOD!r})
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def trials() -> Iterator[GrammarTrials]:
+    yield GrammarTrials(Layout.of(FakeTokenizer()))
+
+
+def test_a_grammar_is_tried_and_its_fault_is_told(trials: GrammarTrials) -> None:
+    assert trials.fault(GOOD) == ""
+    assert "nobody" in trials.fault(BAD)
+
+
+def test_one_that_takes_too_much_ends_its_process_and_no_other(trials: GrammarTrials) -> None:
+    assert trials.fault(ENDLESS) == EXCEEDED
+    assert trials.fault(ENDLESS) == EXCEEDED  # known by now
+    assert trials.fault(GOOD + ' | "maybe"') == ""
+
+
+def test_a_worker_imports_no_backend() -> None:
+    code = (
+        "import sys, semantic.adapters.outbound.grammar.worker; "
+        "print([m for m in ('torch', 'mlx', 'transformers', 'fastapi') if m in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
+    )
+    assert told.stdout.strip() == "[]"
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks a process up in /proc")
+def test_a_worker_ends_with_its_server_however_that_ends() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], env=environment, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        assert parent.stdout.readline() == "ready\n"
+        assert is_alive(worker)
+        parent.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while is_alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(worker)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

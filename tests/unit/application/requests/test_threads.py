@@ -1,0 +1,60 @@
+import asyncio
+import threading
+
+import pytest
+
+from semantic.application.requests.threads import PreparationThreads
+from semantic.domain.errors import GenerationTimeoutError, InvalidRequestError, OverloadedError
+
+pytestmark = pytest.mark.unit
+
+
+async def test_results_and_errors_come_back() -> None:
+    threads = PreparationThreads(60)
+
+    def refuse() -> None:
+        raise InvalidRequestError("no")
+
+    assert await threads.run(lambda left, right: left + right, 1, right=2) == 3
+    with pytest.raises(InvalidRequestError, match="no"):
+        await threads.run(refuse)
+
+
+async def test_work_that_takes_too_long_is_given_up_and_others_go_on() -> None:
+    gate = threading.Event()
+    threads = PreparationThreads(0.05, num_threads=2)
+
+    with pytest.raises(GenerationTimeoutError, match="simpler schema"):
+        await threads.run(gate.wait)
+    assert threads.problem == ""
+    assert await threads.run(int, "7") == 7
+    gate.set()
+
+
+async def test_when_nothing_can_be_prepared_health_is_told_until_it_can() -> None:
+    gate = threading.Event()
+    threads = PreparationThreads(0.05, num_threads=2)
+    stuck = [threads.run(gate.wait) for _ in range(2)]
+    errors = await asyncio.gather(*stuck, return_exceptions=True)
+
+    assert [type(error) for error in errors] == [GenerationTimeoutError] * 2
+    assert "no request can be prepared" in threads.problem
+    with pytest.raises(OverloadedError, match="too many"):
+        await threads.run(int, "7")
+
+    gate.set()
+    while threads.problem:
+        await asyncio.sleep(0.001)
+    assert await threads.run(int, "7") == 7
+
+
+async def test_a_caller_that_goes_away_leaves_no_place_taken() -> None:
+    gate = threading.Event()
+    threads = PreparationThreads(60, num_threads=1)
+    gone = asyncio.create_task(threads.run(gate.wait))
+    await asyncio.sleep(0.01)
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    gate.set()
+    assert await threads.run(int, "7") == 7
