@@ -130,8 +130,3 @@ def test_a_named_tool_is_called_once(running: RunningServer) -> None:
     reply = post(running, "/v1/messages", anthropic).json()
     assert reply["stop_reason"] == "tool_use"
     assert [part["type"] for part in reply["content"]] == ["tool_use"]
-
-
-def test_health_says_when_nothing_can_be_prepared(running: RunningServer) -> None:
-    with running.client() as http:
-        assert http.get("/health").json()["problem"] == running.server.inference.problem == ""

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -122,3 +123,34 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_a_sentence(tmp_path:
     last = server.output.splitlines()[-1]
     assert last.startswith("semantic: the model could not be loaded: there is no model 'nowhere")
     assert "Traceback" not in server.output
+
+
+def test_it_ends_at_once_while_a_schema_takes_all_the_time_there_is(tmp_path: Path) -> None:
+    schema = {"type": "integer", "multipleOf": 99_999_989}
+    body = {
+        "model": "fake",
+        "messages": QUESTION,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+    }
+
+    def ask(url: str) -> None:
+        with contextlib.suppress(httpx.HTTPError), httpx.Client(trust_env=False) as http:
+            http.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+
+    with serve(tmp_path, tmp_path / "log", "--backend", "fake") as server:
+        server.await_ready()
+        asking = threading.Thread(target=ask, args=[server.url])
+        asking.start()
+        while not children_of(server.process.pid):
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0, server.output
+        asking.join()
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process started."""
+    command = ["/bin/ps", "-A", "-o", "pid=,ppid="]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    pairs = (line.split() for line in told.splitlines())
+    return [int(child) for child, parent in pairs if int(parent) == pid]

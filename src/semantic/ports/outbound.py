@@ -390,12 +390,13 @@ class GrammarPort(Protocol):
     def constrain(self, shape: ReplyShape, max_tokens: int) -> TokenConstraint | None:
         """Compile a shape for one reply of at most `max_tokens`; None if nothing is enforced.
 
-        The reply is complete before its budget is spent: near the end only tokens are allowed
-        from which it can still be completed.
+        Near the end of the budget only tokens are allowed that lead to the reply's end, where a
+        short way there is known; else the budget cuts the reply.
 
         Raises:
-            InvalidRequestError: a schema or pattern cannot be enforced (it says where), no such
-                tool is offered, or even the shortest valid reply does not fit `max_tokens`.
+            InvalidRequestError: a schema or pattern cannot be enforced, or takes too much to
+                compile (it says where), or no such tool is offered.
+            OverloadedError: too much is being compiled.
         """
         ...
 

@@ -35,6 +35,7 @@ from semantic.domain.sampling import FinishReason
 from semantic.ports.inbound import Reply
 
 _log = logging.getLogger(__name__)
+_PREPARE_S = 60  # the longest that may pass before a request is queued
 
 IsDurable: TypeAlias = Callable[[str, str], bool]
 
@@ -50,7 +51,6 @@ class InferenceService:
         replays: ReplayStore,
         *,
         request_timeout_s: float,
-        prepare_timeout_s: float = 60,
         is_durable: IsDurable | None = None,
         watch: TurnWatch | None = None,
     ) -> None:
@@ -62,7 +62,6 @@ class InferenceService:
             agents: Where turns are logged.
             replays: Where the tokens of replies are kept.
             request_timeout_s: The longest a request may take.
-            prepare_timeout_s: The longest that may pass before it is queued.
             is_durable: Says of a tenant's turn that was written whether it is safe on disk. Replies
                 then end when their turns are written, and tell; None promises nothing.
             watch: Is shown every reply.
@@ -75,7 +74,7 @@ class InferenceService:
         self._preparation = Preparation(
             device, agents, self._identities, replays, request_timeout_s=request_timeout_s
         )
-        self._threads = PreparationThreads(min(request_timeout_s, prepare_timeout_s))
+        self._threads = PreparationThreads(min(request_timeout_s, _PREPARE_S))
         self._request_timeout_s = request_timeout_s
         self._is_durable = is_durable
         self._watch = watch

@@ -23,6 +23,7 @@ from semantic.application.requests.identity import BusyAgents, Identities
 from semantic.application.requests.prepare import Preparation
 from semantic.application.requests.reply import ReplyHub
 from semantic.application.requests.service import InferenceService
+from semantic.application.requests.threads import NUM_THREADS
 from semantic.domain.agents import Agent, Principal, Quota
 from semantic.domain.chat import (
     AgentHint,
@@ -53,7 +54,7 @@ from semantic.domain.errors import (
     OverloadedError,
     QuotaExceededError,
 )
-from semantic.domain.reply_format import Markers, ReplyFormat, ToolFormat
+from semantic.domain.reply_format import Markers, ReplyFormat, ReplyShape, ToolFormat
 from semantic.domain.sampling import UNSET_SAMPLING, SamplingDefaults, SamplingParams, StopRules
 from semantic.ports.inbound import ModelState, Reply
 from semantic.ports.persistence import LedgerChange
@@ -555,3 +556,31 @@ async def test_only_who_was_answered_has_a_date_of_its_own(
         num_kept = replays.num_tokens
         await service.count_tokens(request, Principal())
     assert replays.num_tokens == num_kept > 0
+
+
+class StuckGrammar:
+    """Never done until it is told."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def constrain(self, shape: ReplyShape, max_tokens: int) -> None:  # noqa: ARG002
+        self.gate.wait(60)
+
+
+async def test_requests_that_are_never_prepared_are_refused_and_the_problem_is_told(
+    agents: AgentLedger,
+) -> None:
+    grammar = StuckGrammar()
+    model = LoadedModel("fake", FakeBackend(), FakeTokenizer(), grammar=grammar)
+    with running_device(model) as device:
+        service = InferenceService(*device, agents, ReplayBook(), request_timeout_s=0.2)
+        starts = [service.start(REQUEST, Principal("local")) for _ in range(NUM_THREADS)]
+        errors = await asyncio.gather(*starts, return_exceptions=True)
+        assert {type(error) for error in errors} == {GenerationTimeoutError}
+        assert "no request can be prepared" in service.problem
+        grammar.gate.set()
+        while service.problem:  # noqa: ASYNC110 - it is the state that is waited for
+            await asyncio.sleep(0.001)
+        reply = await service.start(REQUEST, Principal("local"))
+        reply.cancel()

@@ -43,7 +43,7 @@ async def test_when_nothing_can_be_prepared_health_is_told_until_it_can() -> Non
         await threads.run(int, "7")
 
     gate.set()
-    while threads.problem:
+    while threads.problem:  # noqa: ASYNC110 - it is the state that is waited for
         await asyncio.sleep(0.001)
     assert await threads.run(int, "7") == 7
 

@@ -115,7 +115,8 @@ class GrammarConstraint:
             self._look_at, self._way = self._num_left - 1 - num_free // 4, None
             return mask
         self._way = way
-        kept = mask & (self._vocabulary.is_end | self._vocabulary.pack(way[:1]))
+        # Where text is forced the mask holds one way to write it, which need not be this one.
+        kept = (mask & self._vocabulary.is_end) | self._vocabulary.pack(way[:1])
         # A digit after a point, say: one more token may call for another.
         is_open = num_spare > 1 or (not way and self._closing.is_text(self._matcher))
         return kept | (mask & self._vocabulary.is_plain) if is_open else kept
@@ -123,6 +124,6 @@ class GrammarConstraint:
 
 def _too_complex(reason: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"the reply's form became too complex to enforce: {reason}. Simplify the schema or pattern.",
+        f"the reply's form became too complex to enforce: {reason}. Simplify its schema.",
         param="response_format",
     )

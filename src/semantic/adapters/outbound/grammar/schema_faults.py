@@ -48,7 +48,7 @@ def fault_line(reason: str) -> str:
     """What llguidance's message says, without its listing of the grammar."""
     _, is_pattern, detail = reason.partition("\nerror: ")  # of a pattern, after a drawing
     if is_pattern:
-        return detail.split("\n")[0]
+        return detail.split("\n", 1)[0]
     if reason.startswith("NoExtension"):
         return "no reply can satisfy it"
     return re.sub(

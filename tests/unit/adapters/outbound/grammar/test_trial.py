@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,8 +37,8 @@ time.sleep(600)
 
 
 @pytest.fixture(scope="module")
-def trials() -> Iterator[GrammarTrials]:
-    yield GrammarTrials(Layout.of(FakeTokenizer()))
+def trials() -> GrammarTrials:
+    return GrammarTrials(Layout.of(FakeTokenizer()))
 
 
 def test_a_grammar_is_tried_and_its_fault_is_told(trials: GrammarTrials) -> None:
@@ -59,7 +58,7 @@ def test_a_worker_imports_no_backend() -> None:
         "print([m for m in ('torch', 'mlx', 'transformers', 'fastapi') if m in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    told = subprocess.run(
+    told = subprocess.run(  # noqa: S603 - our own code
         [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
     )
     assert told.stdout.strip() == "[]"
@@ -68,7 +67,7 @@ def test_a_worker_imports_no_backend() -> None:
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks a process up in /proc")
 def test_a_worker_ends_with_its_server_however_that_ends() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(
+    with subprocess.Popen(  # noqa: S603 - our own code
         [sys.executable, "-c", PARENT], env=environment, stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdout is not None
