@@ -151,6 +151,6 @@ def test_it_ends_at_once_while_a_schema_takes_all_the_time_there_is(tmp_path: Pa
 def children_of(pid: int) -> list[int]:
     """The processes that a process started."""
     command = ["/bin/ps", "-A", "-o", "pid=,ppid="]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
     pairs = (line.split() for line in told.splitlines())
     return [int(child) for child, parent in pairs if int(parent) == pid]

@@ -52,9 +52,7 @@ def fault_line(reason: str) -> str:
     if reason.startswith("NoExtension"):
         return "no reply can satisfy it"
     return re.sub(
-        r"^(at )?\d+\(\d+\): |failed to compile JSON schema: ",
-        "",
-        reason.split("\n", maxsplit=1)[0],
+        r"^(at )?\d+\(\d+\): |failed to compile JSON schema: ", "", reason.split("\n", 1)[0]
     )
 
 

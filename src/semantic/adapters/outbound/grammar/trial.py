@@ -16,7 +16,7 @@ import weakref
 from collections import OrderedDict
 from multiprocessing import Pipe
 
-from semantic.adapters.outbound.grammar.compiler import worker as grammar_worker
+from semantic.adapters.outbound.grammar import worker as grammar_worker
 from semantic.adapters.outbound.grammar.vocabulary import Layout
 from semantic.domain.errors import OverloadedError
 
