@@ -213,14 +213,14 @@ def test_packed_bodies_are_unpacked(http: httpx.Client, encoding: str, pack: Any
 @pytest.mark.parametrize(
     "encoding,content,status",
     [
-        ("gzip", gzip.compress(b" " * 10_000_000), 413),
-        ("gzip", gzip.compress(gzip.compress(b"{}")), 400),
-        ("gzip", b"plain text", 400),
-        ("gzip", gzip.compress(b"{}")[:-3], 400),
-        ("gzip", gzip.compress(b"{}") + b"more", 400),
-        ("deflate", gzip.compress(b"{}"), 400),
-        ("br", b"{}", 415),
-        ("gzip, gzip", b"{}", 415),
+        pytest.param("gzip", gzip.compress(b" " * 10_000_000), 413, id="bomb"),
+        pytest.param("gzip", gzip.compress(gzip.compress(b"{}")), 400, id="packed twice"),
+        pytest.param("gzip", b"plain text", 400, id="not packed"),
+        pytest.param("gzip", gzip.compress(b"{}")[:-3], 400, id="cut off"),
+        pytest.param("gzip", gzip.compress(b"{}") + b"more", 400, id="something behind"),
+        pytest.param("deflate", gzip.compress(b"{}"), 400, id="packed otherwise"),
+        pytest.param("br", b"{}", 415, id="unknown"),
+        pytest.param("gzip, gzip", b"{}", 415, id="two"),
     ],
 )
 def test_bodies_that_cannot_be_unpacked_are_refused(
