@@ -1,7 +1,7 @@
-"""EXP-002: what it costs to allocate and free one block in a full pool.
+"""EXP-002: what it costs to put, hold and let go one block in a full pool.
 
-The pool holds 100,000 blocks, half of them referenced and half idle, and not one byte is free:
-every allocation evicts exactly one block. Blocks are named before the clock starts.
+The pool has 100,000 blocks, half of them held and half idle, and not one byte is free: every block
+that is put evicts exactly one. Blocks are named before the clock starts.
 
 Run with `python benchmarks/bench_block_pool.py`; the exit code is 1 if the target is missed.
 """
@@ -9,7 +9,7 @@ Run with `python benchmarks/bench_block_pool.py`; the exit code is 1 if the targ
 import sys
 import time
 
-from semantic.domain.blocks import BlockNamespace, KVBlock
+from semantic.domain.blocks import BlockNamespace, PartKey, block_name
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 
@@ -19,11 +19,11 @@ BLOCK_BYTES = 2**20
 TARGET_P95_MS = 0.05
 
 
-def make_blocks(first: int, count: int) -> list[KVBlock]:
+def make_keys(first: int, count: int) -> list[PartKey]:
     """Distinct full-size blocks that follow the same root."""
     root = BlockNamespace("bench", "bf16").root()
     indices = range(first, first + count)
-    return [KVBlock.of(root, (index, *range(255)), BLOCK_BYTES) for index in indices]
+    return [(block_name(root, (index, *range(255))), LayerKind.FULL) for index in indices]
 
 
 def make_full_pool() -> BlockPool:
@@ -31,21 +31,23 @@ def make_full_pool() -> BlockPool:
     layer = LayerSpec(LayerKind.FULL, num_kv_heads=8, key_dim=128, value_dim=128)
     spec = ModelCacheSpec("bench", (layer,), vocab_size=2**17, max_context=2**17)
     pool = BlockPool(spec, NUM_BLOCKS * BLOCK_BYTES)
-    blocks = make_blocks(0, NUM_BLOCKS)
-    pool.allocate(blocks)
-    pool.free([block.name for block in blocks[::2]])
+    keys = make_keys(0, NUM_BLOCKS)
+    pool.put(dict.fromkeys(keys, BLOCK_BYTES))
+    for key in keys[1::2]:
+        pool.hold(key)
     assert pool.usage().available == 0
     return pool
 
 
 def measure(pool: BlockPool) -> dict[str, list[int]]:
     """Time single-block operations, in nanoseconds."""
-    times: dict[str, list[int]] = {"allocate (evicts one)": [], "free": [], "both": []}
-    for block in make_blocks(NUM_BLOCKS, NUM_OPERATIONS):
+    times: dict[str, list[int]] = {"put (evicts one)": [], "hold and let go": [], "both": []}
+    for key in make_keys(NUM_BLOCKS, NUM_OPERATIONS):
         start = time.perf_counter_ns()
-        evicted = pool.allocate((block,))
+        evicted = pool.put({key: BLOCK_BYTES})
         middle = time.perf_counter_ns()
-        pool.free((block.name,))
+        pool.hold(key)
+        pool.let_go(key)
         end = time.perf_counter_ns()
         assert len(evicted) == 1
         spent = (middle - start, end - middle, end - start)

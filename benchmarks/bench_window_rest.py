@@ -18,7 +18,7 @@ from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
-from semantic.domain.blocks import BlockName, BlockNamespace, split_tokens
+from semantic.domain.blocks import BlockName, BlockNamespace, block_end
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.ports.outbound import HostBuffer, KVPayload
@@ -76,12 +76,14 @@ def measure(spec: ModelCacheSpec, directory: Path) -> Rest:
     ledger = SqliteLedger.in_memory()
     disk = DiskTier(SafetensorsCache(directory), ledger, DiskLimits(2**40, 2**40))
     store = AgentCacheStore(BlockPool(spec, 2**40), disk)
-    disk.start(store)
+    disk.start(store.is_on_disk)
     tokens = list(range(num_tokens))
     numbers = _Numbers(spec)
     names: list[BlockName] = []
     chain = _ROOT
-    for start, end in split_tokens(tokens, spec, [NUM_PROMPT]):
+    end = 0
+    while end < num_tokens:
+        start, end = end, min(block_end(end, spec.block_tokens, [NUM_PROMPT]), num_tokens)
         payloads = [numbers.payload(kind, start, end) for kind in spec.kinds]
         name = store.seal(_ROOT, chain, tokens[start:end], payloads)
         assert name is not None

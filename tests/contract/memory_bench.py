@@ -88,7 +88,7 @@ class MemoryBench:
         budget = backend.bytes_for(limits.budget_tokens) + limits.extra_bytes
         self.store = AgentCacheStore(BlockPool(backend.spec, budget), self.disk)
         self.store.restore_index(state.parts)
-        self.disk.start(self.store)
+        self.disk.start(self.store.is_on_disk)
         self._news = threading.Event()
         # Steps seem to take long, so that reading is always worth it.
         clock = itertools.count(step=0.5)
@@ -170,7 +170,7 @@ class MemoryBench:
 
     def nodes(self) -> list[BlockNode]:
         """All blocks, from the beginning."""
-        return sorted(self.store.index, key=lambda node: node.start)
+        return sorted(self.store.nodes(), key=lambda node: node.start)
 
     def forget(self, nodes: Sequence[BlockNode] | None = None) -> None:
         """Wait until all is on disk, and drop blocks from memory."""

@@ -129,7 +129,7 @@ def test_a_bad_file_costs_what_follows_it(benches: Benches, alone: Alone, tmp_pa
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     reuse = next_turn(bench, alone, said)
     assert HEAD <= reuse.disk + reuse.pool <= victim.start
-    assert bench.store.counters.corrupt == 1
+    assert bench.store.counts.corrupt == 1
 
 
 # -- branches -----------------------------------------------------------------------------------

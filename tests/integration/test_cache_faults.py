@@ -137,12 +137,12 @@ def test_a_bad_block_file_is_a_miss_that_is_counted(
     damage([files[len(files) // 2], files[0]])
     with run_server(make_settings(home)) as running:
         talk(running, said, QUESTIONS[2])
-        await_that(lambda: store_of(running).counters.corrupt >= 1)
+        await_that(lambda: store_of(running).counts.corrupt >= 1)
         store_of(running).check_integrity()
     assert_right(reference, said)
     with run_server(make_settings(home)) as running:
         num_cached = talk(running, said, "And now?")
-        assert store_of(running).counters.corrupt == 0
+        assert store_of(running).counts.corrupt == 0
         assert num_cached > len(SYSTEM)  # made anew, and kept
     assert_right(reference, said)
 
@@ -159,8 +159,8 @@ def test_what_leads_to_a_bad_file_is_still_used(tmp_path: Path, reference: Runni
     with run_server(make_settings(tmp_path)) as running:
         # Nobody's state is read at the start, so that this is who finds the damage.
         assert talk(running, said, question["content"]) == start
-        await_that(lambda: store_of(running).counters.corrupt > 0)
-        assert store_of(running).counters.corrupt <= 2
+        await_that(lambda: store_of(running).counts.corrupt > 0)
+        assert store_of(running).counts.corrupt <= 2
     assert len(block_files(tmp_path)) >= len(files)
     assert_right(reference, said)
 
@@ -358,7 +358,7 @@ def test_a_full_disk_costs_no_reply_and_is_made_up_for(
             fill_up(disk / "filler")
             for question in ("Is there room?", "Still?", "Not at all?"):
                 talk(running, said, f"{question} {'No. ' * 100}")
-            await_that(lambda: store_of(running).counters.unwritten > 0)
+            await_that(lambda: store_of(running).num_unwritten > 0)
             assert "No space" in http.get("/health").json()["problem"]
             assert http.get("/health").status_code == 200
             (disk / "filler").unlink()
@@ -452,7 +452,7 @@ def test_a_disk_budget_smaller_than_an_agent_keeps_its_beginning(
         talk(running, said, "words and more words " * 2500)
         assert running.server.memory.disk is not None
         running.server.memory.disk.flush(30)
-        assert store_of(running).counters.unwritten > 0
+        assert store_of(running).num_unwritten > 0
     blocks = sum(path.stat().st_size for path in block_files(tmp_path))
     assert 0 < blocks <= 2**20
     with run_server(settings) as running:
@@ -489,11 +489,11 @@ def test_blocks_that_cannot_be_written_any_more_are_told_once(
 ) -> None:
     home, said = kept
     with run_server(make_settings(home)) as running, running.client() as http:
-        await_that(lambda: store_of(running).counters.read > 0)
+        await_that(lambda: store_of(running).counts.restored > 0)
         with small_disk(home / "cache" / "blocks", "size=1m,ro"):
             for question in ("Can you write?", "Can you still not?"):
                 talk(running, said, question)
-            await_that(lambda: store_of(running).counters.unwritten > 1)
+            await_that(lambda: store_of(running).num_unwritten > 1)
             assert "Read-only" in http.get("/health").json()["problem"]
     told = [line for line in caplog.messages if "is not written" in line]
     assert len(told) == 1, told

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.domain.spec import LayerKind
 
 _ROOT_TAG = b"semantic.root.v1"
 _BLOCK_TAG = b"semantic.block.v1"
@@ -95,35 +95,6 @@ def unpack_tokens(packed: bytes) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class KVBlock:
-    """The attention state of a run of tokens that follows `parent`.
-
-    Build one with `KVBlock.of`, which derives the name.
-    """
-
-    name: BlockName
-    parent: BlockName
-    tokens: tuple[int, ...]
-    nbytes: int
-
-    @classmethod
-    def of(cls, parent: BlockName, tokens: Sequence[int], nbytes: int) -> "KVBlock":
-        """Make the block that follows `parent`.
-
-        Raises:
-            ValueError: no tokens, an id out of range, or a negative size.
-        """
-        if nbytes < 0:
-            raise ValueError(f"nbytes must not be negative, got {nbytes}")
-        return cls(block_name(parent, tokens), parent, tuple(tokens), nbytes)
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens the block holds."""
-        return len(self.tokens)
-
-
-@dataclass(frozen=True, slots=True)
 class BlockPart:
     """One kind of layers' state of one block, as it rests on disk.
 
@@ -166,24 +137,3 @@ def block_end(start: int, block_tokens: int, boundaries: Sequence[int] = ()) -> 
         [4, 5, 9]
     """
     return min([start + block_tokens, *(b for b in boundaries if b > start)])
-
-
-def split_tokens(
-    tokens: Sequence[int], spec: ModelCacheSpec, boundaries: Sequence[int] = ()
-) -> list[tuple[int, int]]:
-    """Cut `tokens` into block ranges ``[start, end)``: at every boundary and when a block is full.
-
-    Example:
-        >>> from semantic.domain.spec import LayerKind, LayerSpec
-        >>> layer = LayerSpec(LayerKind.FULL, num_kv_heads=1, key_dim=8, value_dim=8)
-        >>> spec = ModelCacheSpec("tiny", (layer,), vocab_size=9, max_context=99, block_tokens=4)
-        >>> split_tokens(range(10), spec, boundaries=[5])
-        [(0, 4), (4, 5), (5, 9), (9, 10)]
-    """
-    ranges: list[tuple[int, int]] = []
-    start = 0
-    while start < len(tokens):
-        end = min(block_end(start, spec.block_tokens, boundaries), len(tokens))
-        ranges.append((start, end))
-        start = end
-    return ranges

@@ -1,23 +1,23 @@
-"""The memory budget for attention state: who holds which block, and which goes next.
+"""The memory budget for attention state: which parts of blocks are held, and which goes next.
 
-A block in the pool is in one of three states:
+A part is in one of three states:
 
-    held    referenced by a running sequence; never evicted
+    held    being loaded or written; never evicted
     idle    cached: nobody holds it; evicted in LRU order when room is needed
     absent  evicted, or never there
 
-Besides blocks the budget covers *working bytes*, which the pool only counts: the live state of
-running sequences, and room for what is being read. The pool moves names and counts; whoever owns
-the payloads drops those of the blocks that an operation reports as evicted.
+Besides parts the budget covers *working bytes*, which the pool only counts: the live state of
+running sequences, and room for what is being read. The pool knows keys and sizes; whoever owns the
+payloads drops those of the parts that an operation reports as evicted.
 """
 
 import enum
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from semantic.domain.blocks import BlockName, KVBlock
+from semantic.domain.blocks import PartKey
 from semantic.domain.errors import PoolExhaustedError
 from semantic.domain.spec import ModelCacheSpec
 
@@ -62,112 +62,105 @@ class PoolUsage:
 
 @dataclass(slots=True)
 class _Entry:
-    block: KVBlock
-    num_refs: int = 0
-
-    @property
-    def is_held(self) -> bool:
-        return self.num_refs > 0
+    nbytes: int
+    num_holds: int = 0
 
 
 class BlockPool:
-    """Counts references and bytes of blocks, within a hard budget.
+    """Counts the bytes and holds of parts, within a hard budget.
 
     Thread-safe: every method takes the one lock. Every mutation is all or nothing: it raises
-    before it changes anything. Methods that may evict return the evicted blocks.
+    before it changes anything. Methods that may evict return the keys of what was evicted.
     """
 
     def __init__(self, spec: ModelCacheSpec, budget_bytes: int) -> None:
         if budget_bytes < 0:
             raise ValueError(f"budget_bytes must not be negative, got {budget_bytes}")
+        self.spec = spec
         self._lock = threading.Lock()
-        self._spec = spec
         self._budget = budget_bytes
-        self._entries: dict[BlockName, _Entry] = {}
+        self._entries: dict[PartKey, _Entry] = {}
         # Eviction order: the first goes first.
-        self._idle: OrderedDict[BlockName, None] = OrderedDict()
+        self._idle: OrderedDict[PartKey, None] = OrderedDict()
         self._idle_bytes = 0
         self._held_bytes = 0
         self._working_bytes = 0
 
-    # -- references ---------------------------------------------------------------------------
+    # -- parts --------------------------------------------------------------------------------
 
-    def allocate(self, blocks: Sequence[KVBlock]) -> tuple[KVBlock, ...]:
-        """Put blocks into the pool and reference each once; known ones are only referenced.
+    def put(self, sizes: Mapping[PartKey, int], chain: Sequence[PartKey] = ()) -> list[PartKey]:
+        """Take in parts, which are idle then; those that are there already are only touched.
 
-        Returns:
-            The blocks evicted to make room.
+        Nothing of `chain`, which they follow, makes room for them; it is marked as used with them.
 
         Raises:
-            PoolExhaustedError: they do not fit even if every idle block goes.
-            ValueError: a block holds more tokens than the spec's blocks do.
+            PoolExhaustedError: they do not fit even if everything else that is idle goes.
         """
+        used = [*chain, *sizes]
         with self._lock:
-            for block in blocks:
-                if block.num_tokens > self._spec.block_tokens:
-                    raise ValueError(
-                        f"a block holds at most {self._spec.block_tokens} tokens, "
-                        f"{block.name.short} has {block.num_tokens}"
-                    )
-            new = {b.name: b for b in blocks if b.name not in self._entries}
-            evicted = self._make_room(
-                sum(b.nbytes for b in new.values()), keep={b.name for b in blocks}
-            )
-            for name, block in new.items():
-                self._entries[name] = _Entry(block)
-                self._held_bytes += block.nbytes
-            for block in blocks:
-                self._change(block.name, by=1)
+            new = {key: nbytes for key, nbytes in sizes.items() if key not in self._entries}
+            evicted = self._make_room(sum(new.values()), spared=set(used))
+            for key, nbytes in new.items():
+                self._entries[key] = _Entry(nbytes)
+                self._idle[key] = None
+                self._idle_bytes += nbytes
+            self._touch(used)
             return evicted
 
-    def acquire(self, names: Iterable[BlockName]) -> tuple[KVBlock, ...]:
-        """Reference the leading run of `names` that is in the pool, and return those blocks.
-
-        Stops at the first absent name, since a chain is of no use past a gap.
-        """
-        with self._lock:
-            found: list[KVBlock] = []
-            for name in names:
-                if name not in self._entries:
-                    break
-                found.append(self._entries[name].block)
-            for block in found:
-                self._change(block.name, by=1)
-            return tuple(found)
-
-    def free(self, names: Sequence[BlockName]) -> None:
-        """Give back one reference to each; blocks nobody holds become idle.
-
-        The chain is freed from its end, so that under pressure tails go before what they follow.
+    def hold(self, key: PartKey) -> None:
+        """Keep a part from being evicted, until it was let go as often as it was held.
 
         Raises:
-            ValueError: a name is absent or freed more often than it was referenced.
+            ValueError: it is absent.
         """
         with self._lock:
-            for name, times in Counter(names).items():
-                entry = self._entries.get(name)
-                if entry is None or entry.num_refs < times:
-                    raise ValueError(f"block {name.short} has no reference to give back")
-            for name in reversed(names):
-                self._change(name, by=-1)
+            entry = self._entries.get(key)
+            if entry is None:
+                raise ValueError(f"block {key[0].short} is not in the pool")
+            if not entry.num_holds:
+                del self._idle[key]
+                self._idle_bytes -= entry.nbytes
+                self._held_bytes += entry.nbytes
+            entry.num_holds += 1
 
-    def touch(self, names: Iterable[BlockName]) -> None:
-        """Mark blocks as just used, from the chain's end; absent and held ones are passed over."""
-        with self._lock:
-            for name in reversed(tuple(names)):
-                if name in self._idle:
-                    self._idle.move_to_end(name)
-
-    # -- bytes --------------------------------------------------------------------------------
-
-    def reserve(self, nbytes: int) -> tuple[KVBlock, ...]:
-        """Count `nbytes` more of working state, evicting idle blocks if need be.
-
-        Returns:
-            The blocks evicted to make room.
+    def let_go(self, key: PartKey) -> None:
+        """Undo one `hold`.
 
         Raises:
-            PoolExhaustedError: they do not fit even if every idle block goes.
+            ValueError: it is not held.
+        """
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None or not entry.num_holds:
+                raise ValueError(f"block {key[0].short} is not held")
+            entry.num_holds -= 1
+            if not entry.num_holds:
+                self._idle[key] = None
+                self._idle_bytes += entry.nbytes
+                self._held_bytes -= entry.nbytes
+
+    def touch(self, keys: Iterable[PartKey]) -> None:
+        """Mark parts as just used, from the chain's end; absent and held ones are passed over."""
+        with self._lock:
+            self._touch(tuple(keys))
+
+    def discard(self, keys: Iterable[PartKey]) -> list[PartKey]:
+        """Drop those of the parts that are idle; held ones stay."""
+        with self._lock:
+            return self._remove(key for key in dict.fromkeys(keys) if key in self._idle)
+
+    def oldest(self, nbytes: int) -> list[PartKey]:
+        """The idle parts that go next, up to `nbytes` of them; all if there are no more."""
+        with self._lock:
+            return self._next_to_go(nbytes)
+
+    # -- working bytes ------------------------------------------------------------------------
+
+    def reserve(self, nbytes: int) -> list[PartKey]:
+        """Count `nbytes` more of working state, evicting idle parts if need be.
+
+        Raises:
+            PoolExhaustedError: they do not fit even if everything idle goes.
             ValueError: `nbytes` is negative.
         """
         if nbytes < 0:
@@ -188,39 +181,12 @@ class BlockPool:
                 raise ValueError(f"cannot release {nbytes} of {self._working_bytes} bytes")
             self._working_bytes -= nbytes
 
-    def evict(self, nbytes: int) -> tuple[KVBlock, ...]:
-        """Drop idle blocks, oldest first, until `nbytes` are gone or none is left."""
-        with self._lock:
-            return self._drop(nbytes)
-
-    def oldest(self, nbytes: int) -> tuple[KVBlock, ...]:
-        """The idle blocks that go next, up to `nbytes` of them; all if there are no more."""
-        with self._lock:
-            return tuple(self._entries[name].block for name in self._next_to_go(nbytes))
-
-    def discard(self, names: Iterable[BlockName]) -> tuple[KVBlock, ...]:
-        """Drop those of the blocks that are idle; held ones stay."""
-        with self._lock:
-            return tuple(self._remove(name) for name in names if name in self._idle)
-
     # -- readings -----------------------------------------------------------------------------
 
-    @property
-    def spec(self) -> ModelCacheSpec:
-        """The geometry of the blocks."""
-        return self._spec
-
-    def get(self, name: BlockName) -> KVBlock | None:
-        """Return a block without referencing it."""
+    def keys(self) -> set[PartKey]:
+        """Which parts are there."""
         with self._lock:
-            entry = self._entries.get(name)
-            return entry.block if entry else None
-
-    def num_refs(self, name: BlockName) -> int:
-        """How often a block is referenced; 0 if it is absent."""
-        with self._lock:
-            entry = self._entries.get(name)
-            return entry.num_refs if entry else 0
+            return set(self._entries)
 
     def usage(self) -> PoolUsage:
         """Read all counters at one instant."""
@@ -240,17 +206,16 @@ class BlockPool:
             AssertionError: a counter or a state is wrong.
         """
         with self._lock:
-            held = [e for e in self._entries.values() if e.is_held]
-            idle = [e for e in self._entries.values() if not e.is_held]
-            counts = [entry.num_refs for entry in self._entries.values()]
+            held = [entry for entry in self._entries.values() if entry.num_holds]
+            idle = {key: entry for key, entry in self._entries.items() if not entry.num_holds}
+            holds = [entry.num_holds for entry in self._entries.values()]
             checks = {
-                "counts are not negative": min(counts, default=0) >= 0,
-                "idle are exactly the unheld": {e.block.name for e in idle} == set(self._idle),
-                "held bytes add up": sum(e.block.nbytes for e in held) == self._held_bytes,
-                "idle bytes add up": sum(e.block.nbytes for e in idle) == self._idle_bytes,
+                "holds are not negative": min(holds, default=0) >= 0,
+                "idle are exactly the unheld": set(idle) == set(self._idle),
+                "held bytes add up": sum(e.nbytes for e in held) == self._held_bytes,
+                "idle bytes add up": sum(e.nbytes for e in idle.values()) == self._idle_bytes,
                 "working bytes are not negative": self._working_bytes >= 0,
                 "the budget holds": 0 <= self._used() <= self._budget,
-                "names match": all(n == e.block.name for n, e in self._entries.items()),
             }
         broken = [what for what, holds in checks.items() if not holds]
         if broken:
@@ -261,51 +226,39 @@ class BlockPool:
     def _used(self) -> int:
         return self._held_bytes + self._idle_bytes + self._working_bytes
 
-    def _change(self, name: BlockName, *, by: int) -> None:
-        entry = self._entries[name]
-        was_idle = name in self._idle
-        entry.num_refs += by
-        if entry.is_held and was_idle:
-            del self._idle[name]
-            self._idle_bytes -= entry.block.nbytes
-            self._held_bytes += entry.block.nbytes
-        elif not entry.is_held and not was_idle:
-            self._idle[name] = None
-            self._idle_bytes += entry.block.nbytes
-            self._held_bytes -= entry.block.nbytes
+    def _touch(self, keys: Sequence[PartKey]) -> None:
+        for key in reversed(keys):
+            if key in self._idle:
+                self._idle.move_to_end(key)
 
-    def _make_room(self, nbytes: int, keep: set[BlockName] | None = None) -> tuple[KVBlock, ...]:
-        """Evict until `nbytes` fit, sparing `keep`; changes nothing if that cannot be."""
+    def _make_room(self, nbytes: int, spared: Collection[PartKey] = ()) -> list[PartKey]:
+        """Evict until `nbytes` fit, sparing some; changes nothing if that cannot be."""
         excess = self._used() + nbytes - self._budget
         if excess <= 0:
-            return ()
-        spared = {name for name in keep or () if name in self._idle}
-        spared_bytes = sum(self._entries[name].block.nbytes for name in spared)
+            return []
+        spared_bytes = sum(self._entries[key].nbytes for key in spared if key in self._idle)
         if excess > self._idle_bytes - spared_bytes:
             raise PoolExhaustedError(
                 f"{nbytes} bytes of attention state do not fit: "
                 f"{self._held_bytes + self._working_bytes} of {self._budget} are in use",
                 retry_after_s=1.0,
             )
-        return self._drop(excess, spared)
+        return self._remove(self._next_to_go(excess, spared))
 
-    def _drop(self, excess: int, spared: set[BlockName] | None = None) -> tuple[KVBlock, ...]:
-        """Remove idle blocks, oldest first, until at least `excess` bytes are gone."""
-        return tuple(self._remove(name) for name in self._next_to_go(excess, spared))
-
-    def _next_to_go(self, excess: int, spared: set[BlockName] | None = None) -> list[BlockName]:
-        victims: list[BlockName] = []
-        for name in self._idle:
+    def _next_to_go(self, excess: int, spared: Collection[PartKey] = ()) -> list[PartKey]:
+        """Idle parts, oldest first, that make up at least `excess` bytes."""
+        victims: list[PartKey] = []
+        for key in self._idle:
             if excess <= 0:
                 break
-            if spared and name in spared:
-                continue
-            victims.append(name)
-            excess -= self._entries[name].block.nbytes
+            if key not in spared:
+                victims.append(key)
+                excess -= self._entries[key].nbytes
         return victims
 
-    def _remove(self, name: BlockName) -> KVBlock:
-        del self._idle[name]
-        block = self._entries.pop(name).block
-        self._idle_bytes -= block.nbytes
-        return block
+    def _remove(self, keys: Iterable[PartKey]) -> list[PartKey]:
+        removed = list(keys)
+        for key in removed:
+            del self._idle[key]
+            self._idle_bytes -= self._entries.pop(key).nbytes
+        return removed

@@ -137,7 +137,7 @@ class AgentMemory:
                 raise DrainingError("the server is shutting down.")
             self.store = store
             if self.disk is not None:
-                self.disk.start(store)
+                self.disk.start(store.is_on_disk)
         self.housekeeping = Housekeeping(
             store,
             self.agents,

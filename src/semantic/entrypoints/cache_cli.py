@@ -184,7 +184,7 @@ class _Cache:
         ]
         for part in parts:
             index.add(part.root, part.parent, part.start, part.tokens)
-        reached = index.reached(pointer.block for pointer in self.ledger.pointers())
+        reached = index.reachable(pointer.block for pointer in self.ledger.pointers())
         kept = [part for part in parts if part.name in reached or part.last_used >= before]
         names = {part.key for part in kept}
         gone = [part for part in parts if part.key not in names]

@@ -8,9 +8,9 @@ from semantic.domain.agents import Principal, Reuse, Tier
 from semantic.ports.inbound import StateView
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CacheCounts:
-    """What happened to blocks since the start; only ever grows."""
+    """What happened to blocks since the start; only ever grows. Its owner changes it."""
 
     sealed: int = 0
     evicted: int = 0

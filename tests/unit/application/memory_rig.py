@@ -119,9 +119,9 @@ class MemoryFiles:
 
 def fetch(store: AgentCacheStore, wanted: WantedPart) -> Future[KVPayload]:
     """Read a part into memory, where there is room for it."""
-    held = store.reads.hold(wanted)
+    held = store.loader.hold(wanted)
     assert held is not None
-    held.future.add_done_callback(lambda _: store.reads.let_go(held))
+    held.future.add_done_callback(lambda _: store.loader.let_go(held))
     return held.future
 
 
@@ -220,7 +220,7 @@ class MemoryRig:
         )
         self.store.restore_index(state.parts)
         self.store.roots.add(ROOT)
-        self.disk.start(self.store)
+        self.disk.start(self.store.is_on_disk)
         self.housekeeping = Housekeeping(
             self.store,
             self.agents,
@@ -240,7 +240,7 @@ class MemoryRig:
     def settle(self) -> None:
         """Wait until nothing is read any more, and all that came of it is written."""
         for _ in range(10_000):
-            if not self.store.reads.is_busy:
+            if not self.store.loader.is_busy:
                 return self.flush()
             time.sleep(0.001)
         raise AssertionError("reading does not end")
@@ -290,7 +290,7 @@ class MemoryRig:
         parts = sort_parts(payloads, 0, plan.end, self.spec, ABI)  # as a backend would
         assert bool(parts.window) == bool(plan.end and self.spec.num_window)
         assert (parts.state is not None) == bool(plan.end and self.spec.num_state)
-        last = self.store.index.get(plan.chain)
+        last = self.store.get(plan.chain)
         assert (last.end if last else 0) == plan.num_whole, "sealing would leave a gap"
         assert plan.num_whole <= plan.end < len(tokens) or not plan.end
         return plan.end, plan.chain, plan.num_whole
@@ -298,7 +298,7 @@ class MemoryRig:
     def _load(self, plan: RestorePlan) -> list[KVPayload] | None:
         """Load the parts of a plan as an engine does; None if one was bad and is gone now."""
         loader, news = Loader(self.spec), threading.Event()
-        restore = Restore(SequenceId(0), plan, self.store.reads, on_ready=news.set)
+        restore = Restore(SequenceId(0), plan, self.store.loader, on_ready=news.set)
         try:
             while not restore.advance(loader, 1):
                 if restore.is_ready:

@@ -1,4 +1,3 @@
-from dataclasses import FrozenInstanceError
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -6,14 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from semantic.domain.blocks import (
-    BlockName,
-    BlockNamespace,
-    KVBlock,
-    block_name,
-    split_tokens,
-)
-from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
+from semantic.domain.blocks import BlockName, BlockNamespace, block_end, block_name
 
 pytestmark = pytest.mark.unit
 
@@ -26,7 +18,6 @@ Chain: TypeAlias = tuple[tuple[int, ...], ...]
 NameInputs: TypeAlias = tuple[str, str, bytes, Chain]
 
 token_ids = st.integers(0, 2**32 - 1)
-token_runs = st.lists(token_ids, min_size=1, max_size=8)
 # Few values, so that equal and nearly equal inputs are drawn often.
 few_runs = st.lists(st.sampled_from([0, 1, 256]), min_size=1, max_size=3).map(tuple)
 name_inputs = st.tuples(
@@ -35,11 +26,6 @@ name_inputs = st.tuples(
     st.sampled_from([b"", b"a", b"b", b"ab"]),
     st.lists(few_runs, max_size=3).map(tuple),
 )
-
-
-def spec_of(block_tokens: int) -> ModelCacheSpec:
-    layer = LayerSpec(LayerKind.FULL, num_kv_heads=1, key_dim=8, value_dim=8)
-    return ModelCacheSpec("tiny", (layer,), 100, 10_000, block_tokens=block_tokens)
 
 
 def name_of(inputs: NameInputs) -> BlockName:
@@ -151,61 +137,33 @@ def test_a_parent_that_could_pass_for_tokens_is_refused(parent: bytes) -> None:
         block_name(BlockName(parent), (1,))
 
 
-# -- blocks -----------------------------------------------------------------------------------
-
-
-@quick
-@given(token_runs, st.integers(0, 10**12))
-def test_a_block_knows_its_tokens_and_derives_its_name(tokens: list[int], nbytes: int) -> None:
-    block = KVBlock.of(ROOT, tokens, nbytes)
-
-    assert block == KVBlock(block_name(ROOT, tokens), ROOT, tuple(tokens), nbytes)
-    assert block.num_tokens == len(tokens)
-
-
-def test_blocks_are_values() -> None:
-    block = KVBlock.of(ROOT, [1, 2], 10)
-
-    assert {block, KVBlock.of(ROOT, (1, 2), 10)} == {block}
-    with pytest.raises(FrozenInstanceError):
-        block.nbytes = 11  # type: ignore[misc]
-
-
-def test_a_block_of_negative_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="nbytes must not be negative, got -1"):
-        KVBlock.of(ROOT, (1,), -1)
-
-
 # -- cutting tokens into blocks ---------------------------------------------------------------
 
 
-@quick
-@given(
-    st.integers(0, 60).map(range),
-    st.integers(1, 12).map(spec_of),
-    st.lists(st.integers(-5, 70), max_size=8),
-)
-def test_ranges_cover_all_tokens_and_cut_at_every_boundary(
-    tokens: range, spec: ModelCacheSpec, boundaries: list[int]
-) -> None:
-    ranges = split_tokens(tokens, spec, boundaries)
+def ranges_of(num_tokens: int, block_tokens: int, cuts: list[int]) -> list[tuple[int, int]]:
+    ranges: list[tuple[int, int]] = []
+    end = 0
+    while end < num_tokens:
+        start, end = end, min(block_end(end, block_tokens, cuts), num_tokens)
+        ranges.append((start, end))
+    return ranges
 
-    assert [index for start, end in ranges for index in range(start, end)] == list(tokens)
-    assert all(0 < end - start <= spec.block_tokens for start, end in ranges)
-    wanted = {b for b in boundaries if 0 < b < len(tokens)}
-    ends = {end for _, end in ranges}
-    assert wanted <= ends
+
+@quick
+@given(st.integers(0, 60), st.integers(1, 12), st.lists(st.integers(-5, 70), max_size=8))
+def test_blocks_end_at_every_boundary_and_when_they_are_full(
+    num_tokens: int, block_tokens: int, boundaries: list[int]
+) -> None:
+    ranges = ranges_of(num_tokens, block_tokens, boundaries)
+
+    assert all(0 < end - start <= block_tokens for start, end in ranges)
+    wanted = {b for b in boundaries if 0 < b < num_tokens}
+    assert wanted <= {end for _, end in ranges}
     # A cut has a reason: a boundary, a full block or the end.
     for start, end in ranges:
-        assert end in wanted or end == len(tokens) or end - start == spec.block_tokens
+        assert end in wanted or end == num_tokens or end - start == block_tokens
 
 
 def test_order_and_repetition_of_boundaries_do_not_matter() -> None:
-    spec = spec_of(4)
-
-    assert split_tokens(range(10), spec, [7, 5, 5, 0, 10, 99, -1]) == [
-        (0, 4),
-        (4, 5),
-        (5, 7),
-        (7, 10),
-    ]
+    ranges = ranges_of(10, 4, [7, 5, 5, 0, 10, 99, -1])
+    assert ranges == [(0, 4), (4, 5), (5, 7), (7, 10)]

@@ -1,14 +1,14 @@
 """Any sequence of operations, done to a pool and to a plain model of it."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from semantic.domain.blocks import BlockName, BlockNamespace, KVBlock
+from semantic.domain.blocks import BlockNamespace, PartKey, block_name
 from semantic.domain.errors import PoolExhaustedError
 from semantic.domain.pool import BlockPool, PoolUsage
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
@@ -16,94 +16,89 @@ from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 pytestmark = pytest.mark.unit
 
 ROOT = BlockNamespace("model@1", "bf16").root()
-
-
-def spec_of(block_tokens: int) -> ModelCacheSpec:
-    layer = LayerSpec(LayerKind.FULL, num_kv_heads=1, key_dim=8, value_dim=8)
-    return ModelCacheSpec("tiny", (layer,), 100, 10_000, block_tokens=block_tokens)
-
-
-def names(blocks: tuple[KVBlock, ...]) -> list[BlockName]:
-    return [block.name for block in blocks]
+SPEC = ModelCacheSpec("tiny", (LayerSpec(LayerKind.FULL, 1, 8, 8),), 100, 10_000, block_tokens=4)
+# Parts of many sizes, some of the same block.
+SIZES: dict[PartKey, int] = {
+    (block_name(ROOT, (token,)), kind): nbytes
+    for token, kind, nbytes in [
+        (1, LayerKind.FULL, 10),
+        (1, LayerKind.WINDOW, 20),
+        (2, LayerKind.FULL, 0),
+        (3, LayerKind.FULL, 35),
+        (3, LayerKind.STATE, 50),
+        (4, LayerKind.FULL, 5),
+        (5, LayerKind.FULL, 40),
+    ]
+}
+BUDGET = sum(SIZES.values()) - 1  # all but the last part fit
+keys = st.sampled_from(list(SIZES))
+key_lists = st.lists(keys, max_size=4)
+amounts = st.integers(-5, 60)
 
 
 class PoolModel:
     """What the pool should do, without regard to speed.
 
-    Recency is a clock reading per block, not a list; bytes are summed up when asked for.
+    Recency is a clock reading per part, not a list; bytes are summed up when asked for.
     """
 
-    def __init__(self, block_tokens: int, budget: int) -> None:
-        self.block_tokens, self.budget, self.working = block_tokens, budget, 0
-        self.blocks: dict[BlockName, KVBlock] = {}
-        self.refs: dict[BlockName, int] = {}
-        self.idle_since: dict[BlockName, int] = {}
-        self.clock = 0
-
-    def is_held(self, name: BlockName) -> bool:
-        return self.refs[name] > 0
+    def __init__(self) -> None:
+        self.working = self.clock = 0
+        self.holds: dict[PartKey, int] = {}
+        self.idle_since: dict[PartKey, int] = {}
 
     def usage(self) -> PoolUsage:
-        held = sum(b.nbytes for b in self.blocks.values() if self.is_held(b.name))
-        idle = sum(b.nbytes for b in self.blocks.values() if not self.is_held(b.name))
-        return PoolUsage(self.budget, held, idle, self.working, len(self.blocks))
+        held = sum(SIZES[key] for key, count in self.holds.items() if count)
+        idle = sum(SIZES[key] for key, count in self.holds.items() if not count)
+        return PoolUsage(BUDGET, held, idle, self.working, len(self.holds))
 
-    def lru(self) -> list[KVBlock]:
-        idle = [block for block in self.blocks.values() if not self.is_held(block.name)]
-        return sorted(idle, key=lambda block: self.idle_since[block.name])
+    def lru(self) -> list[PartKey]:
+        idle = [key for key, count in self.holds.items() if not count]
+        return sorted(idle, key=lambda key: self.idle_since[key])
 
-    def stamp(self, name: BlockName) -> None:
-        self.clock += 1
-        self.idle_since[name] = self.clock
+    def touch(self, used: list[PartKey]) -> None:
+        for key in reversed(used):
+            self.clock += 1
+            self.idle_since[key] = self.clock
 
-    def count(self, given: list[BlockName], by: int) -> None:
-        for name in given:
-            if self.refs.get(name, 0) + by * given.count(name) < 0 or name not in self.blocks:
-                raise ValueError(name.short)
-        for name in given if by > 0 else reversed(given):
-            self.refs[name] += by
-            if not self.is_held(name):
-                self.stamp(name)
+    def count(self, key: PartKey, by: int) -> None:
+        if self.holds.get(key, -1) + by < 0 or key not in self.holds:
+            raise ValueError(key)
+        self.holds[key] += by
+        if by < 0 and not self.holds[key]:
+            self.touch([key])
 
-    def drop(self, excess: int, spared: tuple[KVBlock, ...] = ()) -> tuple[KVBlock, ...]:
-        victims: list[KVBlock] = []
-        for block in self.lru():
-            if sum(victim.nbytes for victim in victims) >= excess:
+    def oldest(self, excess: int, spared: Collection[PartKey] = ()) -> list[PartKey]:
+        victims: list[PartKey] = []
+        for key in self.lru():
+            if sum(SIZES[victim] for victim in victims) >= excess:
                 break
-            if block not in spared:
-                victims.append(block)
-        for victim in victims:
-            del self.blocks[victim.name], self.refs[victim.name]
-        return tuple(victims)
+            if key not in spared:
+                victims.append(key)
+        return victims
 
-    def make_room(self, nbytes: int, spared: tuple[KVBlock, ...] = ()) -> tuple[KVBlock, ...]:
-        evictable = sum(block.nbytes for block in self.lru() if block not in spared)
+    def remove(self, victims: list[PartKey]) -> list[PartKey]:
+        for victim in victims:
+            del self.holds[victim]
+        return victims
+
+    def make_room(self, nbytes: int, spared: Collection[PartKey] = ()) -> list[PartKey]:
+        evictable = sum(SIZES[key] for key in self.lru() if key not in spared)
         if nbytes > self.usage().available + evictable:
             raise PoolExhaustedError("full")
-        return self.drop(nbytes - self.usage().available, spared)
+        return self.remove(self.oldest(nbytes - self.usage().available, spared))
 
-    def allocate(self, blocks: tuple[KVBlock, ...]) -> tuple[KVBlock, ...]:
-        if any(block.num_tokens > self.block_tokens for block in blocks):
-            raise ValueError("too long")
-        new = {block for block in blocks if block.name not in self.blocks}
-        evicted = self.make_room(sum(block.nbytes for block in new), blocks)
-        for block in new:
-            self.blocks[block.name] = block
-            self.refs[block.name] = 0
-        self.count(names(blocks), by=1)
+    def put(self, parts: dict[PartKey, int], chain: list[PartKey]) -> list[PartKey]:
+        new = {key: nbytes for key, nbytes in parts.items() if key not in self.holds}
+        evicted = self.make_room(sum(new.values()), [*chain, *parts])
+        self.holds.update(dict.fromkeys(new, 0))
+        self.touch([*chain, *parts])
         return evicted
 
-    def acquire(self, given: list[BlockName]) -> tuple[KVBlock, ...]:
-        absent = [index for index, name in enumerate(given) if name not in self.blocks]
-        found = given[: absent[0]] if absent else given
-        self.count(found, by=1)
-        return tuple(self.blocks[name] for name in found)
+    def discard(self, dropped: list[PartKey]) -> list[PartKey]:
+        return self.remove([key for key in dict.fromkeys(dropped) if self.holds.get(key) == 0])
 
-    def touch(self, given: list[BlockName]) -> None:
-        for name in reversed(given):
-            self.stamp(name)
-
-    def reserve(self, nbytes: int) -> tuple[KVBlock, ...]:
+    def reserve(self, nbytes: int) -> list[PartKey]:
         if nbytes < 0:
             raise ValueError("negative")
         evicted = self.make_room(nbytes)
@@ -124,80 +119,49 @@ def outcome(operation: Callable[[], object]) -> object:
         return type(error)
 
 
-def make_universe() -> tuple[KVBlock, ...]:
-    """Two conversations that begin alike, with blocks of many sizes."""
-    trunk = following(ROOT, ((1,), 10), ((2, 3), 20))
-    left = following(trunk[-1].name, ((4, 5, 6, 7), 0), ((8,), 35), ((9, 10, 11), 50))
-    right = following(trunk[-1].name, ((4,), 5), ((8, 9, 10, 11), 40))
-    return (*trunk, *left, *right)
-
-
-def following(parent: BlockName, *runs: tuple[tuple[int, ...], int]) -> list[KVBlock]:
-    """Blocks of these tokens and sizes, one after another."""
-    blocks: list[KVBlock] = []
-    for tokens, nbytes in runs:
-        blocks.append(KVBlock.of(parent, tokens, nbytes))
-        parent = blocks[-1].name
-    return blocks
-
-
-UNIVERSE = make_universe()
-block_lists = st.lists(st.sampled_from(UNIVERSE), max_size=4).map(tuple)
-name_lists = block_lists.map(names)
-# All but the last block fit.
-BUDGET = sum(block.nbytes for block in UNIVERSE) - 1
-amounts = st.integers(-5, 60)
-
-
 class PoolMachine(RuleBasedStateMachine):
     """Does the same to a pool and to its model; both must agree on results and refusals."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(spec_of(4), BUDGET)
-        self.model = PoolModel(4, BUDGET)
+        self.pool = BlockPool(SPEC, BUDGET)
+        self.model = PoolModel()
 
-    @rule(blocks=block_lists)
-    def allocate(self, blocks: tuple[KVBlock, ...]) -> None:
-        expected = outcome(lambda: self.model.allocate(blocks))
-        assert outcome(lambda: self.pool.allocate(blocks)) == expected
+    @rule(new=key_lists, chain=key_lists)
+    def put(self, new: list[PartKey], chain: list[PartKey]) -> None:
+        parts = {key: SIZES[key] for key in new}
+        expected = outcome(lambda: self.model.put(parts, chain))
+        assert outcome(lambda: self.pool.put(parts, chain)) == expected
 
-    @rule(blocks=block_lists)
-    def allocate_and_free(self, blocks: tuple[KVBlock, ...]) -> None:
-        before = self.pool.usage()
-        self.allocate(blocks)
-        if self.pool.usage() != before:
-            self.free(names(blocks))
+    @rule(key=keys)
+    def hold(self, key: PartKey) -> None:
+        expected = outcome(lambda: self.model.count(key, by=1))
+        assert outcome(lambda: self.pool.hold(key)) == expected
 
-    @rule(given=name_lists)
-    def acquire(self, given: list[BlockName]) -> None:
-        assert self.pool.acquire(given) == self.model.acquire(given)
+    @rule(key=keys)
+    def let_go(self, key: PartKey) -> None:
+        expected = outcome(lambda: self.model.count(key, by=-1))
+        assert outcome(lambda: self.pool.let_go(key)) == expected
 
-    @rule(given=name_lists)
-    def free(self, given: list[BlockName]) -> None:
-        expected = outcome(lambda: self.model.count(given, by=-1))
-        assert outcome(lambda: self.pool.free(given)) == expected
-
-    @precondition(lambda self: any(self.model.refs.values()))
+    @precondition(lambda self: any(self.model.holds.values()))
     @rule(data=st.data())
-    def free_referenced(self, data: st.DataObject) -> None:
-        referenced = [name for name, count in self.model.refs.items() if count]
-        self.free(data.draw(st.lists(st.sampled_from(referenced), min_size=1, max_size=4)))
+    def let_go_of_held(self, data: st.DataObject) -> None:
+        held = [key for key, count in self.model.holds.items() if count]
+        self.let_go(data.draw(st.sampled_from(held)))
 
-    @rule(given=name_lists)
-    def touch(self, given: list[BlockName]) -> None:
-        self.model.touch(given)
-        self.pool.touch(given)
+    @rule(used=key_lists)
+    def touch(self, used: list[PartKey]) -> None:
+        self.model.touch(used)
+        self.pool.touch(used)
 
     @precondition(lambda self: len(self.model.lru()) > 1)
     @rule(data=st.data())
     def touch_idle(self, data: st.DataObject) -> None:
-        idle = [block.name for block in self.model.lru()]
-        self.touch(data.draw(st.permutations(idle)))
+        self.touch(data.draw(st.permutations(self.model.lru())))
 
-    @rule(nbytes=amounts)
-    def evict(self, nbytes: int) -> None:
-        assert self.pool.evict(nbytes) == self.model.drop(nbytes)
+    @rule(dropped=key_lists)
+    def discard(self, dropped: list[PartKey]) -> None:
+        assert self.pool.discard(dropped) == self.model.discard(dropped)
 
     @rule(nbytes=amounts)
     def reserve(self, nbytes: int) -> None:
@@ -216,13 +180,10 @@ class PoolMachine(RuleBasedStateMachine):
         assert usage == self.model.usage()
         assert usage.used + usage.available == usage.total
         assert min(usage.held, usage.idle, usage.working, usage.available) >= 0
-        for block in UNIVERSE:
-            assert self.pool.num_refs(block.name) == self.model.refs.get(block.name, 0)
-            assert self.pool.get(block.name) == self.model.blocks.get(block.name)
-
-    def teardown(self) -> None:
-        # Whatever was refused on the way must have left the order of eviction alone.
-        assert self.pool.evict(sys.maxsize) == tuple(self.model.lru())
+        assert self.pool.keys() == set(self.model.holds)
+        # Whatever was refused must have left the order of eviction alone.
+        for nbytes in (1, 30, sys.maxsize):
+            assert self.pool.oldest(nbytes) == self.model.oldest(nbytes)
 
 
 TestPoolMachine = PoolMachine.TestCase

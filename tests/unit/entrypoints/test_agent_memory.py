@@ -38,7 +38,7 @@ def test_what_was_found_at_the_start_is_not_kept_beside_the_store(tmp_path: Path
     assert memory.housekeeping is not None
     assert "7 block files" in memory.summary
     memory.housekeeping.collect(orphan_age_s=-1)
-    assert len(memory.store.index) == 0
+    assert len(memory.store.nodes()) == 0
     assert memory.close(20)
     gc.collect()
     known = [part for part in gc.get_objects() if type(part) is BlockPart]

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.ledger import AgentLedger
@@ -13,6 +13,7 @@ from semantic.application.cache.upkeep import Housekeeping
 from semantic.application.cache.writer import DiskTier
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.domain.agents import Agent, Principal, Tier
+from semantic.domain.blocks import BlockName
 from semantic.domain.errors import ModelSwapError
 from semantic.domain.feed import AgentChanged, AgentDeed
 from semantic.ports.cache import CacheCounts, CacheOverview, CheckProgress
@@ -102,15 +103,7 @@ class CacheService:
         opened = self._opened()
         if opened is None:
             return CacheCounts(), "none"
-        counters = opened.store.counters
-        counts = CacheCounts(
-            sealed=counters.sealed,
-            evicted=counters.evicted,
-            restored=counters.read,
-            written=counters.written,
-            corrupt=counters.corrupt,
-        )
-        return counts, opened.store.usage().pressure.name.lower()
+        return replace(opened.store.counts), opened.store.usage().pressure.name.lower()
 
     def overview(self, principal: Principal) -> CacheOverview:
         """Read all figures."""
@@ -119,8 +112,7 @@ class CacheService:
         counts, pressure = self.sample()
         num_replies, reuse = self._watch.totals
         logical, unique, tiers = self._shared(opened, principal)
-        with opened.store.lock:
-            files = [part.nbytes for node in opened.store.index for part in node.files.values()]
+        files = opened.store.file_sizes()
         return CacheOverview(
             memory_budget=usage.total,
             memory_used=usage.used,
@@ -145,17 +137,14 @@ class CacheService:
 
     def _shared(self, opened: OpenCache, principal: Principal) -> tuple[int, int, dict[Tier, int]]:
         """Bytes that agents reach, counted for each and counted once, and where agents are."""
-        logical, unique = 0, {}
+        logical, unique = 0, dict[BlockName, int]()
         tiers = Counter(dict.fromkeys(Tier, 0))
         for agent in self._agents.agents(principal.tenant):
             pointer = self._agents.place(agent).pointer
             tiers[opened.housekeeping.footprint(agent).tier] += 1
-            with opened.store.lock:
-                for node in opened.store.index.chain(pointer.block) if pointer else ():
-                    in_memory = sum(payload.nbytes for payload in node.payloads.values())
-                    on_disk = sum(part.nbytes for part in node.files.values())
-                    unique[node.name] = max(in_memory, on_disk)
-                    logical += unique[node.name]
+            sizes = opened.store.sizes(pointer.block) if pointer else {}
+            unique.update(sizes)
+            logical += sum(sizes.values())
         return logical, sum(unique.values()), dict(tiers)
 
     def _ready(self) -> OpenCache:

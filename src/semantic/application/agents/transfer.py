@@ -84,9 +84,7 @@ class AgentTransfer:
         opened = self._opened()
         if opened is None:
             return
-        with opened.store.lock:
-            chain = opened.store.index.chain(pointer.block)
-        for node in chain:
+        for node in opened.store.chain(pointer.block):
             kinds = [kind for kind in LayerKind if node.has(kind)]
             try:
                 payloads = [(kind, self._payload(node, kind)) for kind in kinds]

@@ -62,6 +62,16 @@ class BlockNode:
         """Whether a part can be had, from memory or disk."""
         return kind in self.payloads or kind in self.files
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of its parts in memory."""
+        return sum(payload.nbytes for payload in self.payloads.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of its files."""
+        return sum(part.nbytes for part in self.files.values())
+
     def part(self, kind: LayerKind) -> BlockPart:
         """Describe a part that is to be written."""
         return BlockPart(
@@ -222,21 +232,26 @@ class BlockIndex:
             name = node.parent
         return nodes[::-1]
 
+    def chain_from(self, root: BlockName, name: BlockName) -> list[BlockNode] | None:
+        """The nodes that lead from a root to `name`; None if one of them is not known."""
+        chain = self.chain(name)
+        return chain if (chain[0].parent if chain else name) == root else None
+
     def path(self, name: BlockName) -> list[BlockNode]:
         """The chain up to `name`, then the boundaries inside its blocks."""
         chain = self.chain(name)
         return [*chain, *(tail for node in chain for tail in self.begun_by(node))]
 
-    def reached(self, names: Iterable[BlockName]) -> set[BlockName]:
+    def reachable(self, names: Iterable[BlockName]) -> set[BlockName]:
         """Blocks that lead to any of `names`, and the boundaries inside them."""
-        reached: set[BlockName] = set()
+        reachable: set[BlockName] = set()
         for end in names:
             name = end
-            while name not in reached and (node := self._nodes.get(name)) is not None:
-                reached.add(name)
-                reached.update(tail.name for tail in self.begun_by(node))
+            while name not in reachable and (node := self._nodes.get(name)) is not None:
+                reachable.add(name)
+                reachable.update(tail.name for tail in self.begun_by(node))
                 name = node.parent
-        return reached
+        return reachable
 
     def begun_by(self, node: BlockNode) -> list[BlockNode]:
         """Siblings whose tokens `node` begins with and that nothing follows."""
@@ -266,7 +281,7 @@ class BlockIndex:
         """
         counted: Counter[BlockName] = Counter()
         for node in self:
-            counted[node.root] += sum(part.nbytes for part in node.files.values())
+            counted[node.root] += node.disk_bytes
             if self._followers[node.parent].by_tokens.get(node.tokens) is not node:
                 raise AssertionError("a node is not among those that follow its parent")
         if any(counted[root] != nbytes for root, nbytes in self._disk_bytes.items()):

@@ -5,18 +5,14 @@ that waits to be loaded lies outside the budget. Whoever finds no room is told s
 nobody is made to wait here. Thread-safe.
 """
 
-import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from semantic.application.cache.counters import CacheCounters
-from semantic.application.cache.filed_parts import FiledParts
 from semantic.application.cache.index import BlockNode
-from semantic.application.cache.resident_parts import ResidentParts
 from semantic.application.cache.restore_plan import WantedPart
-from semantic.application.cache.writer import DiskTier
+from semantic.application.cache.tiers import BlockTiers
 from semantic.domain.blocks import BlockPart, PartKey
 from semantic.domain.errors import CacheCorruptionError, DrainingError, PoolExhaustedError
 from semantic.domain.spec import LayerKind
@@ -51,34 +47,13 @@ class _Reading:
     waiting: list[HeldPart]
 
 
-class PartReads:
+class PartLoader:
     """Brings parts into memory, each into room that was made for it, and holds them for loading."""
 
-    def __init__(
-        self,
-        disk: DiskTier | None,
-        memory: ResidentParts,
-        files: FiledParts,
-        counters: CacheCounters,
-        lock: threading.RLock,
-        on_free: Callable[[BlockNode], None],
-    ) -> None:
-        """Start with nothing.
-
-        Args:
-            disk: Reads the files; None if there are none.
-            memory: Where parts come to.
-            files: Told of those that are bad.
-            counters: Of parts read.
-            lock: Guards all of these.
-            on_free: Called within the lock when fewer count on a node.
-        """
-        self._disk = disk
-        self._memory = memory
-        self._files = files
-        self._counters = counters
-        self._lock = lock
-        self._on_free = on_free
+    def __init__(self, tiers: BlockTiers) -> None:
+        self._tiers = tiers
+        self._disk = tiers.disk
+        self._lock = tiers.lock
         self._reading: dict[PartKey, _Reading] = {}
         self._prefetches: deque[WantedPart] = deque()
 
@@ -125,8 +100,8 @@ class PartReads:
             reading = self._reading.get(held.wanted.key)
             if held.is_counted:
                 held.is_counted = False
-                self._memory.let_go(held.wanted)
-                self._on_free(held.wanted.node)
+                self._tiers.pool.let_go(held.wanted.key)
+                self._tiers.reconsider(held.wanted.node)
             elif reading is not None and held in reading.waiting:
                 reading.waiting.remove(held)
 
@@ -201,7 +176,7 @@ class PartReads:
         assert self._disk is not None  # noqa: S101 - the caller has looked
         part, nbytes = wanted.node.files[wanted.kind], self._room_for(wanted)
         try:
-            self._memory.reserve(nbytes)
+            self._tiers.reserve(nbytes)
         except PoolExhaustedError:
             return False
         reading = _Reading(wanted, part, nbytes, waiting)
@@ -217,7 +192,7 @@ class PartReads:
         wanted = reading.wanted
         with self._lock:
             del self._reading[wanted.key]
-            self._memory.release(reading.nbytes)
+            self._tiers.pool.release(reading.nbytes)
             error = self._take(reading, done)
             payload = wanted.node.payloads.get(wanted.kind)
             self._end_lease(wanted.node)
@@ -240,23 +215,23 @@ class PartReads:
             is_bad = isinstance(error, CacheCorruptionError)
             # Unless whoever waited for it was faster, and discarded it.
             if is_bad and wanted.node.files.get(wanted.kind) is reading.part:
-                self._files.lose(wanted)
+                self._tiers.lose_file(wanted)
             return error
-        self._counters.read += 1
+        self._tiers.counts.restored += 1
         try:
-            self._memory.keep(wanted.node, [done.result()])
+            self._tiers.keep(wanted.node, [done.result()])
         except PoolExhaustedError as full:
             return CacheCorruptionError(f"a file holds more than it should: {full.message}")
         if wanted.kind is not LayerKind.WINDOW:
-            self._files.write(wanted)  # its file may have been deleted meanwhile
+            self._tiers.write(wanted)  # its file may have been deleted meanwhile
         for held in reading.waiting:
             self._count(held)
         return None
 
     def _count(self, held: HeldPart) -> None:
-        self._memory.hold(held.wanted)
+        self._tiers.pool.hold(held.wanted.key)
         held.is_counted = True
 
     def _end_lease(self, node: BlockNode) -> None:
         node.num_leases -= 1
-        self._on_free(node)
+        self._tiers.reconsider(node)

@@ -5,7 +5,7 @@ recurrent layers the state that was taken exactly there; where these are missing
 back to the last place that has them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from semantic.application.cache.index import BlockNode, Match
@@ -72,6 +72,31 @@ def plan_restore(
     if last.end == end and last.name in block_ends:
         return RestorePlan(tuple(parts), end, last.name, end)
     return RestorePlan(tuple(parts), end, last.parent, last.start)
+
+
+def worth_reading(
+    plan: RestorePlan,
+    root: BlockName,
+    spec: ModelCacheSpec,
+    is_worth: Callable[[int, int], bool],
+) -> RestorePlan:
+    """Leave out of a plan what would take longer to read than to compute.
+
+    Args:
+        plan: What can be restored.
+        root: Where the chain begins.
+        spec: Which kinds of layers must be restored.
+        is_worth: Whether so many bytes are read faster than so many tokens are computed.
+    """
+    unread = [w for w in plan.parts if w.kind not in w.node.payloads]
+    nbytes = sum(w.node.files[w.kind].nbytes for w in unread if w.kind in w.node.files)
+    first = min((w.node.start for w in unread), default=plan.end)
+    if is_worth(nbytes, plan.end - first):
+        return plan
+    if spec.kinds != (LayerKind.FULL,):
+        return RestorePlan.nothing(root)
+    parts = tuple(w for w in plan.parts if w.node.end <= first)
+    return RestorePlan(parts, first, parts[-1].node.name if parts else root, first)
 
 
 def _restorable_end(match: Match, spec: ModelCacheSpec) -> int:

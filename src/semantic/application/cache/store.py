@@ -4,28 +4,29 @@ Finds the longest known beginning of a prompt, and keeps the blocks that sequenc
 moves payloads between the engine, the pool's budget and the disk; it does not know what is in them.
 """
 
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import takewhile
 
-from semantic.application.cache.counters import CacheCounters
-from semantic.application.cache.filed_parts import FiledParts
-from semantic.application.cache.index import BlockIndex, BlockNode
-from semantic.application.cache.loader import PartReads
-from semantic.application.cache.resident_parts import ResidentParts
+from semantic.application.cache.eviction import old_boundaries, orphans, resumable_blocks
+from semantic.application.cache.index import BlockNode
+from semantic.application.cache.loader import PartLoader
 from semantic.application.cache.restore_plan import (
     RestorePlan,
     WantedPart,
     kept_windows,
     plan_restore,
+    worth_reading,
 )
-from semantic.application.cache.tails import OnMoved, Tails
+from semantic.application.cache.tiers import BlockTiers, OnMoved
 from semantic.application.cache.writer import DiskTier
-from semantic.domain.agents import Pointer
-from semantic.domain.blocks import BlockName, BlockPart, pack_tokens
+from semantic.domain.agents import Pointer, Tier
+from semantic.domain.blocks import BlockName, BlockPart, PartKey, pack_tokens
 from semantic.domain.errors import PoolExhaustedError
 from semantic.domain.pool import BlockPool, PoolUsage
 from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.ports.cache import CacheCounts
+from semantic.ports.inbound import StateView
 from semantic.ports.outbound import KVPayload
 
 _RECENT_S = 1.0  # how exactly it is known when the blocks of a running sequence were used
@@ -38,11 +39,10 @@ class AgentCacheStore:
     them away, any thread may ask.
 
     Attributes:
-        lock: Guards the index.
-        index: All known blocks.
+        spec: The geometry of the model whose blocks are kept.
         roots: Those whose blocks were sealed or asked for: the served model's.
-        counters: What happened since the start.
-        reads: Brings parts into memory and holds them there.
+        counts: What happened since the start.
+        loader: Brings parts into memory and holds them there.
     """
 
     def __init__(
@@ -64,16 +64,13 @@ class AgentCacheStore:
         self._pool = pool
         self._disk = disk
         self._now = now
+        self._tiers = BlockTiers(pool, disk, on_moved)
+        self._index = self._tiers.index
+        self._lock = self._tiers.lock
+        self.spec: ModelCacheSpec = pool.spec
         self.roots: set[BlockName] = set()
-        self.lock = threading.RLock()
-        self.index = BlockIndex()
-        self.counters = CacheCounters()
-        self._memory = ResidentParts(pool, self.index, self.counters)
-        self._files = FiledParts(disk, self.index, self._memory, self.counters)
-        self._tails = Tails(self.index, self._memory, self._files, on_moved)
-        self.reads = PartReads(
-            disk, self._memory, self._files, self.counters, self.lock, self._reconsider
-        )
+        self.counts: CacheCounts = self._tiers.counts
+        self.loader = PartLoader(self._tiers)
 
     # -- recall ---------------------------------------------------------------------------------
 
@@ -95,18 +92,23 @@ class AgentCacheStore:
             is_used: Whether that makes it young again.
         """
         packed = pack_tokens(tokens)
-        spec = self._pool.spec
-        with self.lock:
+        spec, disk = self.spec, self._disk
+        with self._lock:
             self.roots.add(root)
-            match = self.index.match(root, packed, spec.block_tokens)
+            match = self._index.match(root, packed, spec.block_tokens)
             ends = frozenset(
                 node.name
                 for node in match.nodes
-                if node.num_tokens == spec.block_tokens or self.index.has_followers(node)
+                if node.num_tokens == spec.block_tokens or self._index.has_followers(node)
             )
             plan = plan_restore(root, match, spec, ends)
-            if self._disk is not None and seconds_per_token:
-                plan = self._worth_reading(plan, root, seconds_per_token)
+            if disk is not None and seconds_per_token:
+                plan = worth_reading(
+                    plan,
+                    root,
+                    spec,
+                    lambda nbytes, n: disk.is_read_in(nbytes, n * seconds_per_token),
+                )
             if is_used:
                 self._touch(plan.parts)
             return plan
@@ -121,20 +123,20 @@ class AgentCacheStore:
             max_bytes: The most that is read; None is as much as fits beside those of them that
                 are in memory.
         """
-        with self.lock:
+        with self._lock:
             usage = self._pool.usage()
             known = {w.key: w.node.payloads[w.kind] for w in parts if w.kind in w.node.payloads}
             room = usage.available + usage.idle - sum(p.nbytes for p in known.values())
-            return self.reads.prefetch(parts, room if max_bytes is None else min(room, max_bytes))
+            return self.loader.prefetch(parts, room if max_bytes is None else min(room, max_bytes))
 
     def discard(self, parts: Iterable[WantedPart]) -> None:
         """Drop parts that could not be loaded, so that they are made anew."""
-        with self.lock:
+        with self._lock:
             for wanted in parts:
-                num_dropped = self._memory.drop([wanted])
+                num_dropped = self._tiers.drop_payloads([wanted])
                 if num_dropped or wanted.kind in wanted.node.files:
-                    self.counters.corrupt += 1
-                self._files.drop(wanted, is_bad=True)
+                    self.counts.corrupt += 1
+                self._tiers.drop_file(wanted, is_bad=True)
 
     # -- seal -----------------------------------------------------------------------------------
 
@@ -159,12 +161,12 @@ class AgentCacheStore:
             Its name, or None if there is no room: caching never fails a request.
         """
         packed = pack_tokens(tokens)
-        with self.lock:
+        with self._lock:
             self.roots.add(root)
-            before = self.index.get(parent)
+            before = self._index.get(parent)
             if parent != root and (before is None or not before.has(LayerKind.FULL)):
                 return None  # without its beginning the block is of no use
-            node = self.index.add(root, parent, before.end if before else 0, packed)
+            node = self._index.add(root, parent, before.end if before else 0, packed)
             nbytes = sum(payload.nbytes for payload in payloads)
             if before is not None and self._is_young(before, nbytes):
                 node.last_used = max(node.last_used, before.last_used)  # its files say so
@@ -172,23 +174,23 @@ class AgentCacheStore:
             else:
                 is_kept = self._keep_in_chain(node, payloads)
             if not is_kept:
-                self.index.prune(node)
+                self._index.prune(node)
                 return None
-            self.counters.sealed += 1
-            self._tails.free_into(node)
+            self.counts.sealed += 1
+            self._tiers.free_tails(node)
             return node.name
 
     def touch(self, name: BlockName) -> None:
         """Mark all that leads to a block as just used."""
-        with self.lock:
-            self._touch([WantedPart(node, LayerKind.FULL) for node in self.index.chain(name)])
+        with self._lock:
+            self._touch([WantedPart(node, LayerKind.FULL) for node in self._index.chain(name)])
 
     def add(self, name: BlockName, payloads: Sequence[KVPayload]) -> None:
         """Keep further parts of a block, as far as there is room."""
-        with self.lock:
-            node = self.index.get(name)
+        with self._lock:
+            node = self._index.get(name)
             if node is not None:
-                self._keep(node, payloads, self.index.chain(node.parent))
+                self._keep(node, payloads, self._index.chain(node.parent))
 
     def settle(
         self, sealed: Iterable[BlockName], last: BlockName, boundaries: Sequence[int]
@@ -200,11 +202,11 @@ class AgentCacheStore:
             last: The end of their chain.
             boundaries: Positions the conversation may be resumed at.
         """
-        with self.lock:
-            known = [self.index.get(name) for name in sealed]
+        with self._lock:
+            known = [self._index.get(name) for name in sealed]
             nodes = [node for node in known if node and LayerKind.WINDOW in node.payloads]
-            chain = [*self.index.chain(last), *nodes]
-            kept = kept_windows(chain, boundaries, self._pool.spec.window)
+            chain = [*self._index.chain(last), *nodes]
+            kept = kept_windows(chain, boundaries, self.spec.window)
             now = self._now()
             for node in chain:
                 if node.name in kept:
@@ -212,9 +214,9 @@ class AgentCacheStore:
                 if LayerKind.WINDOW not in node.payloads or LayerKind.WINDOW in node.files:
                     continue
                 if node.name in kept:
-                    self._files.write(WantedPart(node, LayerKind.WINDOW))
+                    self._tiers.write(WantedPart(node, LayerKind.WINDOW))
                 elif node in nodes and not node.last_kept:
-                    self._memory.drop([WantedPart(node, LayerKind.WINDOW)])
+                    self._tiers.drop_payloads([WantedPart(node, LayerKind.WINDOW)])
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -224,21 +226,21 @@ class AgentCacheStore:
         Raises:
             PoolExhaustedError: there is not that much.
         """
-        with self.lock:
+        with self._lock:
             try:
-                self._memory.reserve(nbytes)
+                self._tiers.reserve(nbytes)
             except PoolExhaustedError:
-                self.reads.stop_prefetching()  # what nobody waits for gives way
+                self.loader.stop_prefetching()  # what nobody waits for gives way
                 raise
 
     def release(self, nbytes: int) -> None:
         """Give room back."""
-        self._memory.release(nbytes)
+        self._pool.release(nbytes)
 
     @property
-    def spec(self) -> ModelCacheSpec:
-        """The geometry of the model whose blocks are kept."""
-        return self._pool.spec
+    def num_unwritten(self) -> int:
+        """How often a part could not be written."""
+        return self._tiers.num_unwritten
 
     def usage(self) -> PoolUsage:
         """Read the pool's counters."""
@@ -247,63 +249,205 @@ class AgentCacheStore:
     @property
     def is_busy(self) -> bool:
         """Whether parts are being read or written: some of what is in use will soon not be."""
-        with self.lock:
-            return self.reads.is_busy or self._files.is_busy
-
-    # -- what the disk tells --------------------------------------------------------------------
-
-    def restore_index(self, parts: Iterable[BlockPart]) -> None:
-        """Take over what a directory holds, at the start."""
-        with self.lock:
-            self._files.restore(parts)
-
-    def end_writing(self, part: BlockPart, *, is_written: bool) -> None:
-        """Note that a part is on disk, or that it could not be written."""
-        with self.lock:
-            node = self._files.end_writing(part, is_written=is_written)
-            if node is not None:
-                self._tails.free_into(node)
-                self._tails.free(node)
-                self._files.offer_again()
-
-    def offer_again(self) -> None:
-        """Hand over what the writer had no room for, as far as it is still in memory."""
-        with self.lock:
-            self._files.offer_again()
-
-    def is_on_disk(self, pointer: Pointer) -> bool:
-        """Whether all that leads to a place is on disk, and none of it is still to be written."""
-        with self.lock:
-            return self._files.is_whole(pointer)
-
-    def disk_bytes(self, root: BlockName) -> int:
-        """Bytes of the files of one root's blocks."""
-        with self.lock:
-            return self.index.disk_bytes(root)
-
-    def victims(
-        self, nbytes: int, incoming: BlockPart, *, root: BlockName | None = None, slack: int = 0
-    ) -> list[BlockPart]:
-        """Choose files to delete that make room for another, and forget them; none in vain."""
-        with self.lock:
-            return self._files.victims(nbytes, incoming, root=root, slack=slack)
-
-    def drop_files(self, parts: Iterable[WantedPart]) -> int:
-        """Delete parts from disk that nobody counts on; returns the bytes freed."""
-        with self.lock:
-            return sum(self._files.drop(part) for part in parts if not part.node.num_leases)
-
-    def lose_files(self, parts: Iterable[WantedPart]) -> None:
-        """Forget files that turned out to be gone or bad; those that are being read tell later."""
-        with self.lock:
-            for wanted in parts:
-                if wanted.kind in wanted.node.files and not wanted.node.num_leases:
-                    self._files.lose(wanted)
+        with self._lock:
+            return self.loader.is_busy or self._tiers.is_writing
 
     def drop_payloads(self, parts: Iterable[WantedPart]) -> int:
         """Drop parts from memory that are not in use; returns how many went."""
-        with self.lock:
-            return self._memory.drop(parts)
+        with self._lock:
+            return self._tiers.drop_payloads(parts)
+
+    def drop_files(self, parts: Iterable[WantedPart]) -> int:
+        """Delete parts from disk that nobody counts on; returns the bytes freed."""
+        with self._lock:
+            return sum(self._tiers.drop_file(part) for part in parts if not part.node.num_leases)
+
+    def drop(self, parts: Sequence[WantedPart]) -> int:
+        """Drop parts from disk and memory; returns the bytes freed on disk."""
+        with self._lock:
+            freed = self.drop_files(parts)
+            self.drop_payloads(parts)
+            return freed
+
+    # -- disk -----------------------------------------------------------------------------------
+
+    def restore_index(self, parts: Iterable[BlockPart]) -> None:
+        """Take over what a directory holds, at the start."""
+        with self._lock:
+            for part in parts:
+                node = self._index.add(part.root, part.parent, part.start, part.tokens)
+                self._index.put_file(node, part)
+                node.last_used = max(node.last_used, part.last_used)
+            self._index.sort_by_age()
+
+    def reconcile(
+        self, present: Iterable[BlockPart], missing: Iterable[PartKey]
+    ) -> list[BlockPart]:
+        """Take over files that are not known, and forget those that are not there.
+
+        Those that are being read tell later. Returns what was not known.
+        """
+        with self._lock:
+            # Those that were written while the files were read are known by now.
+            unknown = [part for part in present if not self._has_file(part.key)]
+            self.restore_index(unknown)
+            for name, kind in missing:
+                node = self._index.get(name)
+                if node is not None and kind in node.files and not node.num_leases:
+                    self._tiers.lose_file(WantedPart(node, kind))
+            return unknown
+
+    def offer_again(self) -> None:
+        """Hand over what the writer had no room for, as far as it is still in memory."""
+        with self._lock:
+            self._tiers.offer_again()
+
+    def is_on_disk(self, pointer: Pointer) -> bool:
+        """Whether all that leads to a place is on disk, and none of it is still to be written."""
+        with self._lock:
+            return self._tiers.is_on_disk(pointer)
+
+    # -- what agents reach ----------------------------------------------------------------------
+
+    def nodes(self) -> list[BlockNode]:
+        """All known blocks, the least recently used first."""
+        with self._lock:
+            return list(self._index)
+
+    def get(self, name: BlockName) -> BlockNode | None:
+        """Find a block by its name."""
+        with self._lock:
+            return self._index.get(name)
+
+    def chain(self, name: BlockName) -> list[BlockNode]:
+        """The blocks up to `name`, from the first one that is known without a gap."""
+        with self._lock:
+            return self._index.chain(name)
+
+    def lineage(self, pointer: Pointer, tokens: Callable[[], Sequence[int]]) -> list[BlockNode]:
+        """What is known of the blocks that lead to a pointer, from the first on.
+
+        `tokens` reads the conversation, if its end is gone: what is left is then found as a prompt
+        would find it.
+        """
+        with self._lock:
+            chain = self._index.chain_from(pointer.root, pointer.block)
+        if chain:
+            return chain
+        packed = pack_tokens(tokens())
+        with self._lock:
+            match = self._index.match(pointer.root, packed, self.spec.block_tokens)
+            return [node for node in match.nodes if node.end <= match.end]
+
+    def footprint(self, pointer: Pointer, tokens: Callable[[], Sequence[int]]) -> StateView:
+        """See where the blocks that lead to a pointer are; `tokens` as for `lineage`."""
+        nodes = self.lineage(pointer, tokens)
+        full = LayerKind.FULL
+        with self._lock:
+            memory = list(takewhile(lambda node: full in node.payloads, nodes))
+            disk = list(takewhile(lambda node: full in node.files, nodes))
+            return StateView(
+                tier=Tier.HOT if memory else Tier.WARM if disk else Tier.COLD,
+                num_tokens=pointer.num_tokens,
+                memory_tokens=memory[-1].end if memory else 0,
+                disk_tokens=disk[-1].end if disk else 0,
+                memory_bytes=sum(node.memory_bytes for node in nodes),
+                disk_bytes=sum(node.disk_bytes for node in nodes),
+            )
+
+    def file_sizes(self) -> list[int]:
+        """Bytes of every file."""
+        with self._lock:
+            return [part.nbytes for node in self._index for part in node.files.values()]
+
+    def sizes(self, name: BlockName) -> dict[BlockName, int]:
+        """Bytes of the blocks that lead to one."""
+        with self._lock:
+            chain = self._index.chain(name)
+            return {node.name: max(node.memory_bytes, node.disk_bytes) for node in chain}
+
+    def reachable(self, pointers: Iterable[Pointer]) -> set[BlockName]:
+        """Blocks that lead to any of these places, and the boundaries inside them."""
+        with self._lock:
+            return self._index.reachable(pointer.block for pointer in pointers)
+
+    def pin(self, pointers: Iterable[Pointer]) -> None:
+        """Keep what leads to these places on disk whatever the budget, and nothing else."""
+        with self._lock:
+            for node in self._index:
+                node.num_pins = 0
+            for pointer in pointers:
+                for node in self._index.path(pointer.block):
+                    node.num_pins += 1
+
+    def used_files(self, since: float) -> list[PartKey]:
+        """Files of the blocks that were used since a time."""
+        with self._lock:
+            used = [node for node in self._index if node.last_used >= since]
+            return [(node.name, kind) for node in used for kind in node.files]
+
+    def evict(
+        self,
+        pointer: Pointer,
+        tokens: Callable[[], Sequence[int]],
+        *,
+        spared: Collection[BlockName],
+        is_cold: bool,
+    ) -> int:
+        """Drop what leads to a pointer from memory, and from disk too if it is to be cold.
+
+        What is not on disk yet stays, unless it is to be cold; `spared` blocks stay in any case.
+        `tokens` as for `lineage`. Returns how many parts went from memory.
+        """
+        nodes = self.lineage(pointer, tokens)
+        with self._lock:
+            known = {node.name: node for node in (*nodes, *self._index.path(pointer.block))}
+            own = [node for name, node in known.items() if name not in spared]
+            parts = [WantedPart(node, kind) for node in own[::-1] for kind in LayerKind]
+            if self._disk is not None and not is_cold:
+                parts = [wanted for wanted in parts if wanted.kind in wanted.node.files]
+            num_dropped = self.drop_payloads(parts)
+            if is_cold:
+                self.drop_files(parts)
+            return num_dropped
+
+    def drop_orphans(self, reachable: Collection[BlockName], *, unused_since: float) -> int:
+        """Drop what is not reachable and nobody used since a time; returns the disk bytes freed."""
+        with self._lock:
+            nodes = orphans(self._index, reachable, unused_since=unused_since)
+            return self.drop([WantedPart(node, kind) for node in nodes for kind in LayerKind])
+
+    def drop_old_boundaries(
+        self, latest_turns: Iterable[tuple[Pointer, int]], *, unused_since: float
+    ) -> int:
+        """Drop window and state parts that nobody will resume from; returns the disk bytes freed.
+
+        Args:
+            latest_turns: Where the last turns of all agents end, and how long their prompts were.
+            unused_since: What no agent has and was used later is spared.
+        """
+        if self.spec.kinds == (LayerKind.FULL,):
+            return 0
+        needed: set[BlockName] = set()
+        passed: set[BlockName] = set()
+        for pointer, num_prompt in latest_turns:
+            if pointer.root not in self.roots:
+                continue
+            with self._lock:  # not around them all: reading turns takes its time
+                nodes = self._index.path(pointer.block)
+            needed |= resumable_blocks(nodes, (pointer.num_tokens, num_prompt), self.spec)
+            passed.update(node.name for node in nodes)
+        with self._lock:
+            nodes = old_boundaries(
+                self._index,
+                self.roots,
+                needed=needed,
+                passed=passed,
+                now=self._now(),
+                unused_since=unused_since,
+            )
+            kinds = (LayerKind.WINDOW, LayerKind.STATE)
+            return self.drop([WantedPart(node, kind) for node in nodes for kind in kinds])
 
     # -- readings -------------------------------------------------------------------------------
 
@@ -313,84 +457,53 @@ class AgentCacheStore:
         Raises:
             AssertionError: they do not.
         """
-        with self.lock:
-            self._memory.check_integrity()
-            self._files.check_integrity()
-            if any(not (node.payloads or node.files or node.num_leases) for node in self.index):
-                raise AssertionError("a node without parts is in the index")
-            self.index.check_integrity()
+        with self._lock:
+            self._tiers.check_integrity()
 
     # -- inside the lock ------------------------------------------------------------------------
-
-    def _worth_reading(
-        self, plan: RestorePlan, root: BlockName, seconds_per_token: float
-    ) -> RestorePlan:
-        """Leave out what would take longer to read than to compute."""
-        assert self._disk is not None  # noqa: S101 - the caller has looked
-        unread = [w for w in plan.parts if w.kind not in w.node.payloads]
-        nbytes = sum(w.node.files[w.kind].nbytes for w in unread if w.kind in w.node.files)
-        first = min((w.node.start for w in unread), default=plan.end)
-        if self._disk.seconds_to_read(nbytes) <= (plan.end - first) * seconds_per_token:
-            return plan
-        self._disk.doubt()
-        if self._pool.spec.kinds != (LayerKind.FULL,):
-            return RestorePlan.nothing(root)
-        parts = tuple(w for w in plan.parts if w.node.end <= first)
-        chain = parts[-1].node.name if parts else root
-        return RestorePlan(parts, first, chain, first)
 
     def _keep(
         self, node: BlockNode, payloads: Sequence[KVPayload], chain: Sequence[BlockNode] = ()
     ) -> bool:
         """Take parts into memory, and hand them to the writer; False without room."""
         try:
-            kinds = self._memory.keep(node, payloads, chain)
+            kinds = self._tiers.keep(node, payloads, chain)
         except PoolExhaustedError:
             return all(node.has(payload.kind) for payload in payloads)
         for kind in kinds:
             if kind is LayerKind.STATE:
                 node.last_kept = self._now()
             if kind is not LayerKind.WINDOW:
-                self._files.write(WantedPart(node, kind))
+                self._tiers.write(WantedPart(node, kind))
         return True
 
     def _is_young(self, node: BlockNode, nbytes: int) -> bool:
         """Whether nothing that leads to a node, as young as it is, would go for so many bytes."""
         is_recent = 0 <= self._now() - node.last_used < _RECENT_S
-        return is_recent and self._memory.has_room(nbytes, unused_since=node.last_used)
+        return is_recent and self._tiers.has_room(nbytes, unused_since=node.last_used)
 
     def _keep_in_chain(self, node: BlockNode, payloads: Sequence[KVPayload]) -> bool:
         """Keep parts at the expense of anything but what leads to them, and mark it all as used.
 
         Takes time for every block of the chain.
         """
-        chain = self.index.chain(node.parent)
-        if not self._is_unbroken(node.root, node.parent, chain):
+        chain = self._index.chain_from(node.root, node.parent)
+        if chain is None or not all(link.has(LayerKind.FULL) for link in chain):
             return False
         node.last_used = self._now()
         is_kept = self._keep(node, payloads, chain)
         self._touch([WantedPart(link, LayerKind.FULL) for link in (*chain, node)])
         return is_kept
 
-    def _reconsider(self, node: BlockNode) -> None:
-        """Forget or free a node if nobody counts on it any more."""
-        self.index.prune(node)
-        self._tails.free(node)
+    def _has_file(self, key: PartKey) -> bool:
+        node = self._index.get(key[0])
+        return node is not None and key[1] in node.files
 
     def _touch(self, parts: Sequence[WantedPart]) -> None:
         """Mark parts as just used, of a chain the end first."""
         now = self._now()
-        self._memory.touch(parts)
-        self.index.touch([wanted.node for wanted in parts], now)
+        self._pool.touch(wanted.key for wanted in parts)
+        self._index.touch([wanted.node for wanted in parts], now)
         for wanted in parts:
             if wanted.kind is not LayerKind.FULL:
                 wanted.node.last_kept = now
-
-    def _is_unbroken(self, root: BlockName, parent: BlockName, chain: Sequence[BlockNode]) -> bool:
-        if parent == root:
-            return True
-        return (
-            bool(chain)
-            and chain[0].parent == root
-            and all(node.has(LayerKind.FULL) for node in chain)
-        )

@@ -8,21 +8,18 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
 from semantic.application.agents.ledger import AgentLedger
-from semantic.application.cache.index import BlockNode
-from semantic.application.cache.old_boundaries import KEPT_TURNS, OldBoundaries
 from semantic.application.cache.restore_plan import WantedPart
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskTier
 from semantic.application.prompt.replay import REPLAY_TTL_S
-from semantic.domain.agents import Agent, Pointer, Tier, Turn
-from semantic.domain.blocks import BlockName, BlockPart, pack_tokens
+from semantic.domain.agents import Agent, Pointer
+from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
-from semantic.domain.spec import LayerKind
 from semantic.ports.cache import CheckProgress
 from semantic.ports.inbound import StateView
 from semantic.ports.persistence import (
@@ -35,6 +32,7 @@ from semantic.ports.persistence import (
 
 _log = logging.getLogger(__name__)
 
+_RESUMABLE_TURNS = 2  # of each agent, for models that cannot be cut anywhere
 _WARM_SHARE = 0.25
 _LATE_ROUNDS = 5  # a backup that is so many rounds old is late
 _MAX_TOLD = 3
@@ -65,7 +63,6 @@ class Housekeeping:
         self._files = files
         self._orphan_ttl_s = orphan_ttl_s
         self._now = now
-        self._boundaries = OldBoundaries(store, now)
         self._touched_at = now()
         self._has_pins = False
         self._is_stopping = threading.Event()
@@ -95,19 +92,9 @@ class Housekeeping:
     def footprint(self, agent: Agent) -> StateView:
         """See where an agent's state is."""
         pointer = self._pointer(agent)
-        nodes = self._known(agent, pointer)
-        with self._store.lock:
-            memory = _leading(nodes, lambda node: LayerKind.FULL in node.payloads)
-            disk = _leading(nodes, lambda node: LayerKind.FULL in node.files)
-            tier = Tier.HOT if memory else Tier.WARM if disk else Tier.COLD
-            return StateView(
-                tier=tier,
-                num_tokens=pointer.num_tokens if pointer else 0,
-                memory_tokens=memory[-1].end if memory else 0,
-                disk_tokens=disk[-1].end if disk else 0,
-                memory_bytes=sum(p.nbytes for n in nodes for p in n.payloads.values()),
-                disk_bytes=sum(f.nbytes for n in nodes for f in n.files.values()),
-            )
+        if pointer is None:
+            return StateView()
+        return self._store.footprint(pointer, lambda: self._agents.tokens(agent))
 
     def prefetch(self, agent: Agent) -> int:
         """Begin to read what an agent's next turn needs; returns how many parts that are."""
@@ -124,18 +111,12 @@ class Housekeeping:
             return 0
         if is_cold and self._disk is not None:
             self._disk.flush(timeout_s=30)  # what is being written would come back
-        shared = self._reached(self._ledger_pointers(but=agent))
-        chain = self._known(agent, pointer)
-        with self._store.lock:
-            known = {node.name: node for node in (*chain, *self._store.index.path(pointer.block))}
-            own = [node for name, node in known.items() if name not in shared]
-            parts = [WantedPart(node, kind) for node in own[::-1] for kind in LayerKind]
-            if self._disk is not None and not is_cold:
-                parts = [wanted for wanted in parts if wanted.kind in wanted.node.files]
-            num_dropped = self._store.drop_payloads(parts)
-            if is_cold:
-                self._store.drop_files(parts)
-            return num_dropped
+        return self._store.evict(
+            pointer,
+            lambda: self._agents.tokens(agent),
+            spared=self._store.reachable(self._ledger_pointers(but=agent)),
+            is_cold=is_cold,
+        )
 
     def pin(self, agent: Agent, *, is_pinned: bool) -> None:
         """Keep an agent's state on disk whatever the budget, or let it go again."""
@@ -150,12 +131,7 @@ class Housekeeping:
         if not pinned and not self._has_pins:
             return
         pointers = [pointer for pointer in self._each("pinning", pinned, self._pointer) if pointer]
-        with self._store.lock:
-            for node in self._store.index:
-                node.num_pins = 0
-            for pointer in pointers:
-                for node in self._store.index.path(pointer.block):
-                    node.num_pins += 1
+        self._store.pin(pointers)
         self._has_pins = bool(pinned)
 
     # -- garbage --------------------------------------------------------------------------------
@@ -171,24 +147,15 @@ class Housekeeping:
         if self._disk is not None:
             self._disk.flush(timeout_s=30)  # what was committed is reached from now on
         self._ledger.forget_unreachable(before=before, replays_before=self._now() - REPLAY_TTL_S)
-        reached = self._reached(self._ledger.pointers()) | self._partly_reached()
-        with self._store.lock:
-            orphans = [
-                node
-                for node in self._store.index
-                if node.name not in reached and node.last_used < before and not node.num_pins
-            ]
-            parts = [WantedPart(node, kind) for node in orphans for kind in LayerKind]
-            freed = self._store.drop_files(parts)
-            self._store.drop_payloads(parts)
+        reachable = self._store.reachable(self._ledger.pointers()) | self._partly_reachable()
+        freed = self._store.drop_orphans(reachable, unused_since=before)
         if self._files is not None:
             freed += self._files.empty_quarantine(before=before)
         return freed + self._drop_boundaries(before)
 
     def verify(self) -> Iterator[CheckProgress]:
         """Read every file; what is bad is set aside and made anew when it is needed."""
-        with self._store.lock:
-            parts = [WantedPart(n, kind) for n in self._store.index for kind in tuple(n.files)]
+        parts = [WantedPart(n, kind) for n in self._store.nodes() for kind in tuple(n.files)]
         num_bad = 0
         yield CheckProgress(0, len(parts), 0)
         for count, wanted in enumerate(parts, start=1):
@@ -242,15 +209,9 @@ class Housekeeping:
         """Compare the index with the files: a crash may have come between the two."""
         if self._files is None or self._disk is None:
             return
-        with self._store.lock:
-            unseen = {part.key: part for node in self._store.index for part in node.files.values()}
-        unknown = [part for part in self._files.scan() if unseen.pop(part.key, None) is None]
-        with self._store.lock:
-            # Those that were written while the files were read are known by now.
-            unknown = [part for part in unknown if not self._is_known(part)]
-            self._store.restore_index(unknown)
-            nodes = [(self._store.index.get(name), kind) for name, kind in unseen]
-            self._store.lose_files([WantedPart(node, kind) for node, kind in nodes if node])
+        missing = {(n.name, kind): n for n in self._store.nodes() for kind in tuple(n.files)}
+        new = [part for part in self._files.scan() if missing.pop(part.key, None) is None]
+        unknown = self._store.reconcile(new, missing)
         self._disk.change(*(PutPart(part) for part in unknown), MarkIndexWhole())
 
     def tick(self) -> None:
@@ -303,11 +264,13 @@ class Housekeeping:
             yield self._guarded(name, functools.partial(work, agent), agent)
 
     def _drop_boundaries(self, unused_since: float) -> int:
-        def latest(agent: Agent) -> list[Turn]:
-            return self._agents.turns(agent, limit=KEPT_TURNS)
+        def latest(agent: Agent) -> list[tuple[Pointer, int]]:
+            turns = self._agents.turns(agent, limit=_RESUMABLE_TURNS)
+            return [(turn.pointer, turn.usage.prompt_tokens) for turn in turns if turn.pointer]
 
-        found = self._each("reading turns", self._agents.recent(), latest)
-        return self._boundaries.drop((turns or () for turns in found), unused_since=unused_since)
+        turns = self._each("reading turns", self._agents.recent(), latest)
+        ends = (end for ends in turns for end in ends or ())
+        return self._store.drop_old_boundaries(ends, unused_since=unused_since)
 
     def _back_up(self) -> None:
         self._ledger.back_up()
@@ -318,31 +281,18 @@ class Housekeeping:
     def _pointer(self, agent: Agent) -> Pointer | None:
         return self._agents.place(agent).pointer
 
-    def _known(self, agent: Agent, pointer: Pointer | None) -> list[BlockNode]:
-        """What is known of the blocks that lead to an agent's head, from the first on."""
-        if pointer is None:
-            return []
-        with self._store.lock:
-            chain = self._store.index.chain(pointer.block)
-        if chain and chain[0].parent == pointer.root:
-            return chain
-        # Its end is gone: what is left is found as a prompt would find it.
-        packed = pack_tokens(self._agents.tokens(agent))
-        with self._store.lock:
-            block_tokens = self._store.spec.block_tokens
-            match = self._store.index.match(pointer.root, packed, block_tokens)
-            return [node for node in match.nodes if node.end <= match.end]
-
-    def _partly_reached(self) -> set[BlockName]:
+    def _partly_reachable(self) -> set[BlockName]:
         """Blocks of agents whose last blocks were evicted."""
 
-        def known(agent: Agent) -> list[BlockNode]:
+        def names(agent: Agent) -> list[BlockName]:
             pointer = self._pointer(agent)
-            is_whole = pointer is None or self._store.index.get(pointer.block) is not None
-            return [] if is_whole else self._known(agent, pointer)
+            if pointer is None or self._store.get(pointer.block) is not None:
+                return []
+            nodes = self._store.lineage(pointer, lambda: self._agents.tokens(agent))
+            return [node.name for node in nodes]
 
-        found = self._each("finding the blocks", self._agents.recent(), known)
-        return {node.name for nodes in found for node in nodes or ()}
+        found = self._each("finding the blocks", self._agents.recent(), names)
+        return {name for names in found for name in names or ()}
 
     def _next_parts(self, agent: Agent) -> tuple[WantedPart, ...]:
         """What an agent's next turn will start from."""
@@ -351,15 +301,6 @@ class Housekeeping:
             return ()
         tokens = self._agents.tokens(agent)
         return self._store.plan(pointer.root, tokens, is_used=False).parts
-
-    def _is_known(self, part: BlockPart) -> bool:
-        node = self._store.index.get(part.name)
-        return node is not None and part.kind in node.files
-
-    def _reached(self, pointers: Sequence[Pointer]) -> set[BlockName]:
-        """Blocks that lead to a pointer, and the boundaries inside them."""
-        with self._store.lock:
-            return self._store.index.reached(pointer.block for pointer in pointers)
 
     def _ledger_pointers(self, *, but: Agent) -> list[Pointer]:
         others = [
@@ -374,22 +315,6 @@ class Housekeeping:
         if self._disk is None:
             return
         since, self._touched_at = self._touched_at, self._now()
-        with self._store.lock:
-            keys = [
-                (node.name, kind)
-                for node in self._store.index
-                if node.last_used >= since
-                for kind in node.files
-            ]
+        keys = self._store.used_files(since)
         if keys:
             self._disk.change(TouchParts(tuple(keys), self._touched_at))
-
-
-def _leading(nodes: Sequence[BlockNode], is_there: Callable[[BlockNode], bool]) -> list[BlockNode]:
-    """The nodes from the first one on that satisfy a condition without a gap."""
-    found: list[BlockNode] = []
-    for node in nodes:
-        if not is_there(node):
-            break
-        found.append(node)
-    return found

@@ -11,14 +11,14 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, assert_never
+from typing import TypeAlias, assert_never
 
 from semantic.application.engine.row_writer import RowWriter
 from semantic.domain.agents import Pointer
-from semantic.domain.blocks import BlockName, BlockPart
+from semantic.domain.blocks import BlockPart
 from semantic.domain.errors import CachePersistenceError, DrainingError
 from semantic.ports.outbound import KVPayload
 from semantic.ports.persistence import (
@@ -42,31 +42,6 @@ _SLACK = 0.02  # of what blocks may take, freed beyond need, so that it is not d
 _FILE_OVERHEAD = 4096  # what a file holds beside its payload and its ids, at most
 
 
-class PartKeeper(Protocol):
-    """What the disk asks of whoever knows all parts."""
-
-    def end_writing(self, part: BlockPart, *, is_written: bool) -> None:
-        """Take note of the fate of a part that was offered."""
-        ...
-
-    def victims(
-        self, nbytes: int, incoming: BlockPart, *, root: BlockName | None = None, slack: int = 0
-    ) -> list[BlockPart]:
-        """Choose files that make room for another, of one root or of all; none if too few may go.
-
-        Those chosen are forgotten. `slack` is how many bytes beyond `nbytes` would be welcome.
-        """
-        ...
-
-    def disk_bytes(self, root: BlockName) -> int:
-        """Bytes of the files of one root's blocks."""
-        ...
-
-    def is_on_disk(self, pointer: Pointer) -> bool:
-        """Whether all that leads to a place is on disk."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class DiskLimits:
     """How much of the disk may be used.
@@ -83,9 +58,20 @@ class DiskLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class _WritePart:
+class WriteJob:
+    """A part to be written. Its callbacks run on the writer's thread.
+
+    Attributes:
+        victims: Chooses and forgets files that make way for it: told the part, its bytes, how many
+            bytes the disk's budget lacks, and how many more would be welcome. Raises
+            `CachePersistenceError` if the part may not be written.
+        on_end: Told the part and its file, with its size; no file if it could not be written.
+    """
+
     part: BlockPart
     payload: KVPayload
+    victims: Callable[[BlockPart, int, int, int], Sequence[BlockPart]]
+    on_end: Callable[[BlockPart, BlockPart | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +91,14 @@ class _Stop:
     pass
 
 
-_Item: TypeAlias = _WritePart | _Delete | _Change | _Stop
+_Item: TypeAlias = WriteJob | _Delete | _Change | _Stop
 
 
 class DiskTier:
-    """Files and ledger of one directory. All methods are safe on any thread and return at once."""
+    """Files and ledger of one directory. All methods are safe on any thread and return at once.
+
+    It knows files and rows; which blocks there are, and which go, is for those who offer them.
+    """
 
     def __init__(
         self,
@@ -120,7 +109,7 @@ class DiskTier:
         is_synced: bool = False,
     ) -> None:
         self._files = files
-        self._limits = limits
+        self.limits = limits
         self._is_synced = is_synced
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -137,9 +126,12 @@ class DiskTier:
         # The writer's own.
         self._is_stopping = False
         self._batch_bytes = 0
-        self._keeper: PartKeeper | None = None
+        self._is_on_disk: Callable[[Pointer], bool] | None = None
         self._rows = RowWriter(
-            ledger, is_synced=is_synced, is_on_disk=self._is_on_disk, report=self._report
+            ledger,
+            is_synced=is_synced,
+            is_on_disk=self._is_durable,
+            report=self._report,
         )
 
     # -- any thread -----------------------------------------------------------------------------
@@ -156,21 +148,22 @@ class DiskTier:
         with self._lock:
             return "; ".join(filter(None, self._problems.values()))
 
-    def start(self, keeper: PartKeeper) -> None:
-        """Begin writing."""
-        self._keeper = keeper
+    def start(self, is_on_disk: Callable[[Pointer], bool]) -> None:
+        """Begin writing; turns are durable when all that leads to them is on disk."""
+        self._is_on_disk = is_on_disk
         self._writer.start()
 
-    def offer(self, part: BlockPart, payload: KVPayload) -> bool:
-        """Queue a part; False if the queue is full. `end_writing` follows if it is taken."""
+    def offer(self, job: WriteJob) -> bool:
+        """Queue a part; False if the queue is full. `on_end` follows if it is taken."""
+        nbytes = job.payload.nbytes
         with self._lock:
             is_taken = not self._queued_bytes or (
-                self._queued_bytes + payload.nbytes <= self._limits.queue_bytes
+                self._queued_bytes + nbytes <= self.limits.queue_bytes
             )
             if is_taken:
-                self._queued_bytes += payload.nbytes
+                self._queued_bytes += nbytes
         if is_taken:
-            self._items.put(_WritePart(part, payload))
+            self._items.put(job)
         return is_taken
 
     def delete(self, parts: Sequence[BlockPart], *, is_bad: bool = False) -> None:
@@ -213,10 +206,17 @@ class DiskTier:
         with self._lock:
             return nbytes * self._read_seconds / max(self._read_bytes, 1)
 
-    def doubt(self) -> None:
-        """Believe the measured cost less: one that keeps all from being read is never new."""
-        with self._lock:
-            self._read_seconds *= _DOUBT
+    def is_read_in(self, nbytes: int, seconds: float) -> bool:
+        """Whether reading takes no longer than so many seconds.
+
+        Each time it does, the measured cost is believed less: one that keeps all from being read
+        is never measured anew.
+        """
+        is_fast = self.seconds_to_read(nbytes) <= seconds
+        if not is_fast:
+            with self._lock:
+                self._read_seconds *= _DOUBT
+        return is_fast
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything handed in so far is written; False if it took too long."""
@@ -287,8 +287,8 @@ class DiskTier:
     def _take(self, item: _Item) -> None:
         """Do what is asked of the files, and note what the ledger must know."""
         match item:
-            case _WritePart(part, payload):
-                self._write(part, payload)
+            case WriteJob():
+                self._write(item)
             case _Delete(parts, is_bad):
                 self._remove(parts, is_bad=is_bad)
             case _Change(changes, done):
@@ -298,12 +298,13 @@ class DiskTier:
             case _:
                 assert_never(item)
 
-    def _write(self, part: BlockPart, payload: KVPayload) -> None:
+    def _write(self, job: WriteJob) -> None:
         """Write one file, making room for it."""
+        part, payload = job.part, job.payload
         written: BlockPart | None = None
         try:
             if time.monotonic() < self._deadline:
-                self._make_room(part, payload.nbytes + len(part.tokens) + _FILE_OVERHEAD)
+                self._make_room(job, payload.nbytes + len(part.tokens) + _FILE_OVERHEAD)
                 written = self._files.write(part, payload, is_synced=self._is_synced)
                 self._rows.add([PutPart(written)])
                 self._report("files", "")
@@ -315,24 +316,15 @@ class DiskTier:
         self._batch_bytes += payload.nbytes
         with self._lock:
             self._queued_bytes -= payload.nbytes
-        assert self._keeper is not None  # noqa: S101 - set before the thread starts
-        self._keeper.end_writing(written or part, is_written=written is not None)
+        job.on_end(part, written)
 
-    def _make_room(self, part: BlockPart, nbytes: int) -> None:
+    def _make_room(self, job: WriteJob, nbytes: int) -> None:
         """Evict what stands in a new file's way.
 
         Raises:
             CachePersistenceError: there is not enough that may go.
         """
-        assert self._keeper is not None  # noqa: S101 - set before the thread starts
-        limit = self._limits.tenant_bytes
-        if limit is not None:
-            excess = self._keeper.disk_bytes(part.root) + nbytes - limit
-            if excess > 0:
-                self._remove(self._keeper.victims(excess, part, root=part.root))
-            if self._keeper.disk_bytes(part.root) + nbytes > limit:
-                raise CachePersistenceError("the tenant's share of the disk is full.")
-        budget, others = self._limits.budget_bytes, self._files.other_bytes()
+        budget, others = self.limits.budget_bytes, self._files.other_bytes()
         room = budget - others  # what was said comes first, and is never dropped
         if nbytes > room:
             raise CachePersistenceError(
@@ -343,10 +335,9 @@ class DiskTier:
         excess = self._files.used_bytes() + nbytes - budget
         if excess > 0:
             excess -= self._files.empty_quarantine(before=math.inf)  # of no use, so it goes first
-        if excess > 0:
-            self._remove(self._keeper.victims(excess, part, slack=int(room * _SLACK)))
-            if self._files.used_bytes() + nbytes > budget:
-                raise CachePersistenceError("the disk budget is full and nothing may be evicted.")
+        self._remove(job.victims(job.part, nbytes, excess, int(room * _SLACK)))
+        if excess > 0 and self._files.used_bytes() + nbytes > budget:
+            raise CachePersistenceError("the disk budget is full and nothing may be evicted.")
 
     def _remove(self, parts: Sequence[BlockPart], *, is_bad: bool = False) -> None:
         for part in parts:
@@ -357,8 +348,8 @@ class DiskTier:
         if parts:
             self._rows.add([DropPart(part.key) for part in parts])
 
-    def _is_on_disk(self, pointer: Pointer) -> bool:
-        return self._keeper is not None and self._keeper.is_on_disk(pointer)
+    def _is_durable(self, pointer: Pointer) -> bool:
+        return self._is_on_disk is not None and self._is_on_disk(pointer)
 
     def _report(self, source: str, problem: str) -> None:
         """Take note of what fails, or works again; said at most once a minute."""

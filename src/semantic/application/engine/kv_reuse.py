@@ -224,7 +224,7 @@ class PrefixSharing:
             generation.count_reuse(Reuse(computed=generation.num_prompt))
             return
         generation.restore = Restore(
-            generation.seq, plan, self._store.reads, generation.prefetched, self._on_ready
+            generation.seq, plan, self._store.loader, generation.prefetched, self._on_ready
         )
 
     def _resume_restored(self, generation: Generation, restore: Restore, plan: RestorePlan) -> None:

@@ -23,7 +23,7 @@ _AHEAD_PARTS = 2  # at least, if there is room: one is read while another is loa
 
 
 class PartSource(Protocol):
-    """Where a restore gets its parts from; see `PartReads`."""
+    """Where a restore gets its parts from; see `PartLoader`."""
 
     def hold(self, wanted: WantedPart) -> HeldPart | None:
         """Get a part, now or later; None if there is no room."""

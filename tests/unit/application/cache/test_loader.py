@@ -95,7 +95,7 @@ class Bench:
         self.disk = SteppedDisk(self.files)
         self.store = AgentCacheStore(BlockPool(spec, budget), self.disk)
         self.store.restore_index(self.files.scan())
-        self.disk.start(self.store)
+        self.disk.start(self.store.is_on_disk)
         self.text: dict[str, str] = {}
         self.reuse: dict[str, Reuse] = {}
         self.final: dict[str, Finished | Failed] = {}
@@ -151,22 +151,22 @@ class Bench:
             self.disk.finish()
         assert self.disk.flush(10)
         self.check()
-        assert self.store.usage().held == self.store.reads.num_bytes == 0
-        assert not any(node.num_leases for node in self.store.index)
+        assert self.store.usage().held == self.store.loader.num_bytes == 0
+        assert not any(node.num_leases for node in self.store.nodes())
 
     def check(self) -> None:
         """All that was read is in the pool, or in room that was reserved for it."""
         self.engine.check_integrity()
-        with self.store.lock:
+        with self.store._lock:
             usage = self.store.usage()
             resident = {
                 id(buffer.data)
-                for node in self.store.index
+                for node in self.store.nodes()
                 for payload in node.payloads.values()
                 for buffer in payload.buffers
             }
             outside = sum(data.nbytes for data in self.files.alive() if id(data) not in resident)
-            assert outside <= self.store.reads.num_bytes
+            assert outside <= self.store.loader.num_bytes
             assert usage.used <= usage.total
             self.most_outside = max(self.most_outside, outside)
 
@@ -390,7 +390,7 @@ def test_one_that_is_retried_alone_does_not_wait_for_those_who_wait_for_it(
     bench.backend.fail_launch = lambda _: next(fails, False)
     assert bench.disk.flush(10)
     bench.step()
-    bench.store.drop_payloads([WantedPart(n, LayerKind.FULL) for n in bench.store.index])
+    bench.store.drop_payloads([WantedPart(n, LayerKind.FULL) for n in bench.store.nodes()])
     room_for = bench.files.room_for
     monkeypatch.setattr(
         bench.files,
@@ -440,9 +440,9 @@ def test_a_part_that_is_let_go_while_it_is_read_can_be_evicted(start: Start) -> 
     compute(start(), [job])
     bench = start(2 * PART_BYTES)
     wanted = bench.store.plan(ROOT, job.tokens).parts[0]
-    held = bench.store.reads.hold(wanted)
+    held = bench.store.loader.hold(wanted)
     assert held is not None
-    bench.store.reads.let_go(held)
+    bench.store.loader.let_go(held)
     bench.disk.finish()
     assert held.future.done() is False
     assert bench.store.usage().held == 0
@@ -455,14 +455,14 @@ def test_a_part_that_was_sealed_while_it_was_read_is_there_once(start: Start) ->
     compute(start(), [job])
     bench = start()
     wanted = bench.store.plan(ROOT, job.tokens).parts[0]
-    held = bench.store.reads.hold(wanted)
+    held = bench.store.loader.hold(wanted)
     assert held is not None
     part = bench.disk.pending[0][0]
     bench.store.seal(ROOT, ROOT, job.tokens[:BLOCK_TOKENS], [bench.files.read(part)])
     bench.disk.finish()
     assert held.future.result() is wanted.node.payloads[LayerKind.FULL]
     bench.check()
-    bench.store.reads.let_go(held)
+    bench.store.loader.let_go(held)
     assert bench.store.usage().held == 0
 
 
@@ -473,14 +473,14 @@ def test_a_bad_part_fails_for_all_who_wait_and_holds_nothing(start: Start, tmp_p
         path.write_bytes(path.read_bytes()[:-1] + b"!")
     bench = start()
     wanted = bench.store.plan(ROOT, job.tokens).parts[0]
-    helds = [bench.store.reads.hold(wanted) for _ in range(2)]
+    helds = [bench.store.loader.hold(wanted) for _ in range(2)]
     assert len(bench.disk.pending) == 1
     bench.disk.finish()
     for held in helds:
         assert held is not None
         assert isinstance(held.future.exception(), CacheCorruptionError)
-        bench.store.reads.let_go(held)
-    assert bench.store.counters.corrupt == 1
+        bench.store.loader.let_go(held)
+    assert bench.store.counts.corrupt == 1
     assert bench.store.usage().used == 0
     assert WantedPart(wanted.node, LayerKind.FULL).node.files == {}
 
@@ -567,7 +567,7 @@ def test_on_readers_of_its_own_it_is_right_too(tmp_path: Path) -> None:
     disk = DiskTier(SafetensorsCache(tmp_path), SqliteLedger.in_memory(), DiskLimits(2**30, 2**28))
     store = AgentCacheStore(BlockPool(SPEC, live_bytes(*jobs) + 2 * PART_BYTES), disk)
     store.restore_index(SafetensorsCache(tmp_path).scan())
-    disk.start(store)
+    disk.start(store.is_on_disk)
     news, text = threading.Event(), dict.fromkeys("pqrs", "")
 
     def keep(batch: EventBatch) -> None:

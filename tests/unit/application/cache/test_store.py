@@ -142,4 +142,4 @@ def test_a_tail_goes_into_the_block_that_it_begins() -> None:
     tail = store.seal(ROOT, ROOT, [1, 2], payload(0, 2))
     block = store.seal(ROOT, ROOT, [1, 2, 3], payload(0, 3))
     assert moved == [(tail, block)]
-    assert len(store.index) == 1
+    assert len(store.nodes()) == 1

@@ -104,7 +104,7 @@ class AgentLives(RuleBasedStateMachine):
 
     @rule()
     def forget_memory(self) -> None:
-        nodes = list(self.rig.store.index)
+        nodes = self.rig.store.nodes()
         self.rig.store.drop_payloads(WantedPart(node, kind) for node in nodes for kind in LayerKind)
 
     @rule(nbytes=st.integers(0, 600))
@@ -174,14 +174,14 @@ class AgentLives(RuleBasedStateMachine):
         self.rig.housekeeping.pin(agent, is_pinned=True)
         turn = self.rig.agents.turn(LOCAL_TENANT, agent.head or "")
         block = turn.pointer.block if turn and turn.pointer else ROOT
-        chain = self.rig.store.index.chain(block)
+        chain = self.rig.store.chain(block)
         pinned = [(node, kind) for node in chain for kind in node.files]
         self.rig.seal([7, *asked])
         self.rig.flush()
         for node, kind in pinned:
             assert kind in node.files, "a pinned file went"
         self.rig.housekeeping.pin(agent, is_pinned=False)
-        assert not any(node.num_pins for node in self.rig.store.index)
+        assert not any(node.num_pins for node in self.rig.store.nodes())
 
     @precondition(lambda self: self.said)
     @rule(data=st.data(), asked=words)
@@ -192,7 +192,7 @@ class AgentLives(RuleBasedStateMachine):
         files = self.rig.files
         plan = self.rig.store.plan(ROOT, tokens[:-1])
         files.gate.clear()
-        reads = [held for wanted in plan.parts[:2] if (held := self.rig.store.reads.hold(wanted))]
+        reads = [held for wanted in plan.parts[:2] if (held := self.rig.store.loader.hold(wanted))]
         sound = {key for key, (part, _) in files.files.items() if key == part.key} - files.bad
         self.rig.agents.delete(LOCAL_TENANT, name)
         self.rig.now[0] += 1000
@@ -203,7 +203,7 @@ class AgentLives(RuleBasedStateMachine):
         for held in reads:
             is_sound = held.wanted.key in sound
             assert held.future.exception(10) is None or not is_sound, "a leased file went"
-            self.rig.store.reads.let_go(held)
+            self.rig.store.loader.let_go(held)
         del self.said[name], self.turns[name]
 
     # -- always ---------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class AgentLives(RuleBasedStateMachine):
         used, before = rig.files.used_bytes(), self.used
         assert used <= max(rig.limits.disk.budget_bytes, before), "the disk's budget is exceeded"
         self.used = used
-        known = {part.key for node in rig.store.index for part in node.files.values()}
+        known = {part.key for node in rig.store.nodes() for part in node.files.values()}
         assert known == set(rig.ledger.parts), "index and ledger differ"
         for name, tokens in self.said.items():
             agent = rig.agents.get(LOCAL_TENANT, name)

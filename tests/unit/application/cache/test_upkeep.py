@@ -76,7 +76,7 @@ def test_an_agent_whose_first_block_is_gone_is_cold(make_rig: MakeRig) -> None:
     rig.talk("ann", list(range(10)))
     rig.flush()
     rig.housekeeping.evict(who(rig, "ann"))
-    first = min(rig.store.index, key=lambda node: node.start)
+    first = min(rig.store.nodes(), key=lambda node: node.start)
     rig.files.bad.add((first.name, LayerKind.FULL))
     assert [p.num_bad for p in rig.housekeeping.verify()][-1] == 1
     assert where(rig, "ann").tier is Tier.COLD
@@ -97,7 +97,7 @@ def test_what_is_left_of_an_agent_is_no_garbage(make_rig: MakeRig) -> None:
     rig.talk("ann", list(range(10)))
     rig.flush()
     rig.housekeeping.evict(who(rig, "ann"))
-    last = max(rig.store.index, key=lambda node: node.start)
+    last = max(rig.store.nodes(), key=lambda node: node.start)
     rig.store.drop_files([WantedPart(last, LayerKind.FULL)])
     rig.now[0] += 1000
     rig.housekeeping.collect()
@@ -133,14 +133,14 @@ def test_pins_follow_an_agent_and_survive_a_restart(make_rig: MakeRig) -> None:
     rig.housekeeping.pin(who(rig, "ann"), is_pinned=True)
     rig.talk("ann", list(range(18)))
     rig.housekeeping.tick()
-    assert all(node.num_pins == 1 for node in rig.store.index)
+    assert all(node.num_pins == 1 for node in rig.store.nodes())
     rig.restart()
     rig.housekeeping.start(interval_s=1000)
     rig.housekeeping.stop(10)
-    assert len(rig.store.index) == 5
-    assert all(node.num_pins == 1 for node in rig.store.index)
+    assert len(rig.store.nodes()) == 5
+    assert all(node.num_pins == 1 for node in rig.store.nodes())
     rig.housekeeping.pin(who(rig, "ann"), is_pinned=False)
-    assert not any(node.num_pins for node in rig.store.index)
+    assert not any(node.num_pins for node in rig.store.nodes())
 
 
 # -- garbage ------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_what_no_agent_reaches_goes_when_it_is_old(make_rig: MakeRig) -> None:
     rig.now[0] += 51
     assert rig.housekeeping.collect() > 0
     rig.flush()
-    assert {node.end for node in rig.store.index} == {4, 8}
+    assert {node.end for node in rig.store.nodes()} == {4, 8}
     assert len(rig.files.files) == 2
     assert where(rig, "ann").disk_tokens == 8
 
@@ -167,7 +167,7 @@ def test_what_is_being_read_is_not_garbage(make_rig: MakeRig) -> None:
     rig.flush()
     rig.housekeeping.evict(who(rig, "ann"))
     rig.agents.delete(LOCAL_TENANT, "ann")
-    (node,) = rig.store.index
+    (node,) = rig.store.nodes()
     rig.files.gate.clear()
     plan = rig.store.plan(ROOT, [1, 2, 3, 4])
     read = fetch(rig.store, plan.parts[0])
@@ -175,7 +175,7 @@ def test_what_is_being_read_is_not_garbage(make_rig: MakeRig) -> None:
     assert rig.housekeeping.collect() == 0
     rig.files.gate.set()
     assert read.result(10).end == 4
-    assert rig.store.index.get(node.name) is node
+    assert rig.store.get(node.name) is node
 
 
 def test_anonymous_state_without_a_disk_is_kept_while_it_is_young(make_rig: MakeRig) -> None:
@@ -192,13 +192,13 @@ def test_verification_drops_what_is_bad_and_it_is_made_anew(make_rig: MakeRig) -
     rig = make_rig()
     rig.talk("ann", list(range(12)))
     rig.flush()
-    middle = next(node for node in rig.store.index if node.start == 4)
+    middle = next(node for node in rig.store.nodes() if node.start == 4)
     rig.files.bad.add((middle.name, LayerKind.FULL))
     rig.housekeeping.evict(who(rig, "ann"))
     progress = list(rig.housekeeping.verify())
     assert (progress[0].num_checked, progress[-1].num_checked) == (0, 3)
     assert (progress[-1].num_total, progress[-1].num_bad) == (3, 1)
-    assert rig.store.counters.corrupt == 1
+    assert rig.store.counts.corrupt == 1
     assert rig.recall(list(range(13)))[0] == 4
     rig.talk("ann", list(range(13)))
     assert rig.recall(list(range(14)))[0] == 13
@@ -210,7 +210,7 @@ def test_what_is_discarded_while_it_is_read_counts_once(make_rig: MakeRig) -> No
     rig.talk("ann", list(range(12)))
     rig.flush()
     rig.housekeeping.evict(who(rig, "ann"))
-    middle = next(node for node in rig.store.index if node.start == 4)
+    middle = next(node for node in rig.store.nodes() if node.start == 4)
     wanted = WantedPart(middle, LayerKind.FULL)
     rig.files.bad.add((middle.name, LayerKind.FULL))
     rig.files.gate.clear()
@@ -219,7 +219,7 @@ def test_what_is_discarded_while_it_is_read_counts_once(make_rig: MakeRig) -> No
     rig.store.discard([wanted])
     rig.files.gate.set()
     assert is_told.wait(10)
-    assert rig.store.counters.corrupt == 1
+    assert rig.store.counts.corrupt == 1
 
 
 # -- starts -------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_files_without_rows_and_rows_without_files_are_reconciled(make_rig: Make
     rig.flush()
     assert set(rig.ledger.parts) == {lost.key}
     assert rig.ledger.is_index_whole
-    assert rig.store.counters.corrupt == 1
+    assert rig.store.counts.corrupt == 1
     assert rig.recall(list(range(9)))[0] == 4
 
 
@@ -338,7 +338,7 @@ def test_a_check_that_a_stop_cuts_short_finds_nothing_bad(make_rig: MakeRig) -> 
     rig.close()
 
     assert [progress.num_bad for progress in checking if progress.num_bad] == []
-    assert rig.store.counters.corrupt == 0
+    assert rig.store.counts.corrupt == 0
 
 
 # -- what fails ---------------------------------------------------------------------------------
@@ -391,8 +391,7 @@ def test_what_fails_for_one_agent_is_done_for_the_others(
     rig.housekeeping.tick()
     rig.housekeeping.warm_up()
 
-    with rig.store.lock:
-        assert sum(node.num_pins > 0 for node in rig.store.index) == 3  # bob's
+    assert sum(node.num_pins > 0 for node in rig.store.nodes()) == 3  # bob's
     assert ledger.num_backups == 1
     told = rig.housekeeping.problem
     assert "pinning of agent ann failed: the ledger is damaged" in told

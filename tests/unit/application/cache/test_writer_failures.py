@@ -78,7 +78,7 @@ def test_who_waits_hears_of_a_full_disk_at_once_and_the_turn_is_written_later(
     make_disk: Callable[[int], DiskTier], ledger: FailingLedger
 ) -> None:
     disk = make_disk(2**20)
-    disk.start(store_over(disk))
+    disk.start(store_over(disk).is_on_disk)
     agents = AgentLedger(ledger, ledger.load(), disk.change)
     ledger.is_full = True
     said = (Message.of(Role.USER, "hello"),)
@@ -98,7 +98,7 @@ async def test_a_caller_that_no_longer_waits_does_not_end_the_writer(
     make_disk: Callable[[int], DiskTier], ledger: FailingLedger
 ) -> None:
     disk = make_disk(2**20)
-    disk.start(store_over(disk))
+    disk.start(store_over(disk).is_on_disk)
     ledger.may_go_on.clear()
     waiting = asyncio.wrap_future(disk.change(PutAgent(Agent("coder", 1.0))))
     with pytest.raises(TimeoutError):
@@ -120,7 +120,7 @@ def test_a_ledger_that_outgrows_the_budget_keeps_turns_and_files(tmp_path: Path)
     disk = DiskTier(SafetensorsCache(tmp_path), ledger, DiskLimits(budget, 2**20))
     agents = AgentLedger(ledger, ledger.load(), disk.change)
     store = store_over(disk)
-    disk.start(store)
+    disk.start(store.is_on_disk)
     assert store.seal(ROOT, ROOT, *block(1))
     assert disk.flush(10)
     said = (Message.of(Role.USER, "word " * 20_000),)
@@ -133,7 +133,7 @@ def test_a_ledger_that_outgrows_the_budget_keeps_turns_and_files(tmp_path: Path)
     assert store.seal(ROOT, ROOT, *block(2))
     assert disk.flush(10)
     assert "delete agents" in disk.problem
-    assert (store.counters.written, store.counters.unwritten) == (1, 1)
+    assert (store.counts.written, store.num_unwritten) == (1, 1)
     assert len(list(tmp_path.rglob("*.safetensors"))) == 1
     # Without its turns the ledger shrinks, and what waited is written.
     agents.delete("local", "talker")
@@ -143,7 +143,7 @@ def test_a_ledger_that_outgrows_the_budget_keeps_turns_and_files(tmp_path: Path)
     disk = DiskTier(SafetensorsCache(tmp_path), ledger, DiskLimits(budget, 2**20))
     store = store_over(disk)
     ledger.load()
-    disk.start(store)
+    disk.start(store.is_on_disk)
     assert disk.other_bytes < budget
     assert store.seal(ROOT, ROOT, *block(2))
     assert disk.close(10)
@@ -158,9 +158,9 @@ def test_blocks_that_found_no_room_in_the_queue_are_written_at_the_end(
     store = store_over(disk)
     for first in range(5):
         assert store.seal(ROOT, ROOT, *block(first))
-    disk.start(store)
+    disk.start(store.is_on_disk)
     assert disk.close(10)
     assert disk.is_closed
-    assert store.counters.written == 5
+    assert store.counts.written == 5
     assert len(list(tmp_path.rglob("*.safetensors"))) == 5
     assert ledger.ended == ["backed up", "closed"]

@@ -35,7 +35,7 @@ class Sharing:
             SafetensorsCache(directory), SqliteLedger.in_memory(), DiskLimits(2**30, 2**28)
         )
         self.store = AgentCacheStore(BlockPool(spec, 2**28), self.disk)
-        self.disk.start(self.store)
+        self.disk.start(self.store.is_on_disk)
         self.text: dict[str, str] = {}
         self.engine = BlockPoolBatchEngine(
             self.backend,

@@ -1,22 +1,27 @@
 import pytest
 
-from semantic.adapters.outbound.backends.fake import fake_spec
 from semantic.application.engine.request import Generation
 from semantic.application.engine.text import TextAssembler
-from semantic.domain.blocks import split_tokens
 from tests.unit.application.engine_rig import make_job
 
 pytestmark = pytest.mark.unit
 
 
-@pytest.mark.parametrize("boundaries", [(), (20,), (3, 20), (8, 9)])
-def test_blocks_are_cut_as_the_domain_cuts_them(boundaries: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "boundaries, ends",
+    [
+        ((), [8, 16, 24, 32, 40, 48]),
+        ((20,), [8, 16, 20, 28, 36, 44]),
+        ((3, 20), [3, 11, 19, 20, 28, 36, 44]),
+        ((8, 9), [8, 9, 17, 25, 33, 41, 49]),
+    ],
+)
+def test_blocks_end_when_they_are_full_and_at_boundaries(
+    boundaries: tuple[int, ...], ends: list[int]
+) -> None:
     job = make_job("a", "x" * 44, boundaries=boundaries)
     item = Generation(job, 0, TextAssembler(lambda _: b""), 0.0, block_tokens=8)
-    ranges: list[tuple[int, int]] = []
     start = 0
-    while start < 44:
-        end = min(item.block_at(start)[1], 44)
-        ranges.append((start, end))
+    for end in ends:
+        assert item.block_at(start) == (start, end)
         start = end
-    assert ranges == split_tokens(job.tokens, fake_spec(block_tokens=8), boundaries)
