@@ -10,7 +10,7 @@ orphans     `orphans`: what no agent reaches, after a while
 from collections.abc import Collection, Sequence
 
 from semantic.application.cache.index import BlockIndex, BlockNode
-from semantic.application.cache.restore_plan import kept_windows
+from semantic.application.cache.restore_plan import needed_windows
 from semantic.domain.blocks import BlockName
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 
@@ -64,7 +64,7 @@ def superseded_tails(index: BlockIndex, node: BlockNode) -> list[BlockNode]:
     """
     return [
         tail
-        for tail in index.begun_by(node)
+        for tail in index.prefixes_of(node)
         if tail.has(LayerKind.FULL)
         and not tail.num_leases
         and (LayerKind.FULL in node.files or LayerKind.FULL not in tail.files)
@@ -81,7 +81,7 @@ def resumable_blocks(
     short = [node.end for node in nodes if node.num_tokens < spec.block_tokens]
     ends = [*ends, *([min(short)] if short else [])]
     at_ends = {node.name for node in nodes if node.end in ends}
-    return at_ends | kept_windows(nodes, ends, spec.window)
+    return at_ends | needed_windows(nodes, ends, spec.window)
 
 
 def old_boundaries(

@@ -102,7 +102,7 @@ class _Siblings:
             if not self.lengths[len(node.tokens)]:
                 del self.lengths[len(node.tokens)]
 
-    def beginnings(self, rest: bytes) -> list[BlockNode]:
+    def prefixes(self, rest: bytes) -> list[BlockNode]:
         """Nodes whose tokens `rest` begins with, the longest first."""
         lengths = sorted((n for n in self.lengths if n <= len(rest)), reverse=True)
         found = (self.by_tokens.get(rest[:length]) for length in lengths)
@@ -240,7 +240,7 @@ class BlockIndex:
     def path(self, name: BlockName) -> list[BlockNode]:
         """The chain up to `name`, then the boundaries inside its blocks."""
         chain = self.chain(name)
-        return [*chain, *(tail for node in chain for tail in self.begun_by(node))]
+        return [*chain, *(tail for node in chain for tail in self.prefixes_of(node))]
 
     def reachable(self, names: Iterable[BlockName]) -> set[BlockName]:
         """Blocks that lead to any of `names`, and the boundaries inside them."""
@@ -249,16 +249,16 @@ class BlockIndex:
             name = end
             while name not in reachable and (node := self._nodes.get(name)) is not None:
                 reachable.add(name)
-                reachable.update(tail.name for tail in self.begun_by(node))
+                reachable.update(tail.name for tail in self.prefixes_of(node))
                 name = node.parent
         return reachable
 
-    def begun_by(self, node: BlockNode) -> list[BlockNode]:
+    def prefixes_of(self, node: BlockNode) -> list[BlockNode]:
         """Siblings whose tokens `node` begins with and that nothing follows."""
-        siblings = self._followers[node.parent].beginnings(node.tokens)
+        siblings = self._followers[node.parent].prefixes(node.tokens)
         return [other for other in siblings if other is not node and not self.has_followers(other)]
 
-    def continued_by(self, node: BlockNode) -> BlockNode | None:
+    def extension_of(self, node: BlockNode) -> BlockNode | None:
         """A sibling with FULL state that begins with a node's tokens and goes on."""
         siblings = self._followers[node.parent]
         place = bisect_left(siblings.ordered, node.tokens) + 1
@@ -302,7 +302,7 @@ class BlockIndex:
             run = siblings.longest_run(rest)
             if run is not None and position + run[1] > end:
                 end, last = position + run[1], run[0]
-            beginnings = siblings.beginnings(rest)
+            beginnings = siblings.prefixes(rest)
             boundaries += beginnings
             for node in reversed(beginnings):
                 if not node.has(LayerKind.FULL) or not self.has_followers(node):

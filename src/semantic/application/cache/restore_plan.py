@@ -146,7 +146,7 @@ def _state_node(match: Match, end: int) -> BlockNode:
     return next(n for n in _enders(match) if n.end == end and n.has(LayerKind.STATE))
 
 
-def kept_windows(
+def needed_windows(
     nodes: Sequence[BlockNode], boundaries: Sequence[int], window: int
 ) -> set[BlockName]:
     """Of a chain's nodes, those whose window parts a boundary depends on."""

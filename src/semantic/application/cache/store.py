@@ -14,7 +14,7 @@ from semantic.application.cache.loader import PartLoader
 from semantic.application.cache.restore_plan import (
     RestorePlan,
     WantedPart,
-    kept_windows,
+    needed_windows,
     plan_restore,
     worth_reading,
 )
@@ -206,7 +206,7 @@ class AgentCacheStore:
             known = [self._index.get(name) for name in sealed]
             nodes = [node for node in known if node and LayerKind.WINDOW in node.payloads]
             chain = [*self._index.chain(last), *nodes]
-            kept = kept_windows(chain, boundaries, self.spec.window)
+            kept = needed_windows(chain, boundaries, self.spec.window)
             now = self._now()
             for node in chain:
                 if node.name in kept:

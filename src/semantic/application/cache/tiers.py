@@ -228,7 +228,7 @@ class BlockTiers:
         """Free a node that somebody counted on when what it begins was sealed."""
         if self.index.get(node.name) is not node or not node.has(LayerKind.FULL):
             return
-        longer = self.index.continued_by(node)
+        longer = self.index.extension_of(node)
         if longer is not None:
             self.free_tails(longer)
 

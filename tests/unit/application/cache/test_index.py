@@ -105,11 +105,11 @@ def test_tails_are_those_nothing_follows() -> None:
     tail, cut = add(index, [1]), add(index, [1, 2])
     add(index, [8], cut)
     block = add(index, [1, 2, 3, 4])
-    assert index.begun_by(block) == [tail]
+    assert index.prefixes_of(block) == [tail]
     boundary = add(index, [1, 2, 3], full=False)
-    assert index.continued_by(boundary) is block
-    assert index.continued_by(tail) is cut
-    assert index.continued_by(block) is None
+    assert index.extension_of(boundary) is block
+    assert index.extension_of(tail) is cut
+    assert index.extension_of(block) is None
 
 
 def test_a_removed_node_may_come_back_under_what_followed_it() -> None:

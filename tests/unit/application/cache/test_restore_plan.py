@@ -6,7 +6,7 @@ import pytest
 
 from semantic.adapters.outbound.backends.fake import fake_spec
 from semantic.application.cache.index import BlockIndex, BlockNode
-from semantic.application.cache.restore_plan import RestorePlan, kept_windows, plan_restore
+from semantic.application.cache.restore_plan import RestorePlan, needed_windows, plan_restore
 from semantic.domain.blocks import pack_tokens
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from tests.unit.application.engine_rig import ROOT
@@ -142,6 +142,6 @@ def test_kept_windows_are_those_before_a_boundary() -> None:
     tree = Tree(fake_spec(block_tokens=4, window=5))
     nodes = [tree.block(FULL, WINDOW) for _ in range(5)]
     names = [node.name for node in nodes]
-    assert kept_windows(nodes, [12], 5) == {names[1], names[2]}
-    assert kept_windows(nodes, [13], 5) == {names[2], names[3]}
-    assert kept_windows(nodes, [], 5) == set()
+    assert needed_windows(nodes, [12], 5) == {names[1], names[2]}
+    assert needed_windows(nodes, [13], 5) == {names[2], names[3]}
+    assert needed_windows(nodes, [], 5) == set()
