@@ -112,7 +112,8 @@ class CacheService:
         counts, pressure = self.sample()
         num_replies, reuse = self._watch.totals
         logical, unique, tiers = self._shared(opened, principal)
-        files = opened.store.file_sizes()
+        nodes = opened.store.nodes()
+        files = [part.nbytes for node in nodes for part in tuple(node.files.values())]
         return CacheOverview(
             memory_budget=usage.total,
             memory_used=usage.used,

@@ -16,6 +16,7 @@ from semantic.domain.blocks import (
     TOKEN_BYTES,
     BlockName,
     BlockPart,
+    PartKey,
     packed_block_name,
 )
 from semantic.domain.spec import LayerKind
@@ -180,6 +181,11 @@ class BlockIndex:
     def disk_bytes(self, root: BlockName) -> int:
         """Bytes of the files of one root's blocks."""
         return self._disk_bytes[root]
+
+    def has_file(self, key: PartKey) -> bool:
+        """Whether a part is on disk."""
+        node = self._nodes.get(key[0])
+        return node is not None and key[1] in node.files
 
     def put_file(self, node: BlockNode, part: BlockPart) -> None:
         """Note a node's part on disk."""

@@ -289,7 +289,7 @@ class AgentCacheStore:
         """
         with self._lock:
             # Those that were written while the files were read are known by now.
-            unknown = [part for part in present if not self._has_file(part.key)]
+            unknown = [part for part in present if not self._index.has_file(part.key)]
             self.restore_index(unknown)
             for name, kind in missing:
                 node = self._index.get(name)
@@ -354,11 +354,6 @@ class AgentCacheStore:
                 memory_bytes=sum(node.memory_bytes for node in nodes),
                 disk_bytes=sum(node.disk_bytes for node in nodes),
             )
-
-    def file_sizes(self) -> list[int]:
-        """Bytes of every file."""
-        with self._lock:
-            return [part.nbytes for node in self._index for part in node.files.values()]
 
     def sizes(self, name: BlockName) -> dict[BlockName, int]:
         """Bytes of the blocks that lead to one."""
@@ -494,10 +489,6 @@ class AgentCacheStore:
         is_kept = self._keep(node, payloads, chain)
         self._touch([WantedPart(link, LayerKind.FULL) for link in (*chain, node)])
         return is_kept
-
-    def _has_file(self, key: PartKey) -> bool:
-        node = self._index.get(key[0])
-        return node is not None and key[1] in node.files
 
     def _touch(self, parts: Sequence[WantedPart]) -> None:
         """Mark parts as just used, of a chain the end first."""
