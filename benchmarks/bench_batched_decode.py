@@ -27,7 +27,7 @@ from benchmarks.starter import (
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.linear import Weights, speed_up
 from semantic.domain.sampling import SamplingParams
-from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, SequenceId, Step
+from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, SequenceId, Step
 
 NUM_PROMPT, NUM_NEW, ROUNDS = 128, 24, 7
 GREEDY = SamplingParams(temperature=0, seed=0)

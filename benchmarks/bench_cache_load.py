@@ -24,7 +24,7 @@ from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.blocks.kv_codec import FORMATS, KVCodec, RestingBuffer
 from semantic.domain.blocks import BlockNamespace, BlockPart, block_name, pack_tokens
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import HostBuffer, KVPayload
+from semantic.ports.backend import HostBuffer, KVPayload
 
 BLOCK_TOKENS = 256
 ROUNDS = 7

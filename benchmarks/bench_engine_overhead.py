@@ -18,7 +18,7 @@ from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import SamplingParams, StopRules
-from semantic.ports.outbound import Step, StepOutput, Ticket
+from semantic.ports.backend import Step, StepOutput, Ticket
 
 NUM_STEPS = 400
 ROW_COUNTS = (1, 4, 8, 16, 32, 64)

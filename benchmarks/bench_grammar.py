@@ -25,7 +25,8 @@ from semantic.domain.errors import DrainingError
 from semantic.domain.pool import BlockPool
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
 from semantic.domain.sampling import SamplingParams, StopRules
-from semantic.ports.outbound import ModelBackendPort, TokenConstraint
+from semantic.ports.backend import ModelBackendPort
+from semantic.ports.text import TokenConstraint
 
 NUM_ROWS = 4
 NUM_STEPS = 120

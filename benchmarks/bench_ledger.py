@@ -19,7 +19,7 @@ from semantic.domain.agents import Agent, Pointer, Turn
 from semantic.domain.blocks import BlockName, BlockPart, block_name, pack_tokens
 from semantic.domain.chat import Message, Role, Usage
 from semantic.domain.spec import LayerKind
-from semantic.ports.persistence import (
+from semantic.ports.storage import (
     LedgerChange,
     PutAgent,
     PutPart,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from semantic.adapters.outbound.backends.mlx import runtime
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import ModelCacheSpec
-from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, SequenceId, Step
+from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, SequenceId, Step
 
 runtime.prepare()
 import mlx.core as mx  # noqa: E402 - after the BLAS it is to use

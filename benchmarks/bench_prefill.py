@@ -18,7 +18,7 @@ from benchmarks.starter import (
 )
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.domain.sampling import SamplingParams
-from semantic.ports.outbound import Chunk, Draw, SequenceId, Step
+from semantic.ports.backend import Chunk, Draw, SequenceId, Step
 
 NUM_PROMPT, ROUNDS = 2048, 5
 

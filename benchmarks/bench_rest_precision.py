@@ -22,7 +22,7 @@ from semantic.adapters.outbound.backends.torch.loading import DType, TorchOption
 from semantic.adapters.outbound.blocks.kv_codec import FORMATS, KVCodec
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.spec import LayerKind, ModelCacheSpec
-from semantic.ports.outbound import Chunk, KVPayload, SequenceId, Step
+from semantic.ports.backend import Chunk, KVPayload, SequenceId, Step
 
 NUM_RESTED, NUM_READ = 2048, 256
 BLOCK_TOKENS = 256

@@ -35,7 +35,7 @@ from semantic.domain.agents import Principal
 from semantic.domain.chat import Finished, TextDelta
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.entrypoints.agent_memory import AgentMemory
-from semantic.ports.outbound import Chunk, Draw, SequenceId, Step
+from semantic.ports.backend import Chunk, Draw, SequenceId, Step
 
 NUM_NEW = 16
 GREEDY = SamplingParams(temperature=0, seed=0)

@@ -21,7 +21,7 @@ from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.domain.blocks import BlockName, BlockNamespace, block_end
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
-from semantic.ports.outbound import HostBuffer, KVPayload
+from semantic.ports.backend import HostBuffer, KVPayload
 
 NUM_PROMPT, NUM_REPLY = 8160, 32
 TOLERANCE = 1.1

@@ -25,7 +25,7 @@ from semantic.domain.chat import (
 )
 from semantic.domain.reply_format import Markers, ReplyFormat, ReplyShape, ToolFormat
 from semantic.domain.sampling import FinishReason
-from semantic.ports.outbound import TokenConstraint, TokenizerPort
+from semantic.ports.text import TokenConstraint, TokenizerPort
 
 PERSON: JsonObject = {
     "type": "object",

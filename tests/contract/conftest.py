@@ -14,7 +14,7 @@ from semantic.adapters.outbound.backends.mlx import runtime
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.domain.sampling import SamplingParams
-from semantic.ports.outbound import ModelBackendPort
+from semantic.ports.backend import ModelBackendPort
 from tests.contract.driver import GREEDY, NUM_REPLY, begin
 from tests.contract.mlx_models import CUT_WHERE_SAVED, MLX_FAMILIES, write_mlx_model
 from tests.contract.models import (

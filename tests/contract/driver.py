@@ -8,7 +8,7 @@ import numpy as np
 
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import (
+from semantic.ports.backend import (
     LAST_SAMPLED,
     Chunk,
     Draw,

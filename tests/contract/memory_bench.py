@@ -28,7 +28,7 @@ from semantic.domain.errors import DrainingError
 from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import KVPayload, ModelBackendPort
+from semantic.ports.backend import KVPayload, ModelBackendPort
 from tests.contract.test_engine_contract import IdTokenizer
 
 GREEDY = SamplingParams(temperature=0, seed=0)

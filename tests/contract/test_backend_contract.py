@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import (
-    ModelBackendPort,
-    RowFailed,
-    SequenceId,
-    Step,
-)
+from semantic.ports.backend import ModelBackendPort, RowFailed, SequenceId, Step
 from tests.contract.conftest import Alone, Subject
 from tests.contract.driver import (
     NUM_REPLY,

@@ -8,7 +8,7 @@ import pytest
 from semantic.domain.errors import CacheCorruptionError, InvalidRequestError
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import (
+from semantic.ports.backend import (
     Chunk,
     HostBuffer,
     KVPayload,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from semantic.domain.sampling import SamplingParams, TokenLogprob
-from semantic.ports.outbound import ModelBackendPort, SequenceId
+from semantic.ports.backend import ModelBackendPort, SequenceId
 from tests.contract.conftest import Alone
 from tests.contract.driver import (
     GREEDY,

@@ -13,7 +13,7 @@ from semantic.domain.blocks import BlockNamespace
 from semantic.domain.chat import Failed, Finished, TextDelta
 from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import SamplingParams, StopRules
-from semantic.ports.outbound import ModelBackendPort
+from semantic.ports.backend import ModelBackendPort
 from tests.contract.conftest import Alone
 from tests.contract.driver import prompt
 

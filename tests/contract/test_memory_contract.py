@@ -16,7 +16,7 @@ from semantic.domain.agents import Reuse
 from semantic.domain.chat import Finished
 from semantic.domain.sampling import FinishReason
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import ModelBackendPort
+from semantic.ports.backend import ModelBackendPort
 from tests.contract.conftest import Alone, Subject
 from tests.contract.driver import prompt
 from tests.contract.memory_bench import GREEDY, HEAD, NUM_REPLY, BenchLimits, MemoryBench

@@ -17,7 +17,7 @@ from semantic.adapters.outbound.backends.mlx import runtime
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
-from semantic.ports.outbound import Chunk, Draw, ModelBackendPort, Sampled, SequenceId, Step
+from semantic.ports.backend import Chunk, Draw, ModelBackendPort, Sampled, SequenceId, Step
 from tests.contract.conftest import make_mlx, require_mlx
 from tests.contract.driver import GREEDY, Run, begin, finish, prompt, restored, sampled, step
 from tests.contract.mlx_models import ALL_FAMILIES, MLX_FAMILIES

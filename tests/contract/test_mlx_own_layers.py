@@ -13,7 +13,7 @@ import pytest
 from transformers import LlamaConfig, Qwen3Config
 
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import Chunk, Draw, ModelBackendPort, SequenceId
+from semantic.ports.backend import Chunk, Draw, ModelBackendPort, SequenceId
 from tests.contract.conftest import make_mlx, require_mlx
 from tests.contract.driver import GREEDY, prompt, sampled, step
 from tests.contract.models import SIZES, write_model

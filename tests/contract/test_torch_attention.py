@@ -10,7 +10,7 @@ from semantic.adapters.outbound.backends.torch.attention import (
     TorchSequence,
     packed_attention,
 )
-from semantic.ports.outbound import Chunk, SequenceId
+from semantic.ports.backend import Chunk, SequenceId
 
 pytestmark = pytest.mark.contract
 

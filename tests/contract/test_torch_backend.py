@@ -17,7 +17,7 @@ from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
-from semantic.ports.outbound import Chunk, Draw, ModelBackendPort
+from semantic.ports.backend import Chunk, Draw, ModelBackendPort
 from tests.contract.driver import GREEDY, begin, prompt, restored, sampled, step
 from tests.contract.models import FAMILIES, SIZES, TinyModel, write_model, write_weights
 from tests.number_formats import HAS_BFLOAT16

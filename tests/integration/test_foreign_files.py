@@ -12,7 +12,7 @@ import pytest
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile
 from semantic.adapters.outbound.blocks.export_keys import ExportKeys
 from semantic.adapters.outbound.blocks.kv_codec import KVCodec
-from semantic.ports.persistence import ExportItem, ExportPart
+from semantic.ports.storage import ExportItem, ExportPart
 from tests.agent_frames import Edit, changed, with_fields, with_frame_fields
 from tests.http_server import make_settings, run_server
 from tests.integration.test_direct_api import get, make, say, texts

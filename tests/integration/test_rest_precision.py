@@ -19,7 +19,7 @@ from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.blocks import BlockNamespace, BlockPart, block_name, pack_tokens
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, Sampled, SequenceId, Step
+from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, Sampled, SequenceId, Step
 
 pytestmark = pytest.mark.integration
 

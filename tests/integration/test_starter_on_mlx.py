@@ -12,7 +12,7 @@ from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import ModelCacheSpec
-from semantic.ports.outbound import Chunk, Draw, ModelBackendPort, Sampled, SequenceId, Step
+from semantic.ports.backend import Chunk, Draw, ModelBackendPort, Sampled, SequenceId, Step
 
 pytestmark = pytest.mark.integration
 

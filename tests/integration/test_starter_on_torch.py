@@ -14,7 +14,7 @@ from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import ModelCacheSpec
-from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, Sampled, SequenceId, Step
+from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, Sampled, SequenceId, Step
 from tests.number_formats import needs_bfloat16
 
 pytestmark = pytest.mark.integration

@@ -137,7 +137,7 @@ def test_the_source_keeps_the_rules(faults: Callable[[str, str], list[str]], pat
 # -- the rules can fail -----------------------------------------------------------------------
 
 DOMAIN = "semantic/domain/blocks.py"
-PORTS = "semantic/ports/outbound.py"
+PORTS = "semantic/ports/backend.py"
 APPLICATION = "semantic/application/inference.py"
 INBOUND = "semantic/adapters/inbound/sse.py"
 OUTBOUND = "semantic/adapters/outbound/torch_backend.py"
@@ -153,7 +153,7 @@ ENTRYPOINT = "semantic/entrypoints/bootstrap.py"
         (DOMAIN, "from torch.nn import functional"),
         (PORTS, "import pydantic"),
         (APPLICATION, "import os, structlog"),
-        (DOMAIN, "from semantic.ports.outbound import Draw"),
+        (DOMAIN, "from semantic.ports.backend import Draw"),
         (PORTS, "from semantic.application import inference"),
         (APPLICATION, "import semantic.adapters.outbound.backends.fake"),
         (APPLICATION, "from semantic.adapters.outbound.backends.fake import FakeBackend"),
@@ -166,17 +166,17 @@ ENTRYPOINT = "semantic/entrypoints/bootstrap.py"
         (OUTBOUND, "from semantic.adapters.config.settings import Settings"),
         (CONFIG, "from semantic.adapters.outbound import fake_backend"),
         ("semantic/__init__.py", "from semantic.domain import errors"),
-        ("semantic/domain/__init__.py", "from semantic.ports import outbound"),
+        ("semantic/domain/__init__.py", "from semantic.ports import backend"),
         # Wherever the import stands:
         (DOMAIN, "def f():\n    import numpy"),
         (DOMAIN, "class A:\n    async def f(self):\n        from semantic.ports import inbound"),
         (DOMAIN, "if TYPE_CHECKING:\n    import numpy"),
         (DOMAIN, "try:\n    import numpy\nexcept ImportError:\n    pass"),
         # However it is written:
-        (DOMAIN, "from ..ports import outbound"),
-        (DOMAIN, "from ..ports.outbound import Draw"),
+        (DOMAIN, "from ..ports import backend"),
+        (DOMAIN, "from ..ports.backend import Draw"),
         (DOMAIN, "from .. import ports"),
-        ("semantic/domain/__init__.py", "from ..ports import outbound"),
+        ("semantic/domain/__init__.py", "from ..ports import backend"),
         (APPLICATION, "from ..adapters.outbound import fake_backend"),
         (INBOUND, "from ..outbound import fake_backend"),
         (INBOUND, "from .. import config"),
@@ -199,7 +199,7 @@ def test_a_forbidden_import_is_found(path: str, source: str) -> None:
         (DOMAIN, "from semantic.domain.spec import LayerSpec\nfrom .errors import SemanticError"),
         ("semantic/domain/__init__.py", "from .errors import SemanticError\nfrom . import errors"),
         (PORTS, "from semantic.domain import chat\nfrom ..domain import spec"),
-        (APPLICATION, "from semantic.ports import outbound\nfrom semantic.domain import chat"),
+        (APPLICATION, "from semantic.ports import backend\nfrom semantic.domain import chat"),
         (INBOUND, "import fastapi\nfrom semantic.application import inference"),
         (INBOUND, "from semantic.adapters.inbound import security\nfrom . import sse"),
         (OUTBOUND, "import torch\nfrom semantic.adapters.outbound.backends.sampler import sample"),

@@ -27,7 +27,7 @@ from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.prompt.replay import KeptReplies
 from semantic.domain.errors import CachePersistenceError, DrainingError
 from semantic.domain.pool import BlockPool
-from semantic.ports.persistence import LedgerPort
+from semantic.ports.storage import LedgerPort
 
 _log = structlog.get_logger(__name__)
 

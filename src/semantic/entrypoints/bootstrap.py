@@ -34,7 +34,8 @@ from semantic.application.requests.stateful import StatefulChat
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ModelCacheSpec
 from semantic.entrypoints.agent_memory import AgentMemory
-from semantic.ports.outbound import ModelBackendPort, TokenizerPort
+from semantic.ports.backend import ModelBackendPort
+from semantic.ports.text import TokenizerPort
 
 _log = structlog.get_logger(__name__)
 

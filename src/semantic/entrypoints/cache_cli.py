@@ -28,7 +28,7 @@ from semantic.domain.errors import (
     CachePersistenceError,
     InvalidRequestError,
 )
-from semantic.ports.persistence import DropPart, LedgerChange, LedgerState, MarkIndexWhole, PutPart
+from semantic.ports.storage import DropPart, LedgerChange, LedgerState, MarkIndexWhole, PutPart
 
 Say: TypeAlias = Callable[[str], object]
 _SHORT = 12

@@ -9,7 +9,7 @@ from semantic.domain.blocks import BlockName, BlockPart, PartKey, block_name, pa
 from semantic.domain.chat import Message, Role, Usage
 from semantic.domain.sampling import FinishReason
 from semantic.domain.spec import LayerKind
-from semantic.ports.persistence import (
+from semantic.ports.storage import (
     DropAgent,
     DropPart,
     LedgerChange,

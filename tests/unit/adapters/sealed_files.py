@@ -8,7 +8,7 @@ import xxhash
 
 from semantic.domain.blocks import BlockName, BlockNamespace, BlockPart, block_name, pack_tokens
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import HostBuffer, KVPayload
+from semantic.ports.backend import HostBuffer, KVPayload
 
 ROOT = BlockNamespace("example", "raw").root()
 OPENING = b'{"__metadata__":{"checksum":"'

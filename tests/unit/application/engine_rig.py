@@ -14,7 +14,7 @@ from semantic.domain.chat import Failed, Finished, ServiceClass, TextDelta
 from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.domain.spec import ModelCacheSpec
-from semantic.ports.outbound import Chunk, Draw, Sampled, SequenceId, Step, StepOutput, Ticket
+from semantic.ports.backend import Chunk, Draw, Sampled, SequenceId, Step, StepOutput, Ticket
 
 ROOT = BlockNamespace("fake", "fake.v1").root()
 GREEDY = SamplingParams(temperature=0, seed=0)

@@ -22,8 +22,8 @@ from semantic.domain.chat import Usage
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, ModelCacheSpec
-from semantic.ports.outbound import HostBuffer, KVPayload, SequenceId
-from semantic.ports.persistence import (
+from semantic.ports.backend import HostBuffer, KVPayload, SequenceId
+from semantic.ports.storage import (
     DropPart,
     LedgerChange,
     LedgerState,

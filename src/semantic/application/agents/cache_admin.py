@@ -16,8 +16,7 @@ from semantic.domain.agents import Agent, Principal, Tier
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import ModelSwapError
 from semantic.domain.feed import AgentChanged, AgentDeed
-from semantic.ports.cache import CacheCounts, CacheOverview, CheckProgress
-from semantic.ports.inbound import StateView
+from semantic.ports.inbound import CacheCounts, CacheOverview, CheckProgress, StateView
 
 _CLOSE_TIMEOUT_S = 5.0
 

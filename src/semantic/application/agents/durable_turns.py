@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from semantic.domain.agents import Pointer
-from semantic.ports.persistence import LedgerChange, MarkDurable, PutTurn, Repoint
+from semantic.ports.storage import LedgerChange, MarkDurable, PutTurn, Repoint
 
 _MAX_WAITING = 1024
 

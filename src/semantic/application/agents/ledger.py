@@ -27,7 +27,7 @@ from semantic.domain.blocks import BlockName
 from semantic.domain.chat import Continuation, Message, Usage
 from semantic.domain.errors import AgentNotFoundError, ConflictError, QuotaExceededError
 from semantic.domain.sampling import FinishReason
-from semantic.ports.persistence import (
+from semantic.ports.storage import (
     DropAgent,
     LedgerChange,
     LedgerPort,

@@ -29,9 +29,9 @@ from semantic.domain.errors import (
 )
 from semantic.domain.feed import AgentChanged, AgentDeed
 from semantic.domain.spec import LayerKind
+from semantic.ports.backend import KVPayload
 from semantic.ports.inbound import Imported
-from semantic.ports.outbound import KVPayload
-from semantic.ports.persistence import AgentFilePort, ExportHead, ExportItem, ExportPart
+from semantic.ports.storage import AgentFilePort, ExportHead, ExportItem, ExportPart
 
 OpenFile = Callable[[], Iterable[bytes]]
 

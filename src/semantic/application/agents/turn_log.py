@@ -17,7 +17,7 @@ from semantic.domain.agents import Agent, Principal, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import Message, Role
 from semantic.ports.inbound import PastTurn
-from semantic.ports.persistence import LedgerPort, PutAgent, PutTurn, Repoint, TurnPlace
+from semantic.ports.storage import LedgerPort, PutAgent, PutTurn, Repoint, TurnPlace
 
 WriteChanges: TypeAlias = Callable[..., Future[None]]
 _Key: TypeAlias = tuple[str, str]  # tenant, turn

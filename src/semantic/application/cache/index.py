@@ -20,7 +20,7 @@ from semantic.domain.blocks import (
     packed_block_name,
 )
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import KVPayload
+from semantic.ports.backend import KVPayload
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,7 @@ from semantic.application.cache.tiers import BlockTiers
 from semantic.domain.blocks import BlockPart, PartKey
 from semantic.domain.errors import CacheCorruptionError, DrainingError, PoolExhaustedError
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import KVPayload
+from semantic.ports.backend import KVPayload
 
 _NUM_PREFETCHED = 2  # files that are read at a time for those who do not wait for them
 

@@ -25,9 +25,8 @@ from semantic.domain.blocks import BlockName, BlockPart, PartKey, pack_tokens
 from semantic.domain.errors import PoolExhaustedError
 from semantic.domain.pool import BlockPool, PoolUsage
 from semantic.domain.spec import LayerKind, ModelCacheSpec
-from semantic.ports.cache import CacheCounts
-from semantic.ports.inbound import StateView
-from semantic.ports.outbound import KVPayload
+from semantic.ports.backend import KVPayload
+from semantic.ports.inbound import CacheCounts, StateView
 
 _RECENT_S = 1.0  # how exactly it is known when the blocks of a running sequence were used
 

@@ -17,8 +17,8 @@ from semantic.domain.blocks import BlockName, BlockPart, PartKey
 from semantic.domain.errors import CachePersistenceError
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind
-from semantic.ports.cache import CacheCounts
-from semantic.ports.outbound import KVPayload
+from semantic.ports.backend import KVPayload
+from semantic.ports.inbound import CacheCounts
 
 OnMoved = Callable[[BlockName, BlockName], object]
 

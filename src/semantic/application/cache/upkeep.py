@@ -20,15 +20,8 @@ from semantic.application.prompt.replay import REPLAY_TTL_S
 from semantic.domain.agents import Agent, Pointer
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
-from semantic.ports.cache import CheckProgress
-from semantic.ports.inbound import StateView
-from semantic.ports.persistence import (
-    BlockFilesPort,
-    LedgerPort,
-    MarkIndexWhole,
-    PutPart,
-    TouchParts,
-)
+from semantic.ports.inbound import CheckProgress, StateView
+from semantic.ports.storage import BlockFilesPort, LedgerPort, MarkIndexWhole, PutPart, TouchParts
 
 _log = logging.getLogger(__name__)
 

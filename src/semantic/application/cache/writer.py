@@ -20,14 +20,8 @@ from semantic.application.engine.row_writer import RowWriter
 from semantic.domain.agents import Pointer
 from semantic.domain.blocks import BlockPart
 from semantic.domain.errors import CachePersistenceError, DrainingError
-from semantic.ports.outbound import KVPayload
-from semantic.ports.persistence import (
-    BlockFilesPort,
-    DropPart,
-    LedgerChange,
-    LedgerPort,
-    PutPart,
-)
+from semantic.ports.backend import KVPayload
+from semantic.ports.storage import BlockFilesPort, DropPart, LedgerChange, LedgerPort, PutPart
 
 _log = logging.getLogger(__name__)
 

@@ -32,8 +32,9 @@ from semantic.domain.errors import (
 )
 from semantic.domain.reply_format import ReplyFormat
 from semantic.domain.sampling import SamplingDefaults
+from semantic.ports.backend import ModelBackendPort
 from semantic.ports.inbound import ModelState
-from semantic.ports.outbound import GrammarPort, ModelBackendPort, TokenizerPort
+from semantic.ports.text import GrammarPort, TokenizerPort
 
 _log = logging.getLogger(__name__)
 _IDLE_POLL_S = 0.05

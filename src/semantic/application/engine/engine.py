@@ -30,7 +30,7 @@ from semantic.domain.errors import (
     SemanticError,
 )
 from semantic.domain.sampling import FinishReason
-from semantic.ports.outbound import (
+from semantic.ports.backend import (
     Chunk,
     Computed,
     ModelBackendPort,
@@ -40,8 +40,8 @@ from semantic.ports.outbound import (
     SequenceId,
     Step,
     Ticket,
-    TokenizerPort,
 )
+from semantic.ports.text import TokenizerPort
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from semantic.application.engine.request import Generation
 from semantic.domain.blocks import BlockName
-from semantic.ports.outbound import SequenceId
+from semantic.ports.backend import SequenceId
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import KVPayload, ModelBackendPort, SequenceId
+from semantic.ports.backend import KVPayload, ModelBackendPort, SequenceId
 
 _log = logging.getLogger(__name__)
 

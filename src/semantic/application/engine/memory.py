@@ -3,7 +3,7 @@
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.request import Generation
 from semantic.domain.errors import PoolExhaustedError
-from semantic.ports.outbound import ModelBackendPort, SequenceId
+from semantic.ports.backend import ModelBackendPort, SequenceId
 
 
 class WorkingMemory:

@@ -11,7 +11,8 @@ from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockName, PartKey, block_end
 from semantic.domain.chat import Failed, Finished, PrefillProgress, ServiceClass, Usage
 from semantic.domain.sampling import SamplingParams, StopRules
-from semantic.ports.outbound import LAST_SAMPLED, Chunk, Draw, SequenceId, TokenConstraint
+from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, SequenceId
+from semantic.ports.text import TokenConstraint
 
 Clock = Callable[[], float]
 monotonic: Clock = time.monotonic

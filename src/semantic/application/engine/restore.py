@@ -16,7 +16,7 @@ from semantic.domain.agents import Reuse
 from semantic.domain.blocks import PartKey
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import KVPayload, ModelBackendPort, SequenceId
+from semantic.ports.backend import KVPayload, ModelBackendPort, SequenceId
 
 _AHEAD_BYTES = 64 * 2**20  # twice what is loaded in a step while others decode
 _AHEAD_PARTS = 2  # at least, if there is room: one is read while another is loaded

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from semantic.application.agents.durable_turns import DurableTurns
 from semantic.domain.agents import Pointer
 from semantic.domain.errors import CachePersistenceError
-from semantic.ports.persistence import LedgerChange, LedgerPort
+from semantic.ports.storage import LedgerChange, LedgerPort
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence, Set
 
 from semantic.application.prompt.special_text import Span, SpecialText
-from semantic.ports.outbound import TokenizerPort
+from semantic.ports.text import TokenizerPort
 
 
 class RunEncoder:

@@ -16,7 +16,7 @@ from semantic.application.prompt.replay import Places, Replay, Replayer, head_di
 from semantic.application.prompt.special_text import SpecialText
 from semantic.application.prompt.template_probe import lost_generation_prompt, probe
 from semantic.domain.chat import ChatRequest, Message, Role, require_whole_characters
-from semantic.ports.outbound import TokenizerPort
+from semantic.ports.text import TokenizerPort
 
 # First messages that white space before them merges with in different ways, if at all.
 _BEGINNINGS = tuple(Message.of(Role.USER, text) for text in ("\ufdd3", "a", "1"))

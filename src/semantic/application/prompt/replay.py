@@ -29,8 +29,8 @@ from semantic.application.prompt.template_probe import TemplateTraits
 from semantic.domain.blocks import pack_tokens
 from semantic.domain.chat import JsonValue, Message, TextPart, ThinkingPart, ToolUsePart
 from semantic.domain.errors import CachePersistenceError, InvalidRequestError
-from semantic.ports.outbound import TokenizerPort
-from semantic.ports.persistence import LedgerPort, PutReplay
+from semantic.ports.storage import LedgerPort, PutReplay
+from semantic.ports.text import TokenizerPort
 
 _PROMPT_TAG = b"semantic.replay.prompt.v1"
 _MESSAGE_TAG = b"semantic.replay.message.v1"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from semantic.domain.chat import JsonObject, JsonValue
-from semantic.ports.outbound import SpecialToken
+from semantic.ports.text import SpecialToken
 
 # Noncharacters: no text has a use for them, and one that holds them all the same is escaped.
 _MARK = "\ufdd0"

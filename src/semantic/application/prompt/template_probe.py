@@ -10,7 +10,7 @@ from datetime import date
 
 from semantic.domain.chat import JsonObject, JsonValue
 from semantic.domain.errors import InvalidRequestError
-from semantic.ports.outbound import TokenizerPort
+from semantic.ports.text import TokenizerPort
 
 _DAYS = (date(2001, 2, 3), date(2012, 11, 10))
 _LONG_IDS = ("call_firstprobe", "call_secondprobe")

@@ -18,7 +18,7 @@ from semantic.domain.chat import ChatRequest, RawPrompt, Thinking, require_whole
 from semantic.domain.errors import ContextLengthError, InvalidRequestError, StateQuotaError
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
 from semantic.domain.spec import LayerKind, ModelCacheSpec
-from semantic.ports.outbound import TokenConstraint
+from semantic.ports.text import TokenConstraint
 
 _TAIL_TOKENS = 32  # enough to see a marker at the end of a prompt
 

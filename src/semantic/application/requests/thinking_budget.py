@@ -8,7 +8,7 @@ import enum
 from collections.abc import Callable, Sequence
 
 from semantic.domain.reply_format import Markers
-from semantic.ports.outbound import TokenConstraint
+from semantic.ports.text import TokenConstraint
 
 
 class _Place(enum.Enum):

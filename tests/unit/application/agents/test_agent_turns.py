@@ -10,7 +10,7 @@ from semantic.application.agents.ledger import AgentLedger, Exchange, write_at_o
 from semantic.domain.agents import Agent, Divergence, Reuse, Turn
 from semantic.domain.chat import Continuation, Message, Role, Usage
 from semantic.domain.errors import AgentNotFoundError, ConflictError
-from semantic.ports.persistence import LedgerChange
+from semantic.ports.storage import LedgerChange
 
 pytestmark = pytest.mark.unit
 

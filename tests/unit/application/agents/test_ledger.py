@@ -15,7 +15,7 @@ from semantic.domain.agents import LOCAL_TENANT, Agent, Pointer, Quota, Reuse, T
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import Message, Role, Usage
 from semantic.domain.errors import AgentNotFoundError, InvalidRequestError, QuotaExceededError
-from semantic.ports.persistence import LedgerChange, PutTurn
+from semantic.ports.storage import LedgerChange, PutTurn
 from tests.unit.application.engine_rig import ROOT
 
 pytestmark = pytest.mark.unit

@@ -10,7 +10,7 @@ from semantic.application.agents.turn_log import PastTurns, turn_id
 from semantic.application.requests.identity import BusyAgents, Identities, Identity
 from semantic.domain.agents import Principal, Reuse
 from semantic.domain.chat import AgentHint, Continuation, Message, Role, TextPart, Usage
-from semantic.ports.persistence import LedgerChange
+from semantic.ports.storage import LedgerChange
 
 pytestmark = pytest.mark.unit
 

@@ -29,7 +29,7 @@ from semantic.domain.chat import Failed, Finished, TextDelta
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, ModelCacheSpec
-from semantic.ports.outbound import KVPayload
+from semantic.ports.backend import KVPayload
 from tests.unit.application.engine_rig import ROOT, FaultyBackend, alone, make_job
 
 pytestmark = pytest.mark.unit

@@ -13,7 +13,7 @@ from semantic.application.cache.store import AgentCacheStore
 from semantic.domain.blocks import BlockName
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import HostBuffer, KVPayload
+from semantic.ports.backend import HostBuffer, KVPayload
 from tests.unit.application.engine_rig import ROOT
 
 pytestmark = pytest.mark.unit

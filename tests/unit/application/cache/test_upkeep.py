@@ -12,7 +12,7 @@ from semantic.domain.agents import LOCAL_TENANT, Agent, Tier, Turn
 from semantic.domain.errors import CachePersistenceError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.inbound import StateView
-from semantic.ports.persistence import TurnPlace
+from semantic.ports.storage import TurnPlace
 from tests.unit.application.engine_rig import ROOT
 from tests.unit.application.memory_rig import IndexedLedger, MemoryRig, RigLimits, fetch
 

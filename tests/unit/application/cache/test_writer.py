@@ -14,7 +14,7 @@ from semantic.domain.agents import LOCAL_TENANT, Agent, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
 from semantic.domain.spec import LayerKind
-from semantic.ports.persistence import PutAgent, PutReplay
+from semantic.ports.storage import PutAgent, PutReplay
 from tests.unit.application.engine_rig import ROOT
 from tests.unit.application.memory_rig import (
     HEADER_BYTES,

@@ -19,8 +19,8 @@ from semantic.domain.chat import Message, Role, Usage
 from semantic.domain.errors import CachePersistenceError
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import HostBuffer, KVPayload
-from semantic.ports.persistence import LedgerChange, PutAgent
+from semantic.ports.backend import HostBuffer, KVPayload
+from semantic.ports.storage import LedgerChange, PutAgent
 from tests.unit.application.engine_rig import ROOT
 
 pytestmark = pytest.mark.unit

@@ -22,8 +22,8 @@ from semantic.domain.errors import (
 )
 from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import FinishReason
+from semantic.ports.backend import StepOutput, Ticket
 from semantic.ports.inbound import ModelState
-from semantic.ports.outbound import StepOutput, Ticket
 from tests.unit.application.engine_rig import FaultyBackend, make_job
 
 pytestmark = pytest.mark.unit

@@ -10,7 +10,7 @@ from semantic.domain.chat import Failed, Finished, PrefillProgress, ServiceClass
 from semantic.domain.errors import BackendError, GenerationTimeoutError, PoolExhaustedError
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.domain.spec import ModelCacheSpec
-from semantic.ports.outbound import LAST_SAMPLED
+from semantic.ports.backend import LAST_SAMPLED
 from tests.unit.application.engine_rig import alone, make_job, make_rig
 
 pytestmark = pytest.mark.unit

@@ -11,7 +11,7 @@ from semantic.domain.chat import Failed
 from semantic.domain.errors import BackendError, CacheCorruptionError
 from semantic.domain.sampling import FinishReason, StopRules
 from semantic.domain.spec import LayerKind, ModelCacheSpec
-from semantic.ports.outbound import (
+from semantic.ports.backend import (
     LAST_SAMPLED,
     KVPayload,
     RowFailed,

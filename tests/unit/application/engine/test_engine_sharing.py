@@ -8,7 +8,7 @@ from semantic.adapters.outbound.backends.fake import fake_spec
 from semantic.application.engine.engine import PutAway
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.chat import ServiceClass
-from semantic.ports.outbound import SequenceId
+from semantic.ports.backend import SequenceId
 from tests.unit.application.engine_rig import FaultyBackend, alone, make_job, make_rig
 
 pytestmark = pytest.mark.unit

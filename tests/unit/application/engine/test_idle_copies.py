@@ -7,7 +7,7 @@ from semantic.application.engine.request import Generation, Job
 from semantic.application.engine.text import TextAssembler
 from semantic.domain.blocks import BlockName
 from semantic.domain.sampling import StopRules
-from semantic.ports.outbound import SequenceId
+from semantic.ports.backend import SequenceId
 from tests.unit.application.engine_rig import GREEDY, ROOT
 
 pytestmark = pytest.mark.unit

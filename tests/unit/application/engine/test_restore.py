@@ -14,7 +14,7 @@ from semantic.application.engine.restore import Restore
 from semantic.domain.blocks import PartKey, pack_tokens
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import Chunk, KVPayload, SequenceId, Step
+from semantic.ports.backend import Chunk, KVPayload, SequenceId, Step
 from tests.unit.application.engine_rig import ROOT
 
 pytestmark = pytest.mark.unit

@@ -15,7 +15,7 @@ from semantic.application.engine.scheduler import (
 )
 from semantic.application.engine.text import TextAssembler
 from semantic.domain.chat import ServiceClass
-from semantic.ports.outbound import Step, StepOutput, Ticket
+from semantic.ports.backend import Step, StepOutput, Ticket
 from tests.unit.application.engine_rig import FaultyBackend, JobOptions, Rig, make_job, make_rig
 
 pytestmark = pytest.mark.unit

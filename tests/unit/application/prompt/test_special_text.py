@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantic.application.prompt.special_text import Span, SpecialText
-from semantic.ports.outbound import SpecialToken
+from semantic.ports.text import SpecialToken
 
 pytestmark = pytest.mark.unit
 

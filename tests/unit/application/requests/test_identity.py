@@ -14,7 +14,7 @@ from semantic.application.requests.identity import BusyAgents, Claim, Identities
 from semantic.domain.agents import Reuse, Turn
 from semantic.domain.chat import AgentHint, Continuation, Message, Role, Usage
 from semantic.domain.errors import CachePersistenceError
-from semantic.ports.persistence import LedgerPort
+from semantic.ports.storage import LedgerPort
 
 pytestmark = pytest.mark.unit
 

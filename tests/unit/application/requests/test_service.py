@@ -57,7 +57,7 @@ from semantic.domain.errors import (
 from semantic.domain.reply_format import Markers, ReplyFormat, ReplyShape, ToolFormat
 from semantic.domain.sampling import UNSET_SAMPLING, SamplingDefaults, SamplingParams, StopRules
 from semantic.ports.inbound import ModelState, Reply
-from semantic.ports.persistence import LedgerChange
+from semantic.ports.storage import LedgerChange
 from tests.unit.application.device_rig import running_device
 
 pytestmark = pytest.mark.unit

@@ -16,7 +16,7 @@ from semantic.adapters.inbound.http import sse
 from semantic.application.agents.feed import EventFeed, Subscription
 from semantic.domain.agents import Principal
 from semantic.domain.feed import AgentChanged, FeedEvent, Missed, TurnEnded, TurnStarted
-from semantic.ports.cache import CacheCounts, CacheManagementPort, CheckProgress
+from semantic.ports.inbound import CacheCounts, CacheManagementPort, CheckProgress
 
 Json = dict[str, Any]
 _SAMPLE_S = 1.0

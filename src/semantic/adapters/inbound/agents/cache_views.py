@@ -5,7 +5,7 @@ from typing import Literal
 from semantic.adapters.inbound.agents import examples
 from semantic.adapters.inbound.agents.views import ReuseOut, StateOut, View, shown_as
 from semantic.domain.agents import Reuse
-from semantic.ports.cache import CacheOverview
+from semantic.ports.inbound import CacheOverview
 
 
 class MemoryOut(View):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from semantic.ports.outbound import KVPayload, StepOutput, Ticket
+from semantic.ports.backend import KVPayload, StepOutput, Ticket
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from semantic.adapters.outbound.backends.step_rows import (
 from semantic.domain.chat import JsonObject
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
-from semantic.ports.outbound import (
+from semantic.ports.backend import (
     Chunk,
     Computed,
     DeviceMemory,
@@ -37,12 +37,12 @@ from semantic.ports.outbound import (
     Row,
     Sampled,
     SequenceId,
-    SpecialToken,
     Step,
     StepOutput,
     Ticket,
     Traits,
 )
+from semantic.ports.text import SpecialToken
 
 END_TOKEN = 256
 START_TOKEN = 257

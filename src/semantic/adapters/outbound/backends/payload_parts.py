@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
-from semantic.ports.outbound import KVPayload
+from semantic.ports.backend import KVPayload
 
 
 @dataclass(frozen=True, slots=True)

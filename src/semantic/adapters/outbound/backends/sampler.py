@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from semantic.domain.errors import BackendError
 from semantic.domain.sampling import SamplingParams, TokenLogprob, uniform
-from semantic.ports.outbound import Draw
+from semantic.ports.backend import Draw
 
 Logits = NDArray[np.float32]
 

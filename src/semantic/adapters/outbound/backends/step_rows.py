@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from semantic.domain.errors import BackendError, InvalidRequestError
-from semantic.ports.outbound import LAST_SAMPLED, Chunk, RowFailed, SequenceId, Step
+from semantic.ports.backend import LAST_SAMPLED, Chunk, RowFailed, SequenceId, Step
 
 RowT = TypeVar("RowT")
 

@@ -20,8 +20,8 @@ from semantic.adapters.outbound.ledger import codec as ledger_json
 from semantic.domain.agents import LOCAL_TENANT, Pointer, Turn
 from semantic.domain.blocks import BlockName, pack_tokens, unpack_tokens
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, InvalidRequestError
-from semantic.ports.outbound import KVPayload
-from semantic.ports.persistence import ExportHead, ExportItem, ExportPart
+from semantic.ports.backend import KVPayload
+from semantic.ports.storage import ExportHead, ExportItem, ExportPart
 
 MAGIC: Final = b"semantic-agent/1\n"
 _MAX_LINE: Final = 4096

@@ -18,7 +18,7 @@ from semantic.adapters.outbound.blocks.kv_codec import RestingBuffer, tensor_nam
 from semantic.domain.blocks import TOKEN_BYTES, BlockName, BlockPart, packed_block_name
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import HostBuffer, KVPayload
+from semantic.ports.backend import HostBuffer, KVPayload
 
 FORMAT: Final = "semantic.block.v1"
 ALIGNMENT: Final = 64

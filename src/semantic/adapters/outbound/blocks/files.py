@@ -38,7 +38,7 @@ from semantic.adapters.outbound.blocks.disk import (
 from semantic.adapters.outbound.blocks.kv_codec import KVCodec, most_expanded
 from semantic.domain.blocks import BlockName, BlockPart
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
-from semantic.ports.outbound import KVPayload
+from semantic.ports.backend import KVPayload
 
 _log = logging.getLogger(__name__)
 

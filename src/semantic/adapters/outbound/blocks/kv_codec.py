@@ -22,7 +22,7 @@ import numpy.typing as npt
 from semantic.adapters.outbound.blocks.float_bits import FLOATS, Array, FloatFormat, Singles
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import HostBuffer, KVPayload
+from semantic.ports.backend import HostBuffer, KVPayload
 
 KVFormat = Literal["raw", "q8g64", "q4g64"]
 Codes: TypeAlias = npt.NDArray[np.uint8]

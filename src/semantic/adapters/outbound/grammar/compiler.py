@@ -25,7 +25,7 @@ from semantic.domain.chat import (
 )
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.reply_format import ReplyShape
-from semantic.ports.outbound import TokenConstraint, TokenizerPort
+from semantic.ports.text import TokenConstraint, TokenizerPort
 
 _MAX_COMPILED = 64
 _MAX_COMPILED_S = 5.0  # what took long to compile is large

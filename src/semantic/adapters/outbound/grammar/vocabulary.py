@@ -9,7 +9,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
 from semantic.domain.errors import InvalidRequestError
-from semantic.ports.outbound import TokenizerPort
+from semantic.ports.text import TokenizerPort
 
 # What opens or separates something, in JSON or around calls and thinking.
 _SYNTAX = bytes(range(0x20)) + b'"\\\x7f{}[],:<>|`'

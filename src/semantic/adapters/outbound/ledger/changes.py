@@ -11,7 +11,7 @@ from semantic.adapters.outbound.ledger.rows import (
     turn_row,
 )
 from semantic.adapters.outbound.ledger.schema import AGENTS, INSERT_PART, REPLAYS, TENANTS, TURNS
-from semantic.ports.persistence import (
+from semantic.ports.storage import (
     DropAgent,
     DropPart,
     LedgerChange,

@@ -12,7 +12,7 @@ from semantic.adapters.outbound.ledger.rows import (
 from semantic.adapters.outbound.ledger.schema import AGENTS, TENANTS
 from semantic.domain.agents import Pointer, Turn
 from semantic.domain.blocks import BlockName
-from semantic.ports.persistence import LedgerState, TurnPlace
+from semantic.ports.storage import LedgerState, TurnPlace
 
 # UNION ends a walk that comes back to where it was, which only a damaged ledger can make it do.
 _WALK = """

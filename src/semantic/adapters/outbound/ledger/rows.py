@@ -20,7 +20,7 @@ from semantic.adapters.outbound.ledger.schema import (
 from semantic.domain.agents import Agent, Pointer, Turn
 from semantic.domain.blocks import BlockName, BlockPart, pack_tokens, unpack_tokens
 from semantic.domain.spec import LayerKind
-from semantic.ports.persistence import PutReplay, Tenant
+from semantic.ports.storage import PutReplay, Tenant
 
 Row: TypeAlias = tuple[Any, ...]
 

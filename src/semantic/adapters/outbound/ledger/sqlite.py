@@ -57,7 +57,7 @@ from semantic.adapters.outbound.ledger.schema import (
 from semantic.domain.agents import Pointer, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CachePersistenceError
-from semantic.ports.persistence import LedgerChange, LedgerState, TurnPlace
+from semantic.ports.storage import LedgerChange, LedgerState, TurnPlace
 
 LEDGER_FILE, BACKUP_FILE, MARK_FILE = "ledger.db", "ledger.backup.db", "ledger.mark"
 _TIMEOUT_S = 5.0

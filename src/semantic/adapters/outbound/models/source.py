@@ -25,7 +25,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 class LocalModelSource:
-    """`ModelSourcePort` over this machine's files and, for ids it does not know, the hub."""
+    """Models from this machine's files and, for ids it does not know, the hub."""
 
     def __init__(self, models_dir: Path, starter_model: str, hub_cache: Path | None = None) -> None:
         """Prepare; nothing is read yet.

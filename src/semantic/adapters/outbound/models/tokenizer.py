@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 from semantic.adapters.outbound.models.chat_template import ChatTemplate, template_source
 from semantic.domain.chat import JsonObject
 from semantic.domain.errors import InvalidRequestError
-from semantic.ports.outbound import SpecialToken
+from semantic.ports.text import SpecialToken
 
 _SPACE_MARK = "\u2581"  # SentencePiece writes a space as this
 _BEFORE = "\ufdd0before\ufdd0"  # stands for what comes before a run of text

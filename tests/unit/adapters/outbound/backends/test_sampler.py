@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from semantic.adapters.outbound.backends.sampler import Logits, sample
 from semantic.domain.errors import BackendError
 from semantic.domain.sampling import SamplingParams
-from semantic.ports.outbound import Draw
+from semantic.ports.backend import Draw
 
 pytestmark = pytest.mark.unit
 

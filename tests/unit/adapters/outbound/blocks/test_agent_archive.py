@@ -16,8 +16,8 @@ from semantic.domain.chat import Message, Role, Usage
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import FinishReason
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import HostBuffer, KVPayload
-from semantic.ports.persistence import ExportHead, ExportItem, ExportPart
+from semantic.ports.backend import HostBuffer, KVPayload
+from semantic.ports.storage import ExportHead, ExportItem, ExportPart
 from tests.agent_frames import changed, with_fields, with_frame_fields
 
 pytestmark = pytest.mark.unit

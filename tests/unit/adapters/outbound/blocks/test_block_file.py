@@ -17,7 +17,7 @@ from semantic.adapters.outbound.blocks.kv_codec import KVCodec
 from semantic.domain.blocks import BlockNamespace, BlockPart
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import HostBuffer
+from semantic.ports.backend import HostBuffer
 from tests.unit.adapters.sealed_files import (
     OPENING,
     file_of,

@@ -20,8 +20,8 @@ from semantic.adapters.outbound.blocks.kv_codec import KVCodec, KVFormat
 from semantic.domain.blocks import BlockName, BlockNamespace, BlockPart
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import HostBuffer, KVPayload
-from semantic.ports.persistence import BlockFilesPort
+from semantic.ports.backend import HostBuffer, KVPayload
+from semantic.ports.storage import BlockFilesPort
 from tests.unit.adapters.sealed_files import (
     ROOT,
     buffers_of,

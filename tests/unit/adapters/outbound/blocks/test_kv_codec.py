@@ -11,7 +11,7 @@ from semantic.adapters.outbound.blocks.float_bits import FLOATS
 from semantic.adapters.outbound.blocks.kv_codec import FORMATS, KVCodec, KVFormat, RestingBuffer
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import HostBuffer, KVPayload
+from semantic.ports.backend import HostBuffer, KVPayload
 
 pytestmark = pytest.mark.unit
 

@@ -15,7 +15,7 @@ import pytest
 from semantic.adapters.outbound.ledger import schema as ledger_schema
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.domain.errors import CachePersistenceError
-from semantic.ports.persistence import (
+from semantic.ports.storage import (
     MarkDurable,
     MarkIndexWhole,
     PutAgent,

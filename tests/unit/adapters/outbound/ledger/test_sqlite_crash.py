@@ -18,7 +18,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.ports.persistence import PutAgent, PutTurn
+from semantic.ports.storage import PutAgent, PutTurn
 from tests.unit.adapters.ledger_values import agent_of, turn_of
 
 ledger = SqliteLedger(Path(sys.argv[1]))
@@ -80,7 +80,7 @@ SYNCS = """
 import os, sys
 from pathlib import Path
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.ports.persistence import PutTenant, Tenant
+from semantic.ports.storage import PutTenant, Tenant
 
 ledger = SqliteLedger(Path(sys.argv[1]))
 ledger.load()

@@ -17,7 +17,7 @@ from semantic.adapters.outbound.ledger.rows import agent_row, sealed
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.domain.agents import Turn
 from semantic.domain.errors import CachePersistenceError
-from semantic.ports.persistence import (
+from semantic.ports.storage import (
     DropAgent,
     LedgerState,
     MarkIndexWhole,

@@ -13,7 +13,7 @@ from semantic.domain.agents import Agent, Pointer, Reuse, Turn
 from semantic.domain.blocks import BlockName, BlockPart
 from semantic.domain.chat import Usage
 from semantic.domain.spec import LayerKind
-from semantic.ports.persistence import (
+from semantic.ports.storage import (
     DropAgent,
     DropPart,
     LedgerChange,

@@ -32,7 +32,7 @@ from semantic.adapters.outbound.backends.step_rows import (
 )
 from semantic.domain.errors import BackendError, CacheCorruptionError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
-from semantic.ports.outbound import (
+from semantic.ports.backend import (
     Chunk,
     DeviceMemory,
     KVPayload,

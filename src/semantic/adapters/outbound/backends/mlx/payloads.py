@@ -11,7 +11,7 @@ from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
 from semantic.adapters.outbound.backends.mlx.layout import Array, Layout, roll
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind
-from semantic.ports.outbound import HostBuffer, KVPayload
+from semantic.ports.backend import HostBuffer, KVPayload
 
 # Numbers numpy does not know travel as integers of their size.
 _CARRIERS = {mx.bfloat16: mx.uint16}

@@ -15,7 +15,7 @@ from semantic.adapters.outbound.backends.mlx.layout import Array
 from semantic.adapters.outbound.backends.sampler import sample
 from semantic.domain.errors import BackendError, InvalidRequestError
 from semantic.domain.sampling import SamplingParams, uniform
-from semantic.ports.outbound import Chunk, Computed, Draw, Row, RowFailed, Sampled, SequenceId
+from semantic.ports.backend import Chunk, Computed, Draw, Row, RowFailed, Sampled, SequenceId
 
 _ALMOST_ONE = 1 - 2**-24  # the largest float32 below 1
 _COLDEST = 1e-30  # colder ones are zero in float32

@@ -13,7 +13,7 @@ from semantic.adapters.outbound.backends.mlx.sampling import (
     draw_rows,
     fed_tokens,
 )
-from semantic.ports.outbound import LAST_SAMPLED
+from semantic.ports.backend import LAST_SAMPLED
 
 
 def run_rows(runner: MlxRunner, rows: Sequence[PendingRow]) -> list[Array]:

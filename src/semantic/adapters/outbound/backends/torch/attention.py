@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from semantic.domain.errors import BackendError
-from semantic.ports.outbound import Chunk
+from semantic.ports.backend import Chunk
 
 ATTENTION_NAME = "semantic_packed"
 _UNSUPPORTED_OPTIONS = ("indices", "position_bias")

@@ -32,7 +32,7 @@ from semantic.adapters.outbound.backends.torch.attention import Span, TorchSeque
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.domain.errors import BackendError, CacheCorruptionError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
-from semantic.ports.outbound import (
+from semantic.ports.backend import (
     Chunk,
     Computed,
     DeviceMemory,

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 
 from semantic.domain.agents import Agent, Pointer, Turn
 from semantic.domain.blocks import BlockName, BlockPart, PartKey
-from semantic.ports.outbound import KVPayload
+from semantic.ports.backend import KVPayload
 
 
 class BlockFilesPort(Protocol):
