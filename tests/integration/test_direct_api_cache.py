@@ -12,7 +12,7 @@ import pytest
 
 from semantic.domain.agents import LOCAL_TENANT, Agent
 from semantic.entrypoints.cli import main
-from tests.agent_frames import changed
+from tests.agent_files import changed, members
 from tests.http_server import RunningServer, make_settings, run_server
 from tests.integration.test_direct_api import error_of, events_of, get, make, say, texts
 
@@ -288,7 +288,9 @@ def test_an_agent_leaves_and_comes_back_elsewhere(
         reply = say(other, "a", "three")
         log = get(other, "/v1/agents/a/turns")["data"]
 
-    assert exported.headers["content-disposition"] == 'attachment; filename="a.agent"'
+    assert exported.headers["content-disposition"] == 'attachment; filename="a.tar"'
+    assert exported.headers["content-type"] == "application/x-tar"
+    assert members(exported.content)[0][0] == "agent.json"
     assert (taken["turns"], taken["tokens"]) == (2, tokens)
     assert (taken["import_state"], taken["import_reason"]) == ("imported", "signed by laptop")
     assert taken["settings"]["labels"] == {"k": "v"}
@@ -352,7 +354,7 @@ def test_another_models_state_is_refused_and_its_messages_are_not(http: httpx.Cl
     make(http, id="a", system="s")
     first = say(http, "a", "one")
     content = http.get("/v1/agents/a/export").content
-    other = changed(content, lambda _, frame: frame.replace(b'"fake"', b'"other"'))
+    other = changed(content, lambda _, member: member.replace(b'"fake"', b'"other"'))
 
     refused = http.post("/v1/agents/import", params={"id": "b"}, content=other)
     taken = http.post("/v1/agents/import?id=b&messages_only=true", content=other)

@@ -44,7 +44,7 @@ ENDLESS = ("GET", "/v1/events")
 MAX_REPLY = 8
 
 
-@schemathesis.serializer("application/vnd.semantic.agent")
+@schemathesis.serializer("application/x-tar")
 def _as_it_is(_: schemathesis.SerializationContext, value: Any) -> bytes:
     content = getattr(value, "data", value)
     return content if isinstance(content, bytes) else str(content).encode()

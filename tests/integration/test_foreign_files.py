@@ -9,11 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from semantic.adapters.outbound.blocks.agent_archive import AgentFile
-from semantic.adapters.outbound.blocks.export_keys import ExportKeys
+from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys
 from semantic.adapters.outbound.blocks.kv_codec import KVCodec
 from semantic.ports.storage import ExportItem, ExportPart
-from tests.agent_frames import Edit, changed, with_fields, with_frame_fields
+from tests.agent_files import Edit, changed, with_fields, with_member_fields
 from tests.http_server import make_settings, run_server
 from tests.integration.test_direct_api import get, make, say, texts
 
@@ -92,7 +91,7 @@ def test_a_strangers_state_reaches_nobody(exported: bytes, tmp_path: Path) -> No
 def test_a_strangers_tokens_are_not_taken_for_what_was_said(
     exported: bytes, http: httpx.Client
 ) -> None:
-    other = changed(exported, with_frame_fields("turn", tokens="07000000" * 40, num_tokens=40))
+    other = changed(exported, with_member_fields("turn", tokens="07000000" * 40, num_tokens=40))
     lying = changed(other, with_fields("turn", num_messages=10**9))
 
     taken = take_in(http, lying).json()
@@ -141,10 +140,10 @@ HOSTILE: dict[str, Edit] = {
     "deep tool": with_fields(
         "agent", profile__tools=[{"name": "n", "description": "", "parameters": {"a": DEEP}}]
     ),
-    "name": with_frame_fields("agent", id="../up"),
-    "huge count": with_frame_fields("turn", num_tokens=2**70),
-    "odd tokens": with_frame_fields("turn", tokens="0700"),
-    "not a time": with_frame_fields("turn", created_at=float("nan")),
+    "name": with_member_fields("agent", id="../up"),
+    "huge count": with_member_fields("turn", num_tokens=2**70),
+    "odd tokens": with_member_fields("turn", tokens="0700"),
+    "not a time": with_member_fields("turn", created_at=float("nan")),
     "huge usage": with_fields("turn", usage={"prompt_tokens": 2**70}),
     "deep arguments": says(CALL | {"arguments": {"a": DEEP}}),
     "no number": says(CALL | {"arguments": {"a": float("inf")}}),

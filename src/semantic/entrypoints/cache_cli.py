@@ -11,9 +11,9 @@ from typing import TypeAlias
 from tqdm import tqdm
 
 from semantic.adapters.config.settings import Settings
+from semantic.adapters.outbound.blocks.agent_archive import own_key
 from semantic.adapters.outbound.blocks.block_tree import TEMPORARY
 from semantic.adapters.outbound.blocks.cache_directory import claim
-from semantic.adapters.outbound.blocks.export_keys import own_key
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.blocks.lock import DirectoryLock
 from semantic.adapters.outbound.ledger.sqlite import LEDGER_FILE, SqliteLedger

@@ -14,7 +14,7 @@ from semantic.adapters.inbound.agents.views import ImportedOut
 from semantic.domain.agents import Principal
 from semantic.ports.inbound import AgentManagementPort, AgentTransferPort
 
-MEDIA_TYPE = "application/vnd.semantic.agent"
+MEDIA_TYPE = "application/x-tar"
 IMPORT_PATH = "/v1/agents/import"
 _PIECE = 2**20
 _IN_MEMORY = 2**23
@@ -56,9 +56,9 @@ class TransferApi:
         return router
 
     async def export(self, agent_id: AgentPath) -> StreamingResponse:
-        """One file with settings, turns and attention state, each part with its checksum."""
+        """A tar archive of settings, turns and attention state, with checksums and a signature."""
         pieces = await asyncio.to_thread(self._transfer.export, self._principal(), agent_id)
-        headers = {"content-disposition": f'attachment; filename="{agent_id}.agent"'}
+        headers = {"content-disposition": f'attachment; filename="{agent_id}.tar"'}
         return StreamingResponse(pieces, media_type=MEDIA_TYPE, headers=headers)
 
     async def import_file(

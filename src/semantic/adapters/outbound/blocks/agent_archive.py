@@ -1,125 +1,216 @@
-"""An agent as one file: frames of JSON and block files, each with its checksum, and a signature.
+"""An agent as one file: a tar archive of JSON and block files, with checksums and a signature.
+
+    agent.json  turns/000001.json …  blocks/<name>.<kind>.safetensors …  manifest.json
 
 `docs/agents.md` describes the format. Checksums show damage; only the signature shows that a server
-whose key is known here wrote the file. Everything that is read is checked before it is believed;
-nothing in it is executed.
+whose key is known here wrote the file: block names say what state should be, and only who computed
+it can say that it is. Everything that is read is checked before it is believed; nothing in it is
+executed, and nothing is written under a name that stands in it.
 """
 
 import hashlib
+import hmac
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Annotated, Any, Final
+import os
+import re
+import secrets
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, Final, assert_never
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from semantic.adapters.outbound.blocks import block_file
-from semantic.adapters.outbound.blocks.export_keys import ExportKeys
 from semantic.adapters.outbound.blocks.kv_codec import KVCodec
 from semantic.adapters.outbound.ledger import codec as ledger_json
 from semantic.domain.agents import LOCAL_TENANT, Pointer, Turn
-from semantic.domain.blocks import BlockName, pack_tokens, unpack_tokens
+from semantic.domain.blocks import BlockName, BlockPart, pack_tokens, unpack_tokens
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, InvalidRequestError
+from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload
 from semantic.ports.storage import ExportHead, ExportItem, ExportPart
 
-MAGIC: Final = b"semantic-agent/1\n"
-_MAX_LINE: Final = 4096
-_MAX_FRAME: Final = 2**30
+FORMAT: Final = "semantic-agent/2"
+OWN_SIGNER: Final = "this server"
+_FORMER: Final = b"semantic-agent/1\n"
+_BLOCK: Final = tarfile.BLOCKSIZE
+END: Final = bytes(2 * _BLOCK)
+_MAX_JSON: Final = 2**27
+_MAX_FILE: Final = 2**30
+_MAX_MEMBERS: Final = 2**19
+_KINDS: Final = "|".join(kind.value for kind in LayerKind)
+_IS_MEMBER: Final = re.compile(
+    r"(?P<agent>agent\.json)|(?P<turn>turns/[0-9]{6,9}\.json)|(?P<manifest>manifest\.json)"
+    rf"|(?P<block>blocks/[0-9a-f]{{64}}\.(?:{_KINDS})\.safetensors)"
+).fullmatch
+_ORDER: Final = ("agent", "turn", "block", "manifest")
 
 
 class AgentFile:
     """`AgentFilePort` with attention state in its resting precision."""
 
-    def __init__(self, codec: KVCodec, keys: ExportKeys) -> None:
+    def __init__(self, codec: KVCodec, keys: "ExportKeys") -> None:
         self._codec = codec
         self._keys = keys
 
     def write(self, items: Iterable[ExportItem]) -> Iterator[bytes]:
         """Write a file, piece by piece."""
-        whole = hashlib.sha256()
-        fingerprint, num_frames = "", 0
-        yield MAGIC
+        digests: dict[str, str] = {}
+        fingerprint, num_turns = "", 0
         for item in items:
-            if isinstance(item, ExportHead):
-                fingerprint = item.fingerprint
-            kind, pieces = self._composed(item, fingerprint)
-            yield from _frame(kind, pieces, whole)
-            num_frames += 1
-        end = {"num_frames": num_frames, "sha256": whole.hexdigest()}
-        signed = end | {"hmac": self._keys.sign(MAGIC + whole.digest())}
-        yield from _frame("end", [json.dumps(signed).encode()], whole)
+            match item:
+                case ExportHead():
+                    fingerprint = item.fingerprint
+                    name, pieces = "agent.json", [_head_bytes(item)]
+                case Turn():
+                    num_turns += 1
+                    name, pieces = _turn_name(num_turns), [_turn_bytes(item)]
+                case ExportPart():
+                    name, pieces = _block_name(item.part), self._block_pieces(item, fingerprint)
+                case _:
+                    assert_never(item)
+            digests[name] = _sha256(pieces)
+            yield from compose_member(name, pieces)
+        manifest = compose_manifest(digests, self._keys.sign(signed_text(digests)))
+        yield from compose_member("manifest.json", [manifest])
+        yield END
 
     def check(self, pieces: Iterable[bytes]) -> str:
         """Read a file to its end, see that it is whole, and say whose signature it has."""
-        source, whole, num_frames = _opened(pieces), hashlib.sha256(), 0
-        while True:
-            so_far = whole.copy()
-            kind, content = _read_frame(source, whole)
-            if kind == "end":
-                break
-            num_frames += 1
-        match _parse(content):
-            case {"num_frames": int(number), "sha256": str(digest), **more}:
-                if (number, digest) == (num_frames, so_far.hexdigest()):
-                    return self._keys.signer(MAGIC + so_far.digest(), str(more.get("hmac", "")))
-        raise _damaged("its end does not match its content")
+        digests: dict[str, str] = {}
+        signer = ""
+        for member in read_members(pieces):
+            if member.kind == "manifest":
+                signer = self._signer(member, digests)
+            elif member.name in digests or len(digests) >= _MAX_MEMBERS:
+                raise _damaged(f"it has {member.name} twice, or too many members")
+            else:
+                digests[member.name] = _sha256([member.content])
+        return signer
 
     def read(self, pieces: Iterable[bytes], *, has_parts: bool) -> Iterator[ExportItem]:
         """Read a file that was checked; blocks are passed over unless `has_parts`."""
-        source, whole = _opened(pieces), hashlib.sha256()
-        while True:
-            kind, content = _read_frame(source, whole)
-            if kind == "end":
-                return
-            if has_parts or kind != "block":
-                yield self._parsed(kind, content)
+        for member in read_members(pieces):
+            if member.kind != "manifest" and (has_parts or member.kind != "block"):
+                yield self._parsed(member)
 
-    def _composed(self, item: ExportItem, fingerprint: str) -> tuple[str, list[bytes]]:
-        match item:
-            case ExportHead():
-                return "agent", [_head_bytes(item)]
-            case Turn():
-                return "turn", [_turn_bytes(item)]
-            case ExportPart(part, payload):
-                resting = self._codec.encode(payload)
-                pieces = block_file.compose(
-                    part, payload, resting, self._codec.kv_format, fingerprint
-                )
-                return "block", [bytes(piece) for piece in pieces]
+    def _signer(self, manifest: "Member", digests: dict[str, str]) -> str:
+        match _parse(manifest):
+            case {"hmac": str(signature)}:
+                if manifest.content == compose_manifest(digests, signature):
+                    return self._keys.signer(signed_text(digests), signature)
+        raise _damaged("its manifest does not match its members")
 
-    def _parsed(self, kind: str, content: bytes) -> ExportItem:
+    def _block_pieces(self, item: ExportPart, fingerprint: str) -> list[bytes]:
+        resting = self._codec.encode(item.payload)
+        kv_format = self._codec.kv_format
+        pieces = block_file.compose(item.part, item.payload, resting, kv_format, fingerprint)
+        return [bytes(piece) for piece in pieces]
+
+    def _parsed(self, member: "Member") -> ExportItem:
         try:
-            match kind:
+            match member.kind:
                 case "agent":
-                    return _read_head(_HeadFrame.model_validate(_parse(content)))
+                    return _read_head(_HeadMember.model_validate(_parse(member)))
                 case "turn":
-                    return _read_turn(_TurnFrame.model_validate(_parse(content)))
-                case "block":
-                    return self._read_part(memoryview(content))
+                    return _read_turn(_TurnMember.model_validate(_parse(member)))
+                case _:
+                    return self._read_part(member)
         except (CacheCorruptionError, CachePersistenceError) as error:
             raise _damaged(error.message) from error
         except ValidationError as error:
             first = error.errors(include_input=False, include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
-            raise _damaged(f"its {kind} makes no sense: {place}: {first['msg']}") from error
+            raise _damaged(f"{member.name} makes no sense: {place}: {first['msg']}") from error
         except ValueError as error:
-            raise _damaged(f"its {kind} makes no sense: {error}") from error
-        raise _damaged(f"it has a frame of an unknown kind {kind[:20]!r}")
+            raise _damaged(f"{member.name} makes no sense: {error}") from error
 
-    def _read_part(self, content: memoryview) -> ExportPart:
+    def _read_part(self, member: "Member") -> ExportPart:
+        content = memoryview(member.content)
         block_file.verify(content)
         end = block_file.LENGTH_BYTES + block_file.header_length(content, len(content))
         head = block_file.parse(content[block_file.LENGTH_BYTES : end], len(content))
         tokens = bytes(content[head.tokens.start : head.tokens.end])
         part = block_file.identify(head, tokens, len(content), 0.0)
+        if member.name != _block_name(part):
+            raise _damaged(f"{member.name} is another block than its name says")
         resting = block_file.resting_buffers(head, content)
         buffers = tuple(self._codec.decode(buffer) for buffer in resting)
         positions = int(head.field("start")), int(head.field("end"))
         return ExportPart(part, KVPayload(head.field("abi"), part.kind, *positions, buffers))
 
 
-# -- frames -----------------------------------------------------------------------------------
+# -- the archive ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One file of the archive: what its name says it is, and what it holds."""
+
+    kind: str
+    name: str
+    content: bytes
+
+
+def compose_member(name: str, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Write one member: its header, its content, and zeros up to the next multiple of 512."""
+    pieces = list(pieces)
+    header = tarfile.TarInfo(name)
+    header.size = sum(map(len, pieces))
+    yield header.tobuf(tarfile.USTAR_FORMAT, "ascii", "strict")
+    yield from pieces
+    yield bytes(-header.size % _BLOCK)
+
+
+def read_members(pieces: Iterable[bytes]) -> Iterator[Member]:
+    """Read an archive's members; all that is not their content is checked on the way.
+
+    Raises:
+        InvalidRequestError: it is cut off, something else than files of the four kinds in their
+            order is in it, or anything follows its end.
+    """
+    source = _Source(pieces)
+    if source.peek(len(_FORMER)) == _FORMER:
+        raise _damaged("an earlier version of Semantic wrote it; export the agent anew")
+    before, num_turns = "", 0
+    while before != "manifest":
+        kind, name, num_bytes = _read_header(source.take(_BLOCK))
+        if (before == "") != (kind == "agent") or (
+            before and _ORDER.index(kind) < _ORDER.index(before)
+        ):
+            raise _damaged(f"{name} is out of order")
+        if kind == "turn":
+            num_turns += 1
+            if name != _turn_name(num_turns):
+                raise _damaged(f"{name} is out of order")
+        content = source.take(num_bytes)
+        if any(source.take(-num_bytes % _BLOCK)):
+            raise _damaged(f"something follows {name} that belongs to no member")
+        yield Member(kind, name, content)
+        before = kind
+    if source.take(len(END)) != END or not source.has_only_zeros():
+        raise _damaged("something follows its manifest")
+
+
+def _read_header(header: bytes) -> tuple[str, str, int]:
+    """Read what a member is, its name and its size."""
+    try:
+        found = tarfile.TarInfo.frombuf(header, "ascii", "strict")
+    except (tarfile.HeaderError, ValueError) as error:
+        raise _damaged("it is no archive of an agent, or is damaged") from error
+    if header[148:156] != b"%06o\0 " % found.chksum:  # it does not cover itself
+        raise _damaged("it is damaged")
+    named = _IS_MEMBER(found.name)
+    if named is None or found.type != tarfile.REGTYPE or found.linkname:
+        raise _damaged(f"it has a member {found.name[:100]!r} that no agent has")
+    kind = str(named.lastgroup)
+    if not 0 <= found.size <= (_MAX_FILE if kind == "block" else _MAX_JSON):
+        raise _damaged(f"{found.name} cannot be that long")
+    return kind, found.name, found.size
 
 
 class _Source:
@@ -129,95 +220,88 @@ class _Source:
         self._pieces = iter(pieces)
         self._buffer = bytearray()
 
-    def take(self, num_bytes: int) -> bytes:
+    def peek(self, num_bytes: int) -> bytes:
         while len(self._buffer) < num_bytes:
-            self._buffer += self._next()
-        taken = bytes(self._buffer[:num_bytes])
+            piece = next(self._pieces, None)
+            if piece is None:
+                raise _damaged("it is cut off")
+            self._buffer += piece
+        return bytes(self._buffer[:num_bytes])
+
+    def take(self, num_bytes: int) -> bytes:
+        taken = self.peek(num_bytes)
         del self._buffer[:num_bytes]
         return taken
 
-    def take_line(self) -> bytes:
-        while (end := self._buffer.find(b"\n")) < 0:
-            if len(self._buffer) > _MAX_LINE:
-                raise _damaged("a frame has no beginning")
-            self._buffer += self._next()
-        return self.take(end + 1)
-
-    def _next(self) -> bytes:
-        for piece in self._pieces:
-            return piece
-        raise _damaged("it is cut off")
+    def has_only_zeros(self) -> bool:
+        """Read to the end; tools fill up an archive's last record."""
+        return not any(piece.strip(b"\0") for piece in chain([bytes(self._buffer)], self._pieces))
 
 
-def _opened(pieces: Iterable[bytes]) -> _Source:
-    source = _Source(pieces)
-    if source.take(len(MAGIC)) != MAGIC:
-        raise _damaged("it is no file of an agent")
-    return source
+def compose_manifest(digests: Mapping[str, str], signature: str) -> bytes:
+    """Write the last member: the SHA-256 of all others in their order, and the signature."""
+    manifest = {"format": FORMAT, "sha256": digests, "hmac": signature}
+    return json.dumps(manifest, indent=1).encode() + b"\n"
 
 
-def _frame(kind: str, pieces: list[bytes], whole: "hashlib._Hash") -> Iterator[bytes]:
+def signed_text(digests: Mapping[str, str]) -> bytes:
+    """What is signed: the format's name and a line for each member, as `sha256sum` prints it."""
+    lines = (f"{digest}  {name}\n" for name, digest in digests.items())
+    return f"{FORMAT}\n{''.join(lines)}".encode()
+
+
+def _sha256(pieces: Iterable[bytes]) -> str:
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
-    num_bytes = sum(map(len, pieces))
-    head = json.dumps({"kind": kind, "nbytes": num_bytes, "sha256": digest.hexdigest()})
-    line = head.encode() + b"\n"
-    whole.update(line)
-    yield line
-    yield from pieces
+    return digest.hexdigest()
 
 
-def _read_frame(source: _Source, whole: "hashlib._Hash") -> tuple[str, bytes]:
-    line = source.take_line()
-    match _parse(line):
-        case {"kind": str(kind), "nbytes": int(num_bytes), "sha256": str(digest)}:
-            if not 0 <= num_bytes <= _MAX_FRAME:
-                raise _damaged("a frame cannot be that long")
-            content = source.take(num_bytes)
-            if hashlib.sha256(content).hexdigest() != digest:
-                raise _damaged("a checksum does not match")
-            whole.update(line)
-            return kind, content
-    raise _damaged("a frame has no beginning")
+def _turn_name(number: int) -> str:
+    return f"turns/{number:06}.json"
 
 
-# -- what is in them --------------------------------------------------------------------------
+def _block_name(part: BlockPart) -> str:
+    return f"blocks/{part.name.hex()}.{part.kind.value}.safetensors"
+
+
+# -- what is in it ----------------------------------------------------------------------------
 
 _Name = Annotated[str, Field(max_length=1024)]
 _BlockHex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class _Frame(BaseModel):
+class _JsonMember(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-class _HeadFrame(_Frame):
+class _HeadMember(_JsonMember):
     id: str
     model: _Name
     fingerprint: _Name
     abi: _Name
-    body: str
+    body: dict[str, Any]
 
 
-class _TurnFrame(_Frame):
+class _TurnMember(_JsonMember):
     id: _Name
     parent: _Name | None
     num_tokens: ledger_json.Count
     created_at: float
     tokens: Annotated[str, Field(pattern="^([0-9a-f]{8})*$")]
     pointer: Annotated[tuple[_BlockHex, _BlockHex, ledger_json.Count], Field(strict=False)] | None
-    body: str
+    body: dict[str, Any]
 
 
 def _head_bytes(head: ExportHead) -> bytes:
-    body = ledger_json.encode_agent(head.agent)
     named = {"model": head.model, "fingerprint": head.fingerprint, "abi": head.abi}
+    body = json.loads(ledger_json.encode_agent(head.agent))
     return json.dumps({"id": head.agent.id, **named, "body": body}).encode()
 
 
-def _read_head(stored: _HeadFrame) -> ExportHead:
-    agent = ledger_json.decode_agent(LOCAL_TENANT, stored.id, stored.body, is_foreign=True)
+def _read_head(stored: _HeadMember) -> ExportHead:
+    body = json.dumps(stored.body)
+    agent = ledger_json.decode_agent(LOCAL_TENANT, stored.id, body, is_foreign=True)
     return ExportHead(agent, stored.model, stored.fingerprint, stored.abi)
 
 
@@ -234,13 +318,13 @@ def _turn_bytes(turn: Turn) -> bytes:
             "created_at": turn.created_at,
             "tokens": pack_tokens(turn.tokens).hex(),
             "pointer": place,
-            "body": body,
+            "body": json.loads(body),
         }
     ).encode()
 
 
-def _read_turn(stored: _TurnFrame) -> Turn:
-    said = ledger_json.decode_turn(stored.body, is_foreign=True)
+def _read_turn(stored: _TurnMember) -> Turn:
+    said = ledger_json.decode_turn(json.dumps(stored.body), is_foreign=True)
     pointer = None
     if stored.pointer is not None:
         *names, num_tokens = stored.pointer
@@ -265,12 +349,83 @@ def _read_turn(stored: _TurnFrame) -> Turn:
     )
 
 
-def _parse(content: bytes) -> Any:
+def _parse(member: Member) -> Any:
     try:
-        return ledger_json.parse(content, is_foreign=True)
+        return ledger_json.parse(member.content, is_foreign=True)
     except (ValueError, RecursionError) as error:
-        raise _damaged(f"a frame is not JSON: {error}") from error
+        raise _damaged(f"{member.name} is not JSON: {error}") from error
 
 
 def _damaged(problem: str) -> InvalidRequestError:
     return InvalidRequestError(f"the file cannot be imported: {problem.rstrip('.')}.", param="file")
+
+
+# -- keys -------------------------------------------------------------------------------------
+
+_KEY_BYTES: Final = 32
+_KEY_PATTERN: Final = re.compile(r"[0-9a-f]{64}\n?")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportKeys:
+    """Signs with one key and knows the signatures of several.
+
+    A key is a shared secret: whoever has it can sign as its owner.
+    """
+
+    own: bytes = field(repr=False)
+    trusted: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+
+    def sign(self, content: bytes) -> str:
+        """Sign as this installation."""
+        return _signature(self.own, content)
+
+    def signer(self, content: bytes, signature: str) -> str:
+        """Say whose signature it is; empty if no key that is known here made it."""
+        known = {OWN_SIGNER: self.own, **self.trusted}
+        matching = [
+            name
+            for name, key in known.items()
+            if hmac.compare_digest(_signature(key, content).encode(), signature.encode())
+        ]
+        return matching[0] if matching else ""
+
+
+def own_key(path: Path) -> bytes:
+    """Read this installation's key, or make it if there is none.
+
+    Raises:
+        CachePersistenceError: the file cannot be read or made, or is no key.
+    """
+    try:
+        if not path.exists():
+            _make(path)
+        text = path.read_text("ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CachePersistenceError(f"{path} cannot be used: {error}.") from error
+    if not _KEY_PATTERN.fullmatch(text):
+        raise CachePersistenceError(
+            f"{path} is not a key: 64 hexadecimal digits. Delete it; a new one is made, and files "
+            "of agents that were exported before then count as a stranger's."
+        )
+    return bytes.fromhex(text)
+
+
+def _make(path: Path) -> None:
+    """Make the file whole or not at all; whoever was first keeps theirs."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(secrets.token_hex(_KEY_BYTES) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        temporary.unlink()
+
+
+def _signature(key: bytes, content: bytes) -> str:
+    return hmac.new(key, content, hashlib.sha256).hexdigest()

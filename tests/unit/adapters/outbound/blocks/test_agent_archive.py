@@ -1,24 +1,29 @@
+import contextlib
 import hashlib
+import hmac
+import io
 import json
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semantic.adapters.outbound.blocks.agent_archive import MAGIC, AgentFile
-from semantic.adapters.outbound.blocks.export_keys import ExportKeys
+from semantic.adapters.outbound.blocks.agent_archive import END, AgentFile, ExportKeys, own_key
 from semantic.adapters.outbound.blocks.kv_codec import KVCodec
 from semantic.domain.agents import Agent, AgentProfile, Pointer, Reuse, Turn
 from semantic.domain.blocks import BlockName, BlockPart, block_name, pack_tokens
 from semantic.domain.chat import Message, Role, Usage
-from semantic.domain.errors import InvalidRequestError
+from semantic.domain.errors import CachePersistenceError, InvalidRequestError
 from semantic.domain.sampling import FinishReason
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload
 from semantic.ports.storage import ExportHead, ExportItem, ExportPart
-from tests.agent_frames import changed, with_fields, with_frame_fields
+from tests.agent_files import changed, members, packed, with_fields, with_member_fields
 
 pytestmark = pytest.mark.unit
 
@@ -83,17 +88,39 @@ def test_what_was_written_is_read(size: int) -> None:
         assert bytes(found.payload.buffers[0].data) == bytes(expected.payload.buffers[0].data)
 
 
-def test_the_file_says_what_it_is() -> None:
-    magic, line, _ = CONTENT.split(b"\n", 2)
+def test_every_tool_can_list_it() -> None:
+    block = f"blocks/{NAME.hex()}"
 
-    assert magic + b"\n" == MAGIC == b"semantic-agent/1\n"
-    assert set(json.loads(line)) == {"kind", "nbytes", "sha256"}
+    assert [name for name, _ in members(CONTENT)] == [
+        "agent.json",
+        "turns/000001.json",
+        f"{block}.full.safetensors",
+        f"{block}.state.safetensors",
+        "manifest.json",
+    ]
+    assert CONTENT[257:265] == b"ustar\x0000"
+    assert CONTENT.endswith(END)
+    assert json.loads(members(CONTENT)[0][1])["body"]["created_at"] == HEAD.agent.created_at
+
+
+def test_what_a_tool_packed_anew_is_the_same_file() -> None:
+    again = packed(members(CONTENT))
+
+    assert again != CONTENT  # tools fill up the last record
+    assert signer(again) == "this server"
+    assert read(again)[:2] == [HEAD, TURN]
 
 
 @given(st.integers(0, len(CONTENT) - 1), st.integers(1, 255))
 def test_any_byte_that_changes_is_noticed(place: int, change: int) -> None:
     damaged = bytearray(CONTENT)
     damaged[place] ^= change
+    signature = CONTENT.rindex(b'"hmac"') + len(b'"hmac": "')
+    if signature <= place < signature + 64 and 0x20 <= damaged[place] < 0x7F:
+        # With another signature it is a stranger's, and otherwise whole.
+        with contextlib.suppress(InvalidRequestError):
+            assert signer(bytes(damaged)) == ""
+        return
 
     with pytest.raises(InvalidRequestError, match="cannot be imported"):
         read(bytes(damaged))
@@ -105,19 +132,108 @@ def test_a_file_that_is_cut_off_is_noticed(length: int) -> None:
         read(CONTENT[:length])
 
 
-def test_a_frame_that_is_left_out_is_noticed() -> None:
-    whole = list(FILE.write(ITEMS))
-    # A line and a content for the turn, after the magic and the agent's two.
-    without = b"".join([*whole[:3], *whole[5:]])
-
-    with pytest.raises(InvalidRequestError, match="end does not match"):
-        read(without)
-
-
-@given(st.binary(max_size=200))
+@given(st.binary(max_size=2000))
 def test_nonsense_is_refused(content: bytes) -> None:
     with pytest.raises(InvalidRequestError):
-        read(MAGIC + content)
+        read(content)
+    with pytest.raises(InvalidRequestError):
+        read(CONTENT + content + b"x")
+
+
+def test_a_file_of_the_former_format_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequestError, match="an earlier version of Semantic wrote it"):
+        read(b'semantic-agent/1\n{"kind": "agent", "nbytes": 2, "sha256": ""}\n{}')
+
+
+# -- other archives ---------------------------------------------------------------------------
+
+Files = list[tuple[str, bytes]]
+
+
+def repacked(edit: Callable[[Files], Files]) -> bytes:
+    """The archive with other members, and a manifest that is right for them."""
+    return packed(edit(members(CONTENT)[:-1]), "0" * 64)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda m: m[1:],
+        lambda m: [m[1], m[0], *m[2:]],
+        lambda m: [m[0], m[2], m[1], m[3]],
+        lambda m: [m[0], *m],
+        lambda m: [*m, m[3]],
+        lambda m: [m[0], ("turns/000002.json", m[1][1]), *m[2:]],
+        lambda m: [*m[:2], m[1], *m[2:]],
+        lambda m: [*m[:2], ("turns/0000002.json", m[1][1])],
+        lambda m: [("./agent.json", m[0][1]), *m[1:]],
+        lambda m: [*m, ("blocks/../../escape", b"")],
+        lambda m: [*m, ("/etc/passwd", b"")],
+        lambda m: [*m, ("blocks/" + "0" * 64 + ".other.safetensors", b"")],
+        lambda m: [*m[:2], (m[3][0], m[2][1])],
+        lambda _: [],
+    ],
+)
+def test_other_members_and_other_orders_are_refused(edit: Callable[[Files], Files]) -> None:
+    assert signer(repacked(lambda m: m)) == ""
+
+    with pytest.raises(InvalidRequestError, match="cannot be imported"):
+        read(repacked(edit))
+
+
+def member_header(**fields: Any) -> bytes:
+    header = tarfile.TarInfo("agent.json")
+    for name, value in fields.items():
+        setattr(header, name, value)
+    return header.tobuf(tarfile.GNU_FORMAT)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"type": kind} for kind in (b"1", b"2", b"3", b"4", b"5", b"6", b"7", b"S", b"L", b"x")),
+        {"type": b"g"},
+        {"type": b"\0"},
+        {"linkname": "/etc/passwd"},
+        {"size": -1},
+        {"size": 2**30},
+        {"size": 2**70},
+        {"name": "agent.json/"},
+        {"name": "a" * 200},
+    ],
+)
+def test_what_is_no_plain_file_is_refused(fields: dict[str, Any]) -> None:
+    size = len(members(CONTENT)[0][1])
+    assert read(member_header(size=size) + CONTENT[512:])[0] == HEAD
+
+    with pytest.raises(InvalidRequestError, match=r"that no agent has|cannot be that long"):
+        read(member_header(**fields) + CONTENT[512:] + bytes(2**20))
+
+
+@pytest.mark.parametrize("style", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_headers_of_other_kinds_of_tar_are_refused(style: int) -> None:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=style) as archive:
+        header = tarfile.TarInfo("agent.json")
+        header.pax_headers = {"path": "blocks/" + "a" * 200, "GNU.sparse.major": "1"}
+        header.name = "x" * 200 if style == tarfile.GNU_FORMAT else header.name
+        archive.addfile(header)
+
+    with pytest.raises(InvalidRequestError, match="that no agent has"):
+        read(out.getvalue())
+
+
+def test_a_manifest_must_be_right() -> None:
+    *files, (name, manifest) = members(CONTENT)
+    stored = json.loads(manifest)
+    wrong_manifests: list[Any] = [{}, [], stored | {"format": "x"}, stored | {"sha256": {}}]
+    for wrong in wrong_manifests:
+        with pytest.raises(InvalidRequestError, match="manifest"):
+            signer(packed([*files, (name, json.dumps(wrong, indent=1).encode() + b"\n")]))
+    with pytest.raises(InvalidRequestError, match="manifest"):
+        signer(packed([*files[:3], (name, manifest)]))
+    with pytest.raises(InvalidRequestError, match="follows its manifest"):
+        signer(packed([*files, (name, manifest), files[0]]))
 
 
 # -- signatures -------------------------------------------------------------------------------
@@ -142,14 +258,12 @@ def test_a_file_that_was_changed_is_not_signed(kind: str) -> None:
     assert signer(changed(CONTENT, edit)) == ""
 
 
-def test_a_file_of_an_older_server_is_not_signed() -> None:
-    before, place = CONTENT, CONTENT.rindex(b'{"kind": "end"')
-    end = json.loads(before[place:].split(b"\n", 1)[1])
-    del end["hmac"]
-    body = json.dumps(end).encode()
-    head = {"kind": "end", "nbytes": len(body), "sha256": hashlib.sha256(body).hexdigest()}
+def test_the_signature_is_of_what_sha256sum_prints() -> None:
+    *files, (_, manifest) = members(CONTENT)
+    lines = [f"{hashlib.sha256(body).hexdigest()}  {name}\n" for name, body in files]
+    text = f"semantic-agent/2\n{''.join(lines)}".encode()
 
-    assert signer(before[:place] + json.dumps(head).encode() + b"\n" + body) == ""
+    assert json.loads(manifest)["hmac"] == hmac.new(b"own", text, "sha256").hexdigest()
 
 
 def test_parts_are_passed_over_where_they_are_not_wanted() -> None:
@@ -188,7 +302,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("kind,fields", WRONG)
 def test_a_field_that_makes_no_sense_is_refused(kind: str, fields: dict[str, Any]) -> None:
-    spoilt = changed(CONTENT, with_frame_fields(kind, **fields))
+    spoilt = changed(CONTENT, with_member_fields(kind, **fields))
     with pytest.raises(InvalidRequestError, match="cannot be imported"):
         read(spoilt)
 
@@ -198,3 +312,37 @@ def test_a_setting_that_no_client_could_make_is_refused(ttl_s: Any) -> None:
     spoilt = changed(CONTENT, with_fields("agent", ttl_s=ttl_s))
     with pytest.raises(InvalidRequestError, match="cannot be imported"):
         read(spoilt)
+
+
+# -- keys -------------------------------------------------------------------------------------
+
+
+def test_those_who_are_first_at_once_have_one_key(tmp_path: Path) -> None:
+    path = tmp_path / "home" / "export.key"
+    with ThreadPoolExecutor(8) as pool:
+        keys = set(pool.map(lambda _: own_key(path), range(8)))
+
+    assert keys == {own_key(path)}
+    assert [found.name for found in path.parent.iterdir()] == ["export.key"]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 64, b"0" * 65, b"G" * 64])
+def test_what_is_no_key_is_refused_and_left_alone(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "export.key"
+    path.write_bytes(content)
+
+    with pytest.raises(CachePersistenceError, match=r"export\.key"):
+        own_key(path)
+
+    assert path.read_bytes() == content
+
+
+def test_keys_are_not_shown() -> None:
+    assert "secret" not in repr(ExportKeys(b"secret", {"laptop": b"secret too"}))
+
+
+@pytest.mark.parametrize("signature", ["", "00", "ä" * 64])
+def test_what_is_no_signature_is_nobodys(signature: str) -> None:
+    assert ExportKeys(b"secret").signer(b"content", signature) == ""

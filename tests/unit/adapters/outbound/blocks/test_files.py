@@ -77,7 +77,7 @@ def test_the_bytes_of_a_file(tmp_path: Path) -> None:
     written = put(cache, part, HostBuffer("keys", (1, 2, 2), "float16", numbers))
     assert file_of(tmp_path, part).read_bytes() == EXAMPLE
     assert written == replace(part, nbytes=len(EXAMPLE))
-    page = Path(__file__).parents[3] / "docs" / "cache-format.md"
+    page = Path(__file__).parents[5] / "docs" / "cache-format.md"
     assert EXAMPLE[8:].split(b" " * 8)[0].decode() in page.read_text().replace("\n", "")
 
 
