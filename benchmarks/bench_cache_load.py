@@ -20,8 +20,8 @@ import torch
 import xxhash
 
 from benchmarks.starter import Rounds, interleaved, report, seconds
+from semantic.adapters.outbound.blocks.codec import FORMATS, KVCodec, RestingBuffer
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
-from semantic.adapters.outbound.blocks.kv_codec import FORMATS, KVCodec, RestingBuffer
 from semantic.domain.blocks import BlockNamespace, BlockPart, block_name, pack_tokens
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload

@@ -19,7 +19,7 @@ from semantic.adapters.outbound.backends.sampler import Logits
 from semantic.adapters.outbound.backends.torch.attention import Span
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import DType, TorchOptions
-from semantic.adapters.outbound.blocks.kv_codec import FORMATS, KVCodec
+from semantic.adapters.outbound.blocks.codec import FORMATS, KVCodec
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import Chunk, KVPayload, SequenceId, Step

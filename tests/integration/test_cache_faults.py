@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from semantic.adapters.outbound.blocks.cache_directory import MARKER_FILE, claim
+from semantic.adapters.outbound.blocks.directory import MARKER_FILE, claim
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.domain.errors import CachePersistenceError, InvalidRequestError
 from semantic.entrypoints.bootstrap import bootstrap

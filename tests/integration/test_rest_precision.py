@@ -12,8 +12,8 @@ from benchmarks.bench_rest_precision import (
     listening_backend,
     text_tokens,
 )
+from semantic.adapters.outbound.blocks.codec import KVCodec, KVFormat
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
-from semantic.adapters.outbound.blocks.kv_codec import KVCodec, KVFormat
 from semantic.adapters.outbound.models.fingerprint import fingerprint
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.blocks import BlockNamespace, BlockPart, block_name, pack_tokens

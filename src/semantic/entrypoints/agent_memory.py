@@ -11,10 +11,9 @@ from typing import Literal
 import structlog
 
 from semantic.adapters.config.settings import Settings
-from semantic.adapters.outbound.blocks.cache_directory import claim
+from semantic.adapters.outbound.blocks.codec import KVCodec
+from semantic.adapters.outbound.blocks.directory import DirectoryLock, claim
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
-from semantic.adapters.outbound.blocks.kv_codec import KVCodec
-from semantic.adapters.outbound.blocks.lock import DirectoryLock
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.cache_admin import OpenCache
 from semantic.application.agents.ledger import AgentLedger, write_at_once

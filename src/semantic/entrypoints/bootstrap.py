@@ -16,8 +16,8 @@ import structlog
 from semantic.adapters.config.settings import STARTER_MODEL, Settings
 from semantic.adapters.outbound.backends.mlx import runtime as mlx_runtime
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys, own_key
-from semantic.adapters.outbound.blocks.block_tree import BLOCKS
-from semantic.adapters.outbound.blocks.disk import keep_private
+from semantic.adapters.outbound.blocks.directory import keep_private
+from semantic.adapters.outbound.blocks.tree import BLOCKS
 from semantic.application.agents.cache_admin import CacheBudgets, CacheService
 from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.service import AgentService

@@ -12,10 +12,9 @@ from tqdm import tqdm
 
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound.blocks.agent_archive import own_key
-from semantic.adapters.outbound.blocks.block_tree import TEMPORARY
-from semantic.adapters.outbound.blocks.cache_directory import claim
+from semantic.adapters.outbound.blocks.directory import DirectoryLock, claim
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
-from semantic.adapters.outbound.blocks.lock import DirectoryLock
+from semantic.adapters.outbound.blocks.tree import TEMPORARY
 from semantic.adapters.outbound.ledger.sqlite import LEDGER_FILE, SqliteLedger
 from semantic.adapters.outbound.models.fingerprint import known_models
 from semantic.application.agents.ledger import AgentLedger, write_at_once

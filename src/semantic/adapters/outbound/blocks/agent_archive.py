@@ -24,14 +24,13 @@ from typing import Annotated, Any, Final, assert_never
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from semantic.adapters.outbound.blocks import block_file
-from semantic.adapters.outbound.blocks.kv_codec import KVCodec
+from semantic.adapters.outbound.blocks import format as block_format
+from semantic.adapters.outbound.blocks.codec import KVCodec
 from semantic.adapters.outbound.ledger import codec as ledger_json
 from semantic.domain.agents import LOCAL_TENANT, Pointer, Turn
 from semantic.domain.blocks import BlockName, BlockPart, pack_tokens, unpack_tokens
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, InvalidRequestError
 from semantic.domain.spec import LayerKind
-from semantic.ports.backend import KVPayload
 from semantic.ports.storage import ExportHead, ExportItem, ExportPart
 
 FORMAT: Final = "semantic-agent/2"
@@ -106,9 +105,7 @@ class AgentFile:
         raise _damaged("its manifest does not match its members")
 
     def _block_pieces(self, item: ExportPart, fingerprint: str) -> list[bytes]:
-        resting = self._codec.encode(item.payload)
-        kv_format = self._codec.kv_format
-        pieces = block_file.compose(item.part, item.payload, resting, kv_format, fingerprint)
+        pieces = block_format.compose(item.part, item.payload, self._codec, fingerprint)
         return [bytes(piece) for piece in pieces]
 
     def _parsed(self, member: "Member") -> ExportItem:
@@ -130,18 +127,10 @@ class AgentFile:
             raise _damaged(f"{member.name} makes no sense: {error}") from error
 
     def _read_part(self, member: "Member") -> ExportPart:
-        content = memoryview(member.content)
-        block_file.verify(content)
-        end = block_file.LENGTH_BYTES + block_file.header_length(content, len(content))
-        head = block_file.parse(content[block_file.LENGTH_BYTES : end], len(content))
-        tokens = bytes(content[head.tokens.start : head.tokens.end])
-        part = block_file.identify(head, tokens, len(content), 0.0)
+        part, payload = block_format.read(memoryview(member.content), self._codec)
         if member.name != _block_name(part):
             raise _damaged(f"{member.name} is another block than its name says")
-        resting = block_file.resting_buffers(head, content)
-        buffers = tuple(self._codec.decode(buffer) for buffer in resting)
-        positions = int(head.field("start")), int(head.field("end"))
-        return ExportPart(part, KVPayload(head.field("abi"), part.kind, *positions, buffers))
+        return ExportPart(part, payload)
 
 
 # -- the archive ------------------------------------------------------------------------------

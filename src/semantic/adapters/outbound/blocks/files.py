@@ -3,39 +3,35 @@
 A file is written beside its place and moved there, so it is whole or absent. Nothing in a file is
 believed before its checksum, its name and its positions have been compared with what was asked
 for. A bad file is moved to quarantine, never removed at once. What files consist of is the
-business of `block_file.py`, where they lie that of `block_tree.py`.
+business of `format.py`, where they lie that of `tree.py`.
 """
 
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import itertools
 import logging
+import mmap
 import os
 import secrets
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from semantic.adapters.outbound.blocks import block_file
-from semantic.adapters.outbound.blocks.block_file import Head, Piece
-from semantic.adapters.outbound.blocks.block_tree import (
+from semantic.adapters.outbound.blocks import format as block_format
+from semantic.adapters.outbound.blocks.codec import KVCodec, most_expanded
+from semantic.adapters.outbound.blocks.format import Piece
+from semantic.adapters.outbound.blocks.tree import (
     BLOCKS,
     QUARANTINE,
     TEMPORARY,
     BlockTree,
     Place,
     size_of,
-)
-from semantic.adapters.outbound.blocks.disk import (
-    fresh_memory,
-    read_ahead,
-    sync_file,
     tree_size,
-    write_pieces,
 )
-from semantic.adapters.outbound.blocks.kv_codec import KVCodec, most_expanded
 from semantic.domain.blocks import BlockName, BlockPart
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.ports.backend import KVPayload
@@ -47,6 +43,8 @@ _SCAN_BYTES = 4096  # most headers and the token ids that follow them
 _MAX_TOLD = 20  # bad files that a scan names in the log; the others it counts
 # Neither a link nor a pipe that waits for a writer is a file of ours.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_PIECES_AT_ONCE = 512  # systems take 1024 or more
+_HUGE_PAGE = 2**21
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -78,9 +76,8 @@ class SafetensorsCache:
 
     def write(self, part: BlockPart, payload: KVPayload, *, is_synced: bool) -> BlockPart:
         """Write a payload whole or not at all; returns the part with its size."""
-        resting = self._codec.encode(payload)
         fingerprint = self._fingerprints.get(part.root, "")
-        pieces = block_file.compose(part, payload, resting, self._codec.kv_format, fingerprint)
+        pieces = block_format.compose(part, payload, self._codec, fingerprint)
         place = Place.of(part)
         try:
             with self._tree.shard(place, is_made=True, is_synced=is_synced) as directory:
@@ -97,20 +94,14 @@ class SafetensorsCache:
         except OSError as error:
             reason = error.strerror or str(error)
             raise CacheCorruptionError(f"a block could not be read: {reason}") from error
-        block_file.verify(content)
-        head = _head(content, len(content))
-        tokens = bytes(content[head.tokens.start : head.tokens.end])
-        found = block_file.identify(head, tokens, part.nbytes, part.last_used)
-        if found != part:
+        stored, payload = block_format.read(content, self._codec)
+        if dataclasses.replace(stored, nbytes=part.nbytes, last_used=part.last_used) != part:
             raise CacheCorruptionError("the file holds another part than was asked for")
-        resting = block_file.resting_buffers(head, content)
-        buffers = tuple(self._codec.decode(buffer) for buffer in resting)
-        positions = int(head.field("start")), int(head.field("end"))
-        return KVPayload(head.field("abi"), part.kind, *positions, buffers)
+        return payload
 
     def room_for(self, part: BlockPart) -> int:
         """Say how many bytes of memory reading a part takes at most."""
-        payload = part.nbytes - len(part.tokens) - block_file.MIN_HEAD
+        payload = part.nbytes - len(part.tokens) - block_format.MIN_HEAD
         return most_expanded(self._codec.kv_format, max(payload, 0))
 
     def delete(self, part: BlockPart) -> None:
@@ -152,7 +143,7 @@ class SafetensorsCache:
             content = self._content(part)
         except OSError as error:
             raise CacheCorruptionError(f"a block could not be read: {error.strerror}") from error
-        head = _head(content, len(content))
+        head = block_format.read_head(content, len(content))
         return head.field("fingerprint"), head.field("kv_format")
 
     def place(self, part: BlockPart) -> str:
@@ -255,9 +246,9 @@ class SafetensorsCache:
 def _write_file(name: str, directory: int, pieces: list[Piece], *, is_synced: bool) -> int:
     file = os.open(name, _WRITE_FLAGS, 0o600, dir_fd=directory)
     try:
-        num_bytes = write_pieces(file, pieces)
+        num_bytes = _write_pieces(file, pieces)
         if is_synced:
-            sync_file(file)
+            _sync_file(file)
     finally:
         os.close(file)
     return num_bytes
@@ -273,18 +264,13 @@ def _read_file(name: str, directory: int, expected: int) -> memoryview:
             raise CacheCorruptionError("the file is no block of attention state")
         if expected not in (0, size):
             raise CacheCorruptionError(f"the file has {size} bytes, not {expected}")
-        read_ahead(file)
-        content = fresh_memory(size)
+        _read_ahead(file)
+        content = _fresh_memory(size)
         if os.readv(file, [content]) != size:
             raise CacheCorruptionError("the file was cut off while it was read")
     finally:
         os.close(file)
     return content
-
-
-def _head(content: memoryview, file_size: int) -> Head:
-    end = block_file.LENGTH_BYTES + block_file.header_length(content, file_size)
-    return block_file.parse(content[block_file.LENGTH_BYTES : end], file_size)
 
 
 def _identify(name: str, directory: int) -> BlockPart:
@@ -296,10 +282,10 @@ def _identify(name: str, directory: int) -> BlockPart:
             raise CacheCorruptionError("not a file")
         size = status.st_size
         content = memoryview(os.pread(file, _SCAN_BYTES, 0))
-        end = block_file.LENGTH_BYTES + block_file.header_length(content, size)
+        end = block_format.LENGTH_BYTES + block_format.header_length(content, size)
         if end > len(content):
             content = memoryview(os.pread(file, end, 0))
-        head = _head(content, size)
+        head = block_format.read_head(content, size)
         place = head.tokens
         if place.end <= len(content):
             tokens = bytes(content[place.start : place.end])
@@ -307,4 +293,50 @@ def _identify(name: str, directory: int) -> BlockPart:
             tokens = os.pread(file, min(place.end - place.start, _MAX_FILE), place.start)
     finally:
         os.close(file)
-    return block_file.identify(head, tokens, size, status.st_mtime)
+    return block_format.identify(head, tokens, size, status.st_mtime)
+
+
+# -- what the system does for files -------------------------------------------------------------
+
+
+def _fresh_memory(num_bytes: int) -> memoryview:
+    """Memory that begins with a page, in huge pages where that wastes little.
+
+    First touch of small pages takes longer than the copying itself.
+    """
+    huge = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
+    is_huge = huge - num_bytes <= num_bytes // 8 and hasattr(mmap, "MADV_HUGEPAGE")
+    size = huge if is_huge else num_bytes
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+    if is_huge:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)[:num_bytes]
+
+
+def _read_ahead(file: int) -> None:
+    """Tell the system that a whole file is about to be read."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+def _write_pieces(file: int, pieces: Sequence[bytes | memoryview]) -> int:
+    """Write all pieces to a descriptor without joining them; returns the bytes written."""
+    left = [memoryview(piece) for piece in pieces if len(piece)]
+    total = sum(len(piece) for piece in left)
+    while left:
+        written = os.writev(file, left[:_PIECES_AT_ONCE])
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
+    return total
+
+
+def _sync_file(file: int) -> None:
+    """Come back when a file's bytes would survive a power failure."""
+    # Elsewhere than on Linux fsync may leave them in the disk's own cache.
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is None:
+        os.fsync(file)
+    else:
+        fcntl.fcntl(file, full)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantic.adapters.outbound.blocks.agent_archive import END, AgentFile, ExportKeys, own_key
-from semantic.adapters.outbound.blocks.kv_codec import KVCodec
+from semantic.adapters.outbound.blocks.codec import KVCodec
 from semantic.domain.agents import Agent, AgentProfile, Pointer, Reuse, Turn
 from semantic.domain.blocks import BlockName, BlockPart, block_name, pack_tokens
 from semantic.domain.chat import Message, Role, Usage

@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from semantic.adapters.outbound.blocks.codec import KVCodec, KVFormat
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
-from semantic.adapters.outbound.blocks.kv_codec import KVCodec, KVFormat
 from semantic.domain.blocks import BlockName, BlockNamespace, BlockPart
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload
 from semantic.ports.storage import BlockFilesPort
-from tests.unit.adapters.sealed_files import (
+from tests.unit.adapters.outbound.blocks.sealed_files import (
     ROOT,
     buffers_of,
     file_of,

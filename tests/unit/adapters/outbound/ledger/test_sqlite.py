@@ -28,7 +28,13 @@ from semantic.ports.storage import (
     TouchParts,
     TurnPlace,
 )
-from tests.unit.adapters.ledger_values import ROOT, agent_of, name_of, part_of, turn_of
+from tests.unit.adapters.outbound.ledger.ledger_values import (
+    ROOT,
+    agent_of,
+    name_of,
+    part_of,
+    turn_of,
+)
 
 pytestmark = pytest.mark.unit
 

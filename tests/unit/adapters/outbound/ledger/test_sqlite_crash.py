@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from tests.unit.adapters.ledger_values import agent_of, turn_of
+from tests.unit.adapters.outbound.ledger.ledger_values import agent_of, turn_of
 
 pytestmark = pytest.mark.unit
 
@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.ports.storage import PutAgent, PutTurn
-from tests.unit.adapters.ledger_values import agent_of, turn_of
+from tests.unit.adapters.outbound.ledger.ledger_values import agent_of, turn_of
 
 ledger = SqliteLedger(Path(sys.argv[1]))
 ledger.load()

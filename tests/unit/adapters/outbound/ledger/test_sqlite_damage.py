@@ -28,7 +28,7 @@ from semantic.ports.storage import (
     PutTurn,
     Tenant,
 )
-from tests.unit.adapters.ledger_values import agent_of, part_of, turn_of
+from tests.unit.adapters.outbound.ledger.ledger_values import agent_of, part_of, turn_of
 
 pytestmark = pytest.mark.unit
 

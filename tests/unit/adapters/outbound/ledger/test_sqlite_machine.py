@@ -28,7 +28,7 @@ from semantic.ports.storage import (
     Tenant,
     TouchParts,
 )
-from tests.unit.adapters.ledger_values import LedgerModel
+from tests.unit.adapters.outbound.ledger.ledger_values import LedgerModel
 from tests.unit.adapters.outbound.ledger.test_codec import any_message
 
 pytestmark = pytest.mark.unit

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 import xxhash
 
-from semantic.adapters.outbound.blocks.kv_codec import RestingBuffer, tensor_names
+from semantic.adapters.outbound.blocks.codec import KVCodec, RestingBuffer, tensor_names
 from semantic.domain.blocks import TOKEN_BYTES, BlockName, BlockPart, packed_block_name
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.domain.spec import LayerKind
@@ -89,13 +89,7 @@ class Head:
         return tensor
 
 
-def compose(
-    part: BlockPart,
-    payload: KVPayload,
-    buffers: Sequence[RestingBuffer],
-    kv_format: str,
-    fingerprint: str,
-) -> list[Piece]:
+def compose(part: BlockPart, payload: KVPayload, codec: KVCodec, fingerprint: str) -> list[Piece]:
     """Put a file together: pieces to be written one after the other.
 
     Raises:
@@ -103,6 +97,7 @@ def compose(
     """
     if payload.kind is not part.kind or payload.end != part.start + part.num_tokens:
         raise CachePersistenceError("the payload is not that of the part it was given with")
+    buffers = codec.encode(payload)
     entries, pieces = _layout(part.tokens, [t for buffer in buffers for t in buffer.tensors])
     metadata = {
         "format": FORMAT,
@@ -113,7 +108,7 @@ def compose(
         "start": str(payload.start),
         "end": str(payload.end),
         "abi": payload.abi,
-        "kv_format": kv_format,
+        "kv_format": codec.kv_format,
         "fingerprint": fingerprint,
         **{f"buffer.{buffer.name}": _described(buffer) for buffer in buffers},
     }
@@ -171,7 +166,22 @@ def _checksum(pieces: Iterable[Piece]) -> str:
     return digest.hexdigest()
 
 
-def verify(content: memoryview) -> None:
+def read(content: memoryview, codec: KVCodec) -> tuple[BlockPart, KVPayload]:
+    """Check a whole file and say which part it holds; the payload's buffers are views of it.
+
+    Raises:
+        CacheCorruptionError: it is damaged, or contradicts itself.
+    """
+    _verify(content)
+    head = read_head(content, len(content))
+    tokens = bytes(content[head.tokens.start : head.tokens.end])
+    part = identify(head, tokens, len(content), 0.0)
+    buffers = tuple(codec.decode(buffer) for buffer in _resting_buffers(head, content))
+    positions = int(head.field("start")), int(head.field("end"))
+    return part, KVPayload(head.field("abi"), part.kind, *positions, buffers)
+
+
+def _verify(content: memoryview) -> None:
     """Compare a whole file with the checksum in it, which covers every other byte.
 
     Raises:
@@ -198,12 +208,14 @@ def header_length(beginning: memoryview, file_size: int) -> int:
     return int(length)
 
 
-def parse(header: memoryview, file_size: int) -> Head:
-    """Read a header: a file's bytes from the ninth on, of the length the first eight say.
+def read_head(beginning: memoryview, file_size: int) -> Head:
+    """Read the header from a file's first bytes, which hold all of it.
 
     Raises:
         CacheCorruptionError: it is not one of ours, or the tensors do not fill the file exactly.
     """
+    first = LENGTH_BYTES + header_length(beginning, file_size)
+    header = beginning[LENGTH_BYTES:first]
     try:
         entries = json.loads(bytes(header))
     except (ValueError, RecursionError):
@@ -213,7 +225,6 @@ def parse(header: memoryview, file_size: int) -> Head:
         raise CacheCorruptionError("the file's header has no metadata")
     if metadata.get("format") != FORMAT:
         raise CacheCorruptionError("the file has another format or version")
-    first = LENGTH_BYTES + len(header)
     tensors = {name: _tensor(entry, first) for name, entry in entries.items()}
     position = first
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.end)):
@@ -257,7 +268,7 @@ def identify(head: Head, tokens: bytes, nbytes: int, last_used: float) -> BlockP
     return BlockPart(root, name, parent, kind, start, tokens, nbytes, last_used)
 
 
-def resting_buffers(head: Head, content: memoryview) -> list[RestingBuffer]:
+def _resting_buffers(head: Head, content: memoryview) -> list[RestingBuffer]:
     """Take the payload's buffers out of a file's content, without a copy.
 
     Raises:

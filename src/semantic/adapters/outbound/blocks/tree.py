@@ -155,6 +155,30 @@ def size_of(name: str, directory: int) -> int:
         return 0
 
 
+def tree_size(directory: Path, skip: str | tuple[str, ...]) -> int:
+    """Bytes of all files below a directory, but for names that begin with (one of) `skip`.
+
+    What vanishes meanwhile does not count.
+    """
+    total = 0
+    try:
+        with os.scandir(directory) as entries:
+            found = list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    for entry in found:
+        if entry.name.startswith(skip):
+            continue
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                total += tree_size(directory / entry.name, skip)
+            else:
+                total += entry.stat(follow_symlinks=False).st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
 def _open_below(parent: int, name: str, *, is_made: bool, is_synced: bool) -> int:
     flags = _OPEN_DIRECTORY | os.O_NOFOLLOW
     try:

@@ -9,7 +9,7 @@ import pytest
 
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
-from tests.unit.adapters.sealed_files import ROOT, file_of, make_part, make_payload
+from tests.unit.adapters.outbound.blocks.sealed_files import ROOT, file_of, make_part, make_payload
 
 pytestmark = pytest.mark.unit
 

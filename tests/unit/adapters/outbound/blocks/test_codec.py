@@ -7,8 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from semantic.adapters.outbound.blocks.float_bits import FLOATS
-from semantic.adapters.outbound.blocks.kv_codec import FORMATS, KVCodec, KVFormat, RestingBuffer
+from semantic.adapters.outbound.blocks.codec import (
+    FLOATS,
+    FORMATS,
+    KVCodec,
+    KVFormat,
+    RestingBuffer,
+)
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from semantic.adapters.outbound.blocks.codec import KVCodec
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
-from semantic.adapters.outbound.blocks.kv_codec import KVCodec
 from semantic.domain.blocks import BlockNamespace, BlockPart
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer
-from tests.unit.adapters.sealed_files import (
+from tests.unit.adapters.outbound.blocks.sealed_files import (
     OPENING,
     file_of,
     make_part,

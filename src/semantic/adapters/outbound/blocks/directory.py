@@ -1,0 +1,265 @@
+"""Whose a directory is: one server's at a time, and nobody's if it is no cache of ours.
+
+A cache directory is marked when it is made (`claim`); one of an earlier version, which made no
+marker, is told by its ledger. Nothing is read or written in any other.
+
+The kernel holds the lock (`DirectoryLock`) and lets go of it when the process ends, however it
+ends. It is on the directory itself, so that it survives whatever is removed from it, and on a file
+that says who has it: some file systems lock no directories.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import stat
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from semantic.adapters.outbound.blocks.tree import BLOCKS, QUARANTINE
+from semantic.adapters.outbound.ledger.files import SIDECARS
+from semantic.adapters.outbound.ledger.schema import APPLICATION_ID
+from semantic.adapters.outbound.ledger.sqlite import BACKUP_FILE, LEDGER_FILE, MARK_FILE
+from semantic.domain.errors import CachePersistenceError, InvalidRequestError
+
+_log = logging.getLogger(__name__)
+
+MARKER_FILE, LOCK_FILE = "semantic-cache", "lock"
+_MARKER_TEXT = b"This is a cache directory of Semantic, which writes and deletes files in it.\n"
+_OWN_NAMES = (
+    *(MARKER_FILE, LOCK_FILE, BLOCKS, QUARANTINE, BACKUP_FILE, MARK_FILE),
+    *(f"{LEDGER_FILE}{suffix}" for suffix in ("", *SIDECARS)),
+)
+# SQLite's file format: what a database begins with, and its log.
+_MAGIC = b"SQLite format 3\0"
+_ID_PLACE = 68
+_LOG_HEADER, _FRAME_HEADER, _MAX_FRAMES = 32, 24, 64
+_MAX_HOLDER = 1024
+
+
+def claim(directory: Path) -> None:
+    """See that a directory is a cache, or make it one; mutates it only then.
+
+    Raises:
+        InvalidRequestError: it holds something else, or one of our names in it is a link.
+        CachePersistenceError: it cannot be read or written.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_links(directory)
+        if not (directory / MARKER_FILE).is_file():
+            _adopt(directory)
+        keep_private(directory.resolve(), skip=BLOCKS)
+    except OSError as error:
+        raise CachePersistenceError(
+            f"{directory} cannot be used as a cache: {error.strerror}. Let the directory belong "
+            "to whoever runs the server, or choose another --cache-dir."
+        ) from error
+
+
+def _refuse_links(directory: Path) -> None:
+    for name in _OWN_NAMES:
+        if (directory / name).is_symlink():
+            raise InvalidRequestError(
+                f"{directory / name} is a link, and none is followed inside of a cache directory. "
+                "Remove it, or choose another --cache-dir (which may itself be a link).",
+                param="cache_dir",
+            )
+
+
+def _adopt(directory: Path) -> None:
+    """Mark a directory that is empty or of an earlier version."""
+    is_empty = not any(directory.iterdir())
+    if not is_empty and not _holds_ledger(directory):
+        raise InvalidRequestError(
+            f"{directory} is not empty and is no cache of Semantic: it has no file {MARKER_FILE}. "
+            "Choose a new or empty directory with --cache-dir. If it is a cache after all, make "
+            "an empty file of that name in it.",
+            param="cache_dir",
+        )
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with suppress(FileExistsError):  # another server was faster; the lock tells them apart
+        marker = os.open(directory / MARKER_FILE, flags, 0o600)
+        try:
+            os.write(marker, _MARKER_TEXT)
+        finally:
+            os.close(marker)
+        if not is_empty:
+            _log.info(
+                "%s is a cache of an earlier version of Semantic; it is marked now", directory
+            )
+
+
+def _holds_ledger(directory: Path) -> bool:
+    """Whether there is a ledger, read without opening it as one: it may be somebody else's."""
+    application = struct.pack(">I", APPLICATION_ID)
+    return any(
+        page.startswith(_MAGIC) and page[_ID_PLACE : _ID_PLACE + 4] == application
+        for page in _first_pages(directory)
+    )
+
+
+def _first_pages(directory: Path) -> Iterator[bytes]:
+    """The first page of the ledger, as far as is needed, wherever a version of it may be."""
+    yield _read(directory / LEDGER_FILE, 0)
+    yield _read(directory / BACKUP_FILE, 0)
+    # A server that was killed before the first checkpoint has left it in the log alone.
+    log = directory / f"{LEDGER_FILE}-wal"
+    header = _read(log, 0)
+    if len(header) < _LOG_HEADER:
+        return
+    (page_size,) = struct.unpack_from(">I", header, 8)
+    for index in range(_MAX_FRAMES):
+        frame = _read(log, _LOG_HEADER + index * (_FRAME_HEADER + page_size))
+        if frame[:4] == struct.pack(">I", 1):
+            yield frame[_FRAME_HEADER:]
+
+
+def _read(path: Path, place: int) -> bytes:
+    """A few bytes of a file; none if it is not there, or is no plain file."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.pread(file, 128, place)
+    except OSError:
+        return b""
+    finally:
+        os.close(file)
+
+
+def keep_private(top: Path, skip: str = "") -> None:
+    """Let only their owner use a directory and what is below it; follows no link.
+
+    Args:
+        top: Where to begin.
+        skip: A directory that is passed over, wherever it is.
+    """
+    for _, directories, files, handle in os.fwalk(top, follow_symlinks=False):
+        # First the directory: from then on nobody else changes what is in it.
+        with suppress(OSError):
+            _restrict(".", handle)
+        for name in files:
+            with suppress(OSError):
+                _restrict(name, handle)
+        directories[:] = [name for name in directories if name != skip]
+
+
+def _restrict(name: str, directory: int) -> None:
+    mode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
+    if (stat.S_ISREG(mode) or stat.S_ISDIR(mode)) and mode & 0o077:
+        os.chmod(name, stat.S_IMODE(mode) & 0o700, dir_fd=directory)
+
+
+# -- the lock -----------------------------------------------------------------------------------
+
+
+class DirectoryLock:
+    """Holds a directory from its making until `close` or the end of the process.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as name, DirectoryLock(Path(name)) as lock:
+        ...     lock.path.name
+        'lock'
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Take the lock.
+
+        Raises:
+            InvalidRequestError: another process has it; says which.
+            CachePersistenceError: the directory cannot be written, or its file system has no locks.
+        """
+        self.path = directory / LOCK_FILE
+        self._handles: list[int] = []
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._take(directory)
+        except OSError as error:
+            self._let_go()
+            reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
+            raise CachePersistenceError(
+                f"{self.path} cannot be locked: {reason}. Let the directory belong to "
+                "whoever runs the server, or choose another --cache-dir."
+            ) from error
+        except InvalidRequestError:
+            self._let_go()
+            raise
+
+    def __enter__(self) -> "DirectoryLock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go; a second call does nothing."""
+        if self._handles:
+            # A process that ended should not be named to the next one that asks.
+            with suppress(OSError):
+                os.ftruncate(self._handles[-1], 0)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        while self._handles:
+            os.close(self._handles.pop())
+
+    def _take(self, directory: Path) -> None:
+        """Lock the directory, then the file."""
+        self._handles.append(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        self._lock(directory, is_needed=False)
+        while True:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._handles.append(os.open(self.path, flags, 0o600))
+            self._lock(directory, is_needed=True)
+            if self._is_in_place(self._handles[-1]):
+                _write_holder(self._handles[-1])
+                return
+            # Someone removed the file between our opening and locking it.
+            os.close(self._handles.pop())
+
+    def _lock(self, directory: Path, *, is_needed: bool) -> None:
+        """Lock what was opened last; `is_needed` is whether its file system must be able to."""
+        try:
+            fcntl.flock(self._handles[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidRequestError(
+                f"{directory} is in use by another server ({_holder(self.path)}). Stop that one, "
+                "or choose another --cache-dir.",
+                param="cache_dir",
+            ) from None
+        except OSError:
+            if is_needed:
+                raise
+
+    def _is_in_place(self, handle: int) -> bool:
+        with suppress(FileNotFoundError):
+            return self.path.lstat().st_ino == os.fstat(handle).st_ino
+        return False
+
+
+def _write_holder(handle: int) -> None:
+    os.ftruncate(handle, 0)
+    holder = {"pid": os.getpid(), "started_at": time.time()}
+    os.pwrite(handle, json.dumps(holder).encode() + b"\n", 0)
+
+
+def _holder(path: Path) -> str:
+    """Say who holds the lock, as far as the file tells."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            holder = json.loads(os.pread(handle, _MAX_HOLDER, 0))
+        finally:
+            os.close(handle)
+        started = datetime.fromtimestamp(holder["started_at"], UTC)
+        return f"process {int(holder['pid'])}, since {started:%Y-%m-%d %H:%M:%S} UTC"
+    except (KeyError, OSError, OverflowError, TypeError, ValueError):
+        return "a process that did not say which"
