@@ -319,22 +319,14 @@ def _read_turn(stored: _TurnMember) -> Turn:
         *names, num_tokens = stored.pointer
         root, block = (BlockName(bytes.fromhex(str(name))) for name in names)
         pointer = Pointer(root, block, int(num_tokens))
-    return Turn(
+    return replace(said, divergence=None).turn(
         id=stored.id,
         parent=stored.parent,
         agent_id="",
-        messages=said.messages,
         tokens=unpack_tokens(bytes.fromhex(stored.tokens)),
         num_tokens=stored.num_tokens,
         pointer=pointer,
-        usage=said.usage,
         created_at=stored.created_at,
-        reuse=said.reuse,
-        num_messages=said.num_messages,
-        digest=said.digest,
-        num_dropped=said.num_dropped,
-        model=said.model,
-        reason=said.reason,
     )
 
 

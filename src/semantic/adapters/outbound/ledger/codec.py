@@ -91,6 +91,10 @@ class TurnBody:
         """Take it from a turn."""
         return cls(**{field.name: getattr(turn, field.name) for field in dataclasses.fields(cls)})
 
+    def turn(self, **columns: Any) -> Turn:
+        """Make the turn again, with the fields that are columns."""
+        return Turn(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **columns)
+
 
 # -- the schema -------------------------------------------------------------------------------
 

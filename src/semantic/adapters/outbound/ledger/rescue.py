@@ -23,16 +23,19 @@ from semantic.adapters.outbound.ledger.files import (
     remove,
     sync_file,
 )
-from semantic.adapters.outbound.ledger.rows import Row, agent_row, is_sound, read_agent
 from semantic.adapters.outbound.ledger.schema import (
     AGENTS,
     SEALED_TABLES,
     DamagedLedgerError,
     NewerLedgerError,
+    Row,
     Table,
+    agent_row,
+    is_sound,
     latest_version,
     migrate,
     num_logged,
+    read_agent,
     set_num_logged,
     version_of,
 )

@@ -15,12 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from semantic.adapters.outbound.ledger.changes import (
-    forget_unreachable,
-    is_logged,
-    is_of_index,
-    make_change,
-)
 from semantic.adapters.outbound.ledger.files import (
     READ_ERRORS,
     Mark,
@@ -35,24 +29,29 @@ from semantic.adapters.outbound.ledger.files import (
     suspect_file,
     sync_file,
 )
-from semantic.adapters.outbound.ledger.queries import (
-    read_ancestry,
-    read_place,
-    read_pointers,
-    read_state,
-    read_turns,
-    read_turns_at,
-)
 from semantic.adapters.outbound.ledger.rescue import Rescue
-from semantic.adapters.outbound.ledger.rows import read_replay, read_turn
 from semantic.adapters.outbound.ledger.schema import (
     DamagedLedgerError,
     NewerLedgerError,
     check_tables,
     migrate,
     num_logged,
+    read_replay,
+    read_turn,
     set_num_logged,
     version_of,
+)
+from semantic.adapters.outbound.ledger.statements import (
+    forget_unreachable,
+    is_logged,
+    is_of_index,
+    make_change,
+    read_ancestry,
+    read_place,
+    read_pointers,
+    read_state,
+    read_turns,
+    read_turns_at,
 )
 from semantic.domain.agents import Pointer, Turn
 from semantic.domain.blocks import BlockName

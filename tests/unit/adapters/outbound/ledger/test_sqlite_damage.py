@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semantic.adapters.outbound.ledger import schema as ledger_schema
-from semantic.adapters.outbound.ledger.rows import agent_row, sealed
+from semantic.adapters.outbound.ledger.schema import agent_row, sealed
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.domain.agents import Turn
 from semantic.domain.errors import CachePersistenceError

@@ -1,19 +1,45 @@
-"""What is asked of the ledger, as SQL. It opens no connection and no transaction."""
+"""What is asked of the ledger and done to it, as SQL. It opens no connection and no transaction."""
 
 import sqlite3
+from typing import TypeAlias, assert_never
 
-from semantic.adapters.outbound.ledger.rows import (
+from semantic.adapters.outbound.ledger.schema import (
+    AGENTS,
+    INSERT_PART,
+    REPLAYS,
+    TENANTS,
+    TURNS,
+    agent_row,
+    part_row,
     read_agent,
     read_parts,
     read_pointer,
     read_tenant,
     read_turn,
+    replay_row,
+    tenant_row,
+    turn_row,
 )
-from semantic.adapters.outbound.ledger.schema import AGENTS, TENANTS
 from semantic.domain.agents import Pointer, Turn
 from semantic.domain.blocks import BlockName
-from semantic.ports.storage import LedgerState, TurnPlace
+from semantic.ports.storage import (
+    DropAgent,
+    DropPart,
+    LedgerChange,
+    LedgerState,
+    MarkDurable,
+    MarkIndexWhole,
+    PutAgent,
+    PutPart,
+    PutReplay,
+    PutTenant,
+    PutTurn,
+    Repoint,
+    TouchParts,
+    TurnPlace,
+)
 
+_IndexChange: TypeAlias = PutPart | DropPart | TouchParts | MarkIndexWhole
 # UNION ends a walk that comes back to where it was, which only a damaged ledger can make it do.
 _WALK = """
 WITH RECURSIVE walk (id, parent) AS (
@@ -49,6 +75,22 @@ _TURNS_AT = """
 SELECT * FROM turns WHERE block = ? AND tenant = ? AND root = ?
     ORDER BY created_at DESC, rowid DESC
 """
+# A new turn keeps those before it: a client may yet continue from it.
+_FORGET_TURNS = """
+DELETE FROM turns WHERE (id, tenant) NOT IN (
+    WITH RECURSIVE reached (id, tenant) AS (
+        SELECT head, tenant FROM agents WHERE head IS NOT NULL
+        UNION SELECT id, tenant FROM turns WHERE created_at >= ?
+        UNION SELECT turns.parent, turns.tenant FROM reached
+            JOIN turns ON turns.id = reached.id AND turns.tenant = reached.tenant
+            WHERE turns.parent IS NOT NULL
+    )
+    SELECT id, tenant FROM reached
+)
+"""
+
+
+# -- readings -----------------------------------------------------------------------------------
 
 
 def read_state(connection: sqlite3.Connection, problem: str) -> LedgerState:
@@ -119,3 +161,69 @@ def read_turns_at(
 def read_pointers(connection: sqlite3.Connection) -> tuple[Pointer, ...]:
     """Read where all turns that an agent reaches end."""
     return tuple(map(read_pointer, connection.execute(_POINTERS).fetchall()))
+
+
+# -- changes ------------------------------------------------------------------------------------
+
+
+def make_change(connection: sqlite3.Connection, change: LedgerChange) -> None:
+    """Make one change; mutates the ledger.
+
+    Raises:
+        ValueError: it holds what cannot be stored.
+    """
+    match change:
+        case PutPart() | DropPart() | TouchParts() | MarkIndexWhole():
+            _change_index(connection, change)
+        case PutTenant(tenant):
+            connection.execute(TENANTS.insert, tenant_row(tenant))
+        case PutAgent(agent):
+            connection.execute(AGENTS.insert, agent_row(agent))
+        case DropAgent(tenant_id, agent_id):
+            key = (tenant_id, agent_id)
+            connection.execute("DELETE FROM agents WHERE tenant = ? AND id = ?", key)
+        case PutTurn(tenant_id, turn):
+            connection.execute(TURNS.insert, turn_row(tenant_id, turn))
+        case MarkDurable(turn_id):
+            connection.execute("UPDATE turns SET is_durable = 1 WHERE id = ?", (turn_id,))
+        case Repoint(old, new):
+            connection.execute("UPDATE turns SET block = ? WHERE block = ?", (new, old))
+        case PutReplay():
+            connection.execute(REPLAYS.insert, replay_row(change))
+        case _:
+            assert_never(change)
+
+
+def is_of_index(change: LedgerChange) -> bool:
+    """Whether a change could be made again from the files of attention state."""
+    return isinstance(change, _IndexChange)
+
+
+def is_logged(change: LedgerChange) -> bool:
+    """Whether a change is of those that are counted, so that their loss is noticed."""
+    return isinstance(change, PutTenant | PutAgent | DropAgent | PutTurn)
+
+
+def forget_unreachable(connection: sqlite3.Connection, before: float, replays_before: float) -> int:
+    """Remove old turns that neither an agent nor a newer turn comes from, and old replays."""
+    turns = connection.execute(_FORGET_TURNS, (before,))
+    replays = connection.execute("DELETE FROM replays WHERE at < ?", (replays_before,))
+    return turns.rowcount + replays.rowcount
+
+
+def _change_index(connection: sqlite3.Connection, change: _IndexChange) -> None:
+    match change:
+        case PutPart(part):
+            connection.execute(INSERT_PART, part_row(part))
+        case DropPart((name, kind)):
+            key = (name, kind.value)
+            connection.execute("DELETE FROM parts WHERE name = ? AND kind = ?", key)
+        case TouchParts(keys, at):
+            connection.executemany(
+                "UPDATE parts SET last_used = ? WHERE name = ? AND kind = ?",
+                ((at, name, kind.value) for name, kind in keys),
+            )
+        case MarkIndexWhole():
+            connection.execute("UPDATE facts SET value = 0 WHERE name = 'is_index_lost'")
+        case _:
+            assert_never(change)
