@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from benchmarks.starter import Rounds, interleaved, report, seconds
-from semantic.adapters.outbound.blocks.codec import FORMATS, KVCodec, RestingBuffer
+from semantic.adapters.outbound.blocks.codec import FORMATS, KVCodec, StoredBuffer
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.domain.blocks import BlockNamespace, BlockPart, block_name, pack_tokens
 from semantic.domain.spec import LayerKind
@@ -216,7 +216,7 @@ def measure_codecs(geometry: Geometry) -> None:
         print(f"  {codec.kv_format}: {speeds}; {kept / payload.nbytes:.2f} of the bytes")
 
 
-def expand(codec: KVCodec, resting: tuple[RestingBuffer, ...]) -> None:
+def expand(codec: KVCodec, resting: tuple[StoredBuffer, ...]) -> None:
     """Decode a block."""
     for buffer in resting:
         codec.decode(buffer)

@@ -332,7 +332,7 @@ class AgentManagementPort(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
+class ImportedAgent:
     """An agent that came in as a file.
 
     Attributes:
@@ -363,7 +363,7 @@ class AgentTransferPort(Protocol):
         new_id: str | None,
         *,
         is_messages_only: bool,
-    ) -> Imported:
+    ) -> ImportedAgent:
         """Take in an exported agent; the whole file is checked first.
 
         Attention state is taken only from a file that this server signed, or one it trusts.

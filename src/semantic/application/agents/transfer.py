@@ -30,7 +30,7 @@ from semantic.domain.errors import (
 from semantic.domain.feed import AgentChanged, AgentDeed
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload
-from semantic.ports.inbound import Imported
+from semantic.ports.inbound import ImportedAgent
 from semantic.ports.storage import AgentFilePort, ExportHead, ExportItem, ExportPart
 
 OpenFile = Callable[[], Iterable[bytes]]
@@ -112,7 +112,7 @@ class AgentTransfer:
         new_id: str | None,
         *,
         is_messages_only: bool,
-    ) -> Imported:
+    ) -> ImportedAgent:
         """Take in an exported agent; the whole file is checked before anything is changed."""
         signer = self._files.check(open_file())
         is_trusted = bool(signer) and not is_messages_only
@@ -143,7 +143,7 @@ class AgentTransfer:
         made = self._agents.create(agent, turns)
         self._feed.publish(AgentChanged(made.tenant, made.id, AgentDeed.IMPORTED))
         reason = _reason(signer, is_messages_only=is_messages_only, has_state=bool(names))
-        return Imported(made, has_state=bool(names), reason=reason)
+        return ImportedAgent(made, has_state=bool(names), reason=reason)
 
     def _require_free(self, principal: Principal, agent_id: str) -> None:
         try:

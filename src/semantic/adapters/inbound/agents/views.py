@@ -17,7 +17,7 @@ from semantic.domain.chat import (
     ToolUsePart,
     Usage,
 )
-from semantic.ports.inbound import AgentView, DivergenceView, Explanation, Imported, StateView
+from semantic.ports.inbound import AgentView, DivergenceView, Explanation, ImportedAgent, StateView
 
 Json = dict[str, Any]
 
@@ -113,7 +113,7 @@ class ImportedOut(AgentOut):
     import_reason: str
 
     @classmethod
-    def imported(cls, view: AgentView, taken: Imported) -> "ImportedOut":
+    def imported(cls, view: AgentView, taken: ImportedAgent) -> "ImportedOut":
         """Show an agent that was taken in."""
         return cls(
             **dict(AgentOut.of(view)),

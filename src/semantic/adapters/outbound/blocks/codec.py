@@ -129,7 +129,7 @@ FLOATS: dict[str, FloatFormat] = {
 
 
 @dataclass(frozen=True, slots=True)
-class RestingBuffer:
+class StoredBuffer:
     """A buffer's name, shape and dtype, how it rests, and the tensors that are kept of it.
 
     Attributes:
@@ -163,30 +163,30 @@ class KVCodec:
         """Part of the names of blocks; see `BlockNamespace`."""
         return self._kv_format
 
-    def encode(self, payload: KVPayload) -> tuple[RestingBuffer, ...]:
+    def encode(self, payload: KVPayload) -> tuple[StoredBuffer, ...]:
         """Quantise a payload's buffers, in their order; what stays raw is not copied."""
         is_raw = self._kv_format == "raw" or payload.kind is LayerKind.STATE
         quantised = [
             None if is_raw else _quantised(buffer, self._kv_format) for buffer in payload.buffers
         ]
         return tuple(
-            rested or RestingBuffer(buffer.name, buffer.shape, buffer.dtype, "raw", (buffer,))
+            rested or StoredBuffer(buffer.name, buffer.shape, buffer.dtype, "raw", (buffer,))
             for rested, buffer in zip(quantised, payload.buffers, strict=True)
         )
 
-    def decode(self, resting: RestingBuffer) -> HostBuffer:
+    def decode(self, stored: StoredBuffer) -> HostBuffer:
         """Expand a buffer of any format; a raw one is handed on without a copy.
 
         Raises:
             CacheCorruptionError: its tensors are not what its shape and dtype ask for.
         """
-        if resting.kv_format == "raw":
-            (buffer,) = resting.tensors
-            return HostBuffer(resting.name, resting.shape, resting.dtype, buffer.data)
-        return _expanded(resting)
+        if stored.kv_format == "raw":
+            (buffer,) = stored.tensors
+            return HostBuffer(stored.name, stored.shape, stored.dtype, buffer.data)
+        return _expanded(stored)
 
 
-def most_expanded(kv_format: str, num_bytes: int) -> int:
+def max_expanded_bytes(kv_format: str, num_bytes: int) -> int:
     """Bytes that buffers and what they rest as take together while they are expanded, at most."""
     if kv_format == "raw":
         return num_bytes
@@ -204,7 +204,7 @@ def _group_size(shape: tuple[int, ...]) -> int | None:
     return axis if shortest <= axis <= longest and axis % 2 == 0 else None
 
 
-def _quantised(buffer: HostBuffer, kv_format: str) -> RestingBuffer | None:
+def _quantised(buffer: HostBuffer, kv_format: str) -> StoredBuffer | None:
     """Quantise a buffer, or return None if it has to stay as it is."""
     floats, group = FLOATS.get(buffer.dtype), _group_size(buffer.shape)
     if floats is None or group is None:
@@ -227,7 +227,7 @@ def _quantised(buffer: HostBuffer, kv_format: str) -> RestingBuffer | None:
         _host_buffer(names[1], per_group, buffer.dtype, steps),
         _host_buffer(names[2], per_group, buffer.dtype, low),
     )
-    return RestingBuffer(buffer.name, buffer.shape, buffer.dtype, kv_format, tensors)
+    return StoredBuffer(buffer.name, buffer.shape, buffer.dtype, kv_format, tensors)
 
 
 def _encode(
@@ -256,19 +256,19 @@ def _encode(
     return codes
 
 
-def _expanded(resting: RestingBuffer) -> HostBuffer:
-    floats, group = FLOATS.get(resting.dtype), _group_size(resting.shape)
-    bits = _BITS.get(resting.kv_format)
+def _expanded(stored: StoredBuffer) -> HostBuffer:
+    floats, group = FLOATS.get(stored.dtype), _group_size(stored.shape)
+    bits = _BITS.get(stored.kv_format)
     if floats is None or group is None or bits is None:
-        raise CacheCorruptionError(f"{resting.name} cannot rest as {resting.kv_format}")
-    num_groups = math.prod(resting.shape) // group
+        raise CacheCorruptionError(f"{stored.name} cannot rest as {stored.kv_format}")
+    num_groups = math.prod(stored.shape) // group
     sizes = (group * bits // 8, floats.array.itemsize, floats.array.itemsize)
-    if [memoryview(tensor.data).nbytes for tensor in resting.tensors] != [
+    if [memoryview(tensor.data).nbytes for tensor in stored.tensors] != [
         num_groups * size for size in sizes
     ]:
-        raise CacheCorruptionError(f"{resting.name} has not the size of its shape")
-    codes = np.frombuffer(resting.tensors[0].data, np.uint8)
-    steps, minima = (np.frombuffer(t.data, floats.array) for t in resting.tensors[1:])
+        raise CacheCorruptionError(f"{stored.name} has not the size of its shape")
+    codes = np.frombuffer(stored.tensors[0].data, np.uint8)
+    steps, minima = (np.frombuffer(t.data, floats.array) for t in stored.tensors[1:])
     # What a hostile file makes of this is not a number; that is not worth a warning.
     with np.errstate(all="ignore"):
         numbers = _decode(
@@ -278,7 +278,7 @@ def _expanded(resting: RestingBuffer) -> HostBuffer:
             floats,
             group,
         )
-    return _host_buffer(resting.name, resting.shape, resting.dtype, numbers)
+    return _host_buffer(stored.name, stored.shape, stored.dtype, numbers)
 
 
 def _decode(codes: Codes, steps: Singles, minima: Singles, floats: FloatFormat, size: int) -> Array:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from semantic.adapters.outbound.blocks import format as block_format
-from semantic.adapters.outbound.blocks.codec import KVCodec, most_expanded
+from semantic.adapters.outbound.blocks.codec import KVCodec, max_expanded_bytes
 from semantic.adapters.outbound.blocks.format import Piece
 from semantic.adapters.outbound.blocks.tree import (
     BLOCKS,
@@ -33,14 +33,14 @@ from semantic.adapters.outbound.blocks.tree import (
     tree_size,
 )
 from semantic.domain.blocks import BlockName, BlockPart
-from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
+from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, SemanticError
 from semantic.ports.backend import KVPayload
 
 _log = logging.getLogger(__name__)
 
 _MAX_FILE = 2**31 - 2**12  # what one read returns at most
 _SCAN_BYTES = 4096  # most headers and the token ids that follow them
-_MAX_TOLD = 20  # bad files that a scan names in the log; the others it counts
+_MAX_LOGGED = 20  # bad files that a scan names in the log; the others it counts
 # Neither a link nor a pipe that waits for a writer is a file of ours.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _PIECES_AT_ONCE = 512  # systems take 1024 or more
@@ -79,22 +79,16 @@ class SafetensorsCache:
         fingerprint = self._fingerprints.get(part.root, "")
         pieces = block_format.compose(part, payload, self._codec, fingerprint)
         place = Place.of(part)
-        try:
-            with self._tree.shard(place, is_made=True, is_synced=is_synced) as directory:
-                num_bytes = self._write(place.name, directory, pieces, is_synced=is_synced)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise CachePersistenceError(f"a block could not be written: {reason}") from error
+        with (
+            _refusal("a block could not be written"),
+            self._tree.shard(place, is_made=True, is_synced=is_synced) as directory,
+        ):
+            num_bytes = self._write(place.name, directory, pieces, is_synced=is_synced)
         return dataclasses.replace(part, nbytes=num_bytes)
 
     def read(self, part: BlockPart) -> KVPayload:
         """Read a payload and check it; its buffers are views of the one that was read into."""
-        try:
-            content = self._content(part)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise CacheCorruptionError(f"a block could not be read: {reason}") from error
-        stored, payload = block_format.read(content, self._codec)
+        stored, payload = block_format.read(self._content(part), self._codec)
         if dataclasses.replace(stored, nbytes=part.nbytes, last_used=part.last_used) != part:
             raise CacheCorruptionError("the file holds another part than was asked for")
         return payload
@@ -102,28 +96,24 @@ class SafetensorsCache:
     def room_for(self, part: BlockPart) -> int:
         """Say how many bytes of memory reading a part takes at most."""
         payload = part.nbytes - len(part.tokens) - block_format.MIN_HEAD
-        return most_expanded(self._codec.kv_format, max(payload, 0))
+        return max_expanded_bytes(self._codec.kv_format, max(payload, 0))
 
     def delete(self, part: BlockPart) -> None:
         """Remove a file; one that is not there is passed over."""
         place = Place.of(part)
-        try:
-            with contextlib.suppress(FileNotFoundError), self._tree.shard(place) as directory:
-                self._remove(place.name, directory)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise CachePersistenceError(f"a block could not be deleted: {reason}") from error
+        with (
+            _refusal("a block could not be deleted"),
+            contextlib.suppress(FileNotFoundError),
+            self._tree.shard(place) as directory,
+        ):
+            self._remove(place.name, directory)
 
     def set_aside(self, part: BlockPart) -> None:
         """Move a bad file to quarantine; one that is not there is passed over."""
         place = Place.of(part)
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                self._set_aside(place)
-                _log.info("%s is bad and is now in quarantine", place)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise CachePersistenceError(f"a bad block could not be moved: {reason}") from error
+        with _refusal("a bad block could not be moved"), contextlib.suppress(FileNotFoundError):
+            self._set_aside(place)
+            _log.info("%s is bad and is now in quarantine", place)
 
     def empty_quarantine(self, *, before: float) -> int:
         """Remove what was set aside up to a time; returns the bytes freed."""
@@ -139,10 +129,7 @@ class SafetensorsCache:
         Raises:
             CacheCorruptionError: the file is missing or does not say.
         """
-        try:
-            content = self._content(part)
-        except OSError as error:
-            raise CacheCorruptionError(f"a block could not be read: {error.strerror}") from error
+        content = self._content(part)
         head = block_format.read_head(content, len(content))
         return head.field("fingerprint"), head.field("kv_format")
 
@@ -171,13 +158,13 @@ class SafetensorsCache:
                     num_removed += 1
                     if on_removed is not None:
                         on_removed(str(place), error.message)
-                    elif num_removed <= _MAX_TOLD:
+                    elif num_removed <= _MAX_LOGGED:
                         _log.warning("%s is now in quarantine: %s", place, error.message)
             except OSError:
                 continue
             else:
                 yield part
-        if num_removed > _MAX_TOLD and on_removed is None:
+        if num_removed > _MAX_LOGGED and on_removed is None:
             _log.warning("%d files in all were moved to quarantine", num_removed)
 
     def used_bytes(self) -> int:
@@ -197,7 +184,10 @@ class SafetensorsCache:
 
     def _content(self, part: BlockPart) -> memoryview:
         place = Place.of(part)
-        with self._tree.shard(place) as directory:
+        with (
+            _refusal("a block could not be read", CacheCorruptionError),
+            self._tree.shard(place) as directory,
+        ):
             return _read_file(place.name, directory, part.nbytes)
 
     def _identified(self, place: Place) -> BlockPart:
@@ -241,6 +231,15 @@ class SafetensorsCache:
             os.unlink(name, dir_fd=directory)
             if self._used is not None:
                 self._used -= num_bytes
+
+
+@contextlib.contextmanager
+def _refusal(problem: str, kind: type[SemanticError] = CachePersistenceError) -> Iterator[None]:
+    """Raise the domain's error in place of the system's."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{problem}: {error.strerror or error}") from error
 
 
 def _write_file(name: str, directory: int, pieces: list[Piece], *, is_synced: bool) -> int:

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 import xxhash
 
-from semantic.adapters.outbound.blocks.codec import KVCodec, RestingBuffer, tensor_names
+from semantic.adapters.outbound.blocks.codec import KVCodec, StoredBuffer, tensor_names
 from semantic.domain.blocks import TOKEN_BYTES, BlockName, BlockPart, packed_block_name
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.domain.spec import LayerKind
@@ -150,7 +150,7 @@ def _entry(code: str, shape: list[int], offsets: list[int]) -> dict[str, object]
     return {"dtype": code, "shape": shape, "data_offsets": offsets}
 
 
-def _described(buffer: RestingBuffer) -> str:
+def _described(buffer: StoredBuffer) -> str:
     return f"{buffer.dtype}[{','.join(map(str, buffer.shape))}] {buffer.kv_format}"
 
 
@@ -176,7 +176,7 @@ def read(content: memoryview, codec: KVCodec) -> tuple[BlockPart, KVPayload]:
     head = read_head(content, len(content))
     tokens = bytes(content[head.tokens.start : head.tokens.end])
     part = identify(head, tokens, len(content), 0.0)
-    buffers = tuple(codec.decode(buffer) for buffer in _resting_buffers(head, content))
+    buffers = tuple(codec.decode(buffer) for buffer in _stored_buffers(head, content))
     positions = int(head.field("start")), int(head.field("end"))
     return part, KVPayload(head.field("abi"), part.kind, *positions, buffers)
 
@@ -268,7 +268,7 @@ def identify(head: Head, tokens: bytes, nbytes: int, last_used: float) -> BlockP
     return BlockPart(root, name, parent, kind, start, tokens, nbytes, last_used)
 
 
-def _resting_buffers(head: Head, content: memoryview) -> list[RestingBuffer]:
+def _stored_buffers(head: Head, content: memoryview) -> list[StoredBuffer]:
     """Take the payload's buffers out of a file's content, without a copy.
 
     Raises:
@@ -288,7 +288,7 @@ def _resting_buffers(head: Head, content: memoryview) -> list[RestingBuffer]:
         names = tensor_names(name, kv_format)
         num_tensors += len(names)
         tensors = tuple(_host_buffer(head, tensor, dtype, content) for tensor in names)
-        buffer = RestingBuffer(name, shape, dtype, kv_format, tensors)
+        buffer = StoredBuffer(name, shape, dtype, kv_format, tensors)
         _check_raw(buffer)
         buffers.append(buffer)
     if num_tensors != len(head.tensors):
@@ -303,7 +303,7 @@ def _host_buffer(head: Head, name: str, dtype: str, content: memoryview) -> Host
     return HostBuffer(name, tensor.shape, dtype, content[tensor.start : tensor.end])
 
 
-def _check_raw(buffer: RestingBuffer) -> None:
+def _check_raw(buffer: StoredBuffer) -> None:
     if buffer.kv_format != "raw" or buffer.dtype not in _DTYPES:
         return
     num_bytes = math.prod(buffer.shape) * _DTYPES[buffer.dtype][1]

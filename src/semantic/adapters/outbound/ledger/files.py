@@ -152,7 +152,7 @@ class Mark:
                 os.close(handle)
 
 
-def copy_whole(source: sqlite3.Connection, path: Path, timeout_s: float) -> None:
+def copy_database(source: sqlite3.Connection, path: Path, timeout_s: float) -> None:
     """Write a copy that is checked and would survive a power failure.
 
     Raises:

@@ -25,7 +25,7 @@ from semantic.adapters.outbound.ledger.files import (
 )
 from semantic.adapters.outbound.ledger.schema import (
     AGENTS,
-    SEALED_TABLES,
+    CHECKED_TABLES,
     DamagedLedgerError,
     NewerLedgerError,
     Row,
@@ -92,7 +92,7 @@ class Rescue:
             opened = {p: stack.enter_context(_opened(p, self.timeout_s)) for p in paths}
             unsound = {path for path, source in opened.items() if source is None}
             target.execute("BEGIN")
-            for table in SEALED_TABLES:
+            for table in CHECKED_TABLES:
                 for path, source in opened.items():
                     if source is None:
                         continue

@@ -70,7 +70,7 @@ class Table:
     """A table whose rows are the truth and end with their checksum.
 
     Attributes:
-        unsealed: Columns that change after the row is written; the checksum leaves them out.
+        mutable: Columns that change after the row is written; the checksum leaves them out.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Table:
     fill: str
     forwards: str
     backwards: str
-    unsealed: range = range(0)
+    mutable: range = range(0)
 
 
 TENANTS = Table(
@@ -101,7 +101,7 @@ TURNS = Table(
     fill="INSERT OR IGNORE INTO turns VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
     forwards="SELECT * FROM turns ORDER BY rowid",
     backwards="SELECT * FROM turns ORDER BY rowid DESC",
-    unsealed=range(6, 10),
+    mutable=range(6, 10),
 )
 REPLAYS = Table(
     "replays",
@@ -111,7 +111,7 @@ REPLAYS = Table(
     backwards="SELECT * FROM replays ORDER BY rowid DESC",
 )
 # Turns before agents: an agent is judged by the turns that are there.
-SEALED_TABLES = (TENANTS, TURNS, AGENTS, REPLAYS)
+CHECKED_TABLES = (TENANTS, TURNS, AGENTS, REPLAYS)
 INSERT_PART = "INSERT OR REPLACE INTO parts VALUES (?,?,?,?,?,?,?,?)"
 
 
@@ -177,7 +177,7 @@ def is_sound(table: Table, row: Row) -> bool:
 
 def tenant_row(tenant: Tenant) -> Row:
     """Stand for a tenant."""
-    return sealed(TENANTS, (tenant.id, tenant.salt))
+    return with_checksum(TENANTS, (tenant.id, tenant.salt))
 
 
 def read_tenant(row: Row) -> Tenant:
@@ -189,7 +189,7 @@ def read_tenant(row: Row) -> Tenant:
 def agent_row(agent: Agent) -> Row:
     """Stand for an agent."""
     body = ledger_json.encode_agent(agent)
-    return sealed(AGENTS, (agent.tenant, agent.id, agent.head, float(agent.last_used), body))
+    return with_checksum(AGENTS, (agent.tenant, agent.id, agent.head, float(agent.last_used), body))
 
 
 def read_agent(row: Row) -> Agent:
@@ -206,7 +206,7 @@ def turn_row(tenant: str, turn: Turn) -> Row:
     body = ledger_json.encode_turn(ledger_json.TurnBody.of(turn))
     pointer = turn.pointer
     place = (pointer.root, pointer.block, pointer.num_tokens) if pointer else (None, None, None)
-    return sealed(
+    return with_checksum(
         TURNS,
         (
             *(turn.id, tenant, turn.parent, turn.agent_id),
@@ -246,7 +246,7 @@ def read_pointer(row: Row) -> Pointer:
 def replay_row(replay: PutReplay) -> Row:
     """Stand for the ids of a reply."""
     tokens = pack_tokens(replay.tokens)
-    return sealed(REPLAYS, (replay.tenant, replay.key, tokens, float(replay.at)))
+    return with_checksum(REPLAYS, (replay.tenant, replay.key, tokens, float(replay.at)))
 
 
 def read_replay(row: Row) -> tuple[int, ...]:
@@ -279,7 +279,7 @@ def read_parts(rows: Iterable[Row]) -> list[BlockPart]:
         raise DamagedLedgerError(f"the row of a part: {error!r}") from error
 
 
-def sealed(table: Table, values: Row) -> Row:
+def with_checksum(table: Table, values: Row) -> Row:
     """Add the checksum to a row."""
     return (*values, _checksum(table, values))
 
@@ -293,7 +293,7 @@ def _checked(table: Table, row: Row) -> Row:
 def _checksum(table: Table, values: Row) -> int:
     crc = 0
     for index, value in enumerate(values):
-        if index not in table.unsealed:
+        if index not in table.mutable:
             data = value if isinstance(value, bytes) else str(value).encode()
             # Lengths keep ("ab", "c") and ("a", "bc") apart.
             crc = zlib.crc32(data, zlib.crc32(b"%d:" % len(data), crc))

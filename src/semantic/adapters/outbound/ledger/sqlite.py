@@ -23,7 +23,7 @@ from semantic.adapters.outbound.ledger.files import (
     check_pages,
     connect,
     connect_read_only,
-    copy_whole,
+    copy_database,
     is_damage,
     refusal,
     suspect_file,
@@ -223,7 +223,7 @@ class SqliteLedger:
                 return
             copy = self._backup.with_name(f"{self._backup.name}.tmp")
             with self._refusals(), self._source(current) as source:
-                copy_whole(source, copy, self._timeout_s)
+                copy_database(source, copy, self._timeout_s)
                 copy.replace(self._backup)
                 sync_file(self._backup.parent)
             current.num_backed_up = num_changes

@@ -12,7 +12,7 @@ from semantic.adapters.outbound.blocks.codec import (
     FORMATS,
     KVCodec,
     KVFormat,
-    RestingBuffer,
+    StoredBuffer,
 )
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind
@@ -43,11 +43,11 @@ def singles(buffer: HostBuffer) -> Singles:
     return floats.widened(np.frombuffer(buffer.data, floats.array).reshape(buffer.shape))
 
 
-def encode(codec: KVCodec, *buffers: HostBuffer) -> tuple[RestingBuffer, ...]:
+def encode(codec: KVCodec, *buffers: HostBuffer) -> tuple[StoredBuffer, ...]:
     return codec.encode(KVPayload("abi", LayerKind.FULL, 0, 4, buffers))
 
 
-def there_and_back(kv_format: KVFormat, buffer: HostBuffer) -> tuple[RestingBuffer, HostBuffer]:
+def there_and_back(kv_format: KVFormat, buffer: HostBuffer) -> tuple[StoredBuffer, HostBuffer]:
     codec = KVCodec(kv_format)
     (resting,) = encode(codec, buffer)
     return resting, codec.decode(resting)
@@ -211,7 +211,7 @@ def test_what_does_not_fit_its_shape_is_refused() -> None:
         ("float32", (2, 64), "q2g64"),
     ):
         with pytest.raises(CacheCorruptionError):
-            codec.decode(RestingBuffer("keys", shape, dtype, kv_format, resting.tensors))
+            codec.decode(StoredBuffer("keys", shape, dtype, kv_format, resting.tensors))
 
 
 def test_formats() -> None:

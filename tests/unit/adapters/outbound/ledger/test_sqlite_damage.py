@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semantic.adapters.outbound.ledger import schema as ledger_schema
-from semantic.adapters.outbound.ledger.schema import agent_row, sealed
+from semantic.adapters.outbound.ledger.schema import agent_row, with_checksum
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.domain.agents import Turn
 from semantic.domain.errors import CachePersistenceError
@@ -382,7 +382,7 @@ def test_an_agent_that_cannot_be_made_does_not_stop_the_start(
 ) -> None:
     broken = agent_row(agent_of("odd", None))
     assert old in broken[4]
-    row = sealed(ledger_schema.AGENTS, (*broken[:4], broken[4].replace(old, new)))
+    row = with_checksum(ledger_schema.AGENTS, (*broken[:4], broken[4].replace(old, new)))
     for name in ("ledger.db", "ledger.backup.db"):
         with closing(sqlite3.connect(directory / name)) as other, other:
             other.execute(ledger_schema.AGENTS.insert, row)
