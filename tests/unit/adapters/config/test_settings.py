@@ -13,7 +13,7 @@ from semantic.domain.errors import InvalidRequestError
 
 pytestmark = pytest.mark.unit
 
-PROJECT = Path(__file__).parents[3]
+PROJECT = Path(__file__).parents[4]
 
 
 @pytest.fixture(autouse=True)

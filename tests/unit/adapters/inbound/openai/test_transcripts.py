@@ -32,7 +32,7 @@ from tests.canned_replies import EVERYTHING, USAGE, CannedReply
 
 pytestmark = pytest.mark.unit
 
-GOLDEN = Path(__file__).parents[2] / "golden"
+GOLDEN = Path(__file__).parents[4] / "golden"
 PLAIN: tuple[Event, ...] = (
     Started("abc", "m", Usage(20)),
     TextDelta("Hi"),
