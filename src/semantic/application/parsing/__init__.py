@@ -1,5 +1,11 @@
 """From a reply's text, as it streams, to thinking, text and tool calls.
 
+The engine's events go into `reply_parser`. It leads their text through `thinking` and then through
+`call_splitter`; for GPT-OSS's channels through `harmony` alone. What may yet become a marker waits
+in `pending_text`. How a family writes its calls is a table in `call_syntax`: arguments that are
+JSON stream through `json_arguments`, other notations are read whole by `call_blocks`. At the end
+`reply_parser` folds the events into the message that the log of turns keeps.
+
 Rules every format keeps:
 
 - However the text is cut into pieces, the events joined are the same.
@@ -15,7 +21,6 @@ Rules every format keeps:
 """
 
 from semantic.application.parsing.detection import detect_reply_format
-from semantic.application.parsing.folding import MessageFold, fold_message
-from semantic.application.parsing.reply_parser import ReplyParser
+from semantic.application.parsing.reply_parser import MessageFold, ReplyParser, fold_message
 
 __all__ = ["MessageFold", "ReplyParser", "detect_reply_format", "fold_message"]

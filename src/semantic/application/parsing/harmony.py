@@ -7,9 +7,9 @@ import enum
 import re
 from collections.abc import Callable, Sequence
 
+from semantic.application.parsing.call_splitter import CallNumbers
 from semantic.application.parsing.json_arguments import JsonArguments
 from semantic.application.parsing.pending_text import PendingText, find_first, num_undecided
-from semantic.application.parsing.tool_calls import CallNumbers
 from semantic.domain.chat import Event, TextDelta, ThinkingDelta, ThinkingEnded, ToolSpec
 
 _HEADERS = ("<|start|>", "<|channel|>")

@@ -4,14 +4,16 @@ import enum
 import json
 from collections.abc import Callable, Sequence
 
+from semantic.application.parsing.call_blocks import Calls
 from semantic.application.parsing.call_syntax import (
     BlockCall,
-    Calls,
     CallSyntax,
+    Cursor,
     EmptyCall,
+    NeedMore,
+    NoCall,
     StreamedCall,
 )
-from semantic.application.parsing.cursor import Cursor, NeedMore, NoCall
 from semantic.application.parsing.json_arguments import JsonArguments
 from semantic.application.parsing.pending_text import PendingText, find_first, num_undecided
 from semantic.domain.chat import (

@@ -29,7 +29,7 @@ from semantic.domain.chat import (
 from semantic.domain.errors import BackendError
 from semantic.domain.reply_format import ReplyFormat, ToolFormat
 from semantic.domain.sampling import FinishReason
-from tests.unit.application.parsing_rig import (
+from tests.unit.application.parsing.parsing_rig import (
     END,
     FORMATS,
     MISHAPS,
@@ -371,3 +371,41 @@ def test_folding_gives_the_message() -> None:
         ThinkingPart("b"),
         TextPart("c"),
     )
+
+
+# -- the message a reply amounts to -----------------------------------------------------------
+
+
+def test_pieces_are_joined_in_their_order() -> None:
+    made = fold_message(
+        (
+            PrefillProgress(1, 2),
+            ThinkingDelta("h"),
+            ThinkingDelta("m"),
+            ThinkingEnded("sig"),
+            TextDelta("Let me "),
+            TextDelta("look."),
+            ToolCallStarted(0, "c0", "read"),
+            ToolCallDelta(0, '{"path":'),
+            ToolCallStarted(1, "c1", "list"),
+            ToolCallDelta(0, ' "a.py"}'),
+            ToolCallEnded(0),
+            ToolCallEnded(1),
+        )
+    )
+
+    assert made == Message(
+        Role.ASSISTANT,
+        (
+            ThinkingPart("hm", "sig"),
+            TextPart("Let me look."),
+            ToolUsePart("c0", "read", {"path": "a.py"}),
+            ToolUsePart("c1", "list", {}),
+        ),
+    )
+
+
+def test_arguments_that_were_cut_off_are_left_out() -> None:
+    made = fold_message((ToolCallStarted(0, "c0", "read"), ToolCallDelta(0, '{"path": "a')))
+
+    assert made.parts == (ToolUsePart("c0", "read", {}),)

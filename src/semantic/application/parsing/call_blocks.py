@@ -1,0 +1,300 @@
+"""Calls that can be read only once they are complete: Qwen's XML, Python's and Gemma's notation.
+
+Each reader returns None for what is malformed or calls an unknown tool.
+"""
+
+import ast
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from semantic.domain.chat import JsonObject, JsonValue, ToolSpec
+
+Tools: TypeAlias = Mapping[str, ToolSpec]
+Calls: TypeAlias = list[tuple[str, JsonObject]]
+
+
+def _json_or_text(text: str) -> JsonValue:
+    try:
+        value: JsonValue = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return text
+    return value
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+# -- Qwen: <function=f><parameter=a>1</parameter></function> ----------------------------------
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\s*(.*)</function>\s*\Z", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
+_END = "</function>"
+_VALUE_END = "</parameter>"
+
+
+def function_end(text: str, start: int) -> int:
+    """Where the function ends; a value may hold the closing tag, so one must close before it."""
+    at = text.find(_END, max(0, start))
+    while at >= 0:
+        before = text[:at].rstrip()
+        if before.endswith(_VALUE_END) or _opens_function(before):
+            return at + len(_END)
+        at = text.find(_END, at + 1)
+    return -1
+
+
+def _opens_function(text: str) -> bool:
+    tag = text.rpartition("<")[2]
+    return tag.startswith("function=") and tag.endswith(">")
+
+
+def xml_calls(text: str, tools: Tools) -> Calls | None:
+    """Read one function; None if it is malformed or unknown."""
+    match = _FUNCTION.match(text)
+    if match is None or match[1].strip() not in tools:
+        return None
+    name, rest = match[1].strip(), match[2]
+    types = _types(tools[name])
+    arguments: JsonObject = {}
+    while rest.strip():
+        opening = _PARAMETER.match(rest.lstrip())
+        if opening is None:
+            return None
+        rest = rest.lstrip()[opening.end() :]
+        end = _value_end(rest)
+        if end < 0:
+            return None
+        arguments[opening[1].strip()] = _value(rest[:end], types.get(opening[1].strip()))
+        rest = rest[end + len(_VALUE_END) :]
+    return [(name, arguments)]
+
+
+def _value_end(text: str) -> int:
+    """The closing tag that is followed by another parameter or by nothing."""
+    at = text.find(_VALUE_END)
+    while at >= 0:
+        after = text[at + len(_VALUE_END) :].lstrip()
+        if not after or after.startswith("<parameter="):
+            return at
+        at = text.find(_VALUE_END, at + 1)
+    return -1
+
+
+def _types(tool: ToolSpec) -> Mapping[str, JsonValue]:
+    properties = tool.parameters.get("properties")
+    known = properties if isinstance(properties, dict) else {}
+    return {name: s.get("type") for name, s in known.items() if isinstance(s, dict)}
+
+
+def _value(text: str, kind: JsonValue) -> JsonValue:
+    """A value is text by its schema, else JSON if it can be read as such."""
+    text = text.removeprefix("\n").removesuffix("\n")
+    return text if kind == "string" else _json_or_text(text)
+
+
+# -- Python: [f(a=1), g(b="x")], read as syntax and never executed ----------------------------
+
+_MAX_LENGTH = 200_000
+_NAMES: Mapping[str, bool | None] = {"true": True, "false": False, "null": None}
+_NOTABLE = re.compile(r"""[\[\](){}"'\\]""")
+
+
+class BracketEnd:
+    """Finds where the bracket that begins a text closes; looks at each character once."""
+
+    def __init__(self) -> None:
+        self._at = -1
+        self._depth = 0
+        self._quote = ""
+
+    def __call__(self, text: str, start: int) -> int:
+        """The end of the bracket that opens at or after `start` of the first call; -1 if open."""
+        self._at = max(self._at, start)
+        while match := _NOTABLE.search(text, self._at):
+            char, at = match[0], match.start()
+            if char == "\\":
+                if at + 1 >= len(text):
+                    self._at = at
+                    return -1
+                self._at = at + 2
+                continue
+            self._at = at + 1
+            if self._count(char):
+                return self._at
+        self._at = max(self._at, len(text))
+        return -1
+
+    def _count(self, char: str) -> bool:
+        """Take a bracket or quote into account; True if everything is closed by it."""
+        if self._quote:
+            self._quote = "" if char == self._quote else self._quote
+        elif char in "\"'":
+            self._quote = char
+        elif char in "[({":
+            self._depth += 1
+        else:
+            self._depth -= 1
+            return self._depth <= 0
+        return False
+
+
+def python_calls(text: str, tools: Tools) -> Calls | None:
+    """Read a list of calls, or calls one a line; None if that is not what it is."""
+    if len(text) > _MAX_LENGTH:
+        return None
+    try:
+        body = ast.parse(text.strip()).body
+        nodes = [node for statement in body for node in _call_nodes(statement)]
+        calls = [_read_call(node, tools) for node in nodes]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return calls or None
+
+
+def _call_nodes(statement: ast.stmt) -> list[ast.expr]:
+    if not isinstance(statement, ast.Expr):
+        raise ValueError("not an expression")  # noqa: TRY004 - all that is wrong is one error here
+    value = statement.value
+    if isinstance(value, ast.List | ast.Tuple):
+        return value.elts
+    # Gemma likes to print what a call returns.
+    if isinstance(value, ast.Call) and _name(value) == "print" and len(value.args) == 1:
+        return value.args
+    return [value]
+
+
+def _name(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
+
+
+def _read_call(node: ast.expr, tools: Tools) -> tuple[str, JsonObject]:
+    if not isinstance(node, ast.Call) or _name(node) not in tools or node.args:
+        raise ValueError("not a call of a known tool by keywords")
+    arguments: JsonObject = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("arguments must be named")
+        arguments[keyword.arg] = _literal(keyword.value)
+    return _name(node), arguments
+
+
+def _literal(node: ast.expr) -> JsonValue:
+    match node:
+        case ast.Constant(value=None):
+            return None
+        case ast.Constant(value=bool() | str() as value):
+            return value
+        case ast.Constant(value=int() | float() as number) if math.isfinite(number):
+            return number
+        case ast.Name(id=name) if name in _NAMES:
+            return _NAMES[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {_key(key): _literal(value) for key, value in zip(keys, values, strict=True)}
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)) if (
+            math.isfinite(number)
+        ):
+            return -number
+        case _:
+            raise ValueError("not a literal")
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError("keys must be strings")
+
+
+# -- Gemma: call:f{a:<escape>x<escape>,b:[1,2]}, with a marker for quotes ---------------------
+
+_CALL = re.compile(r"\s*call:([^{\s]+)\s*\{")
+_WORD = re.compile(r"[^,}\]\s]+")
+_MAX_DEPTH = 64
+
+
+def gemma_call(text: str, quote: str, tools: Tools) -> Calls | None:
+    """Read one call; None if it is malformed or unknown."""
+    match = _CALL.match(text)
+    if match is None or match[1] not in tools:
+        return None
+    reader = _Reader(text, match.end() - 1, quote)
+    try:
+        arguments = reader.object(0)
+    except (ValueError, IndexError, RecursionError):
+        return None
+    return None if text[reader.at :].strip() else [(match[1], arguments)]
+
+
+class _Reader:
+    """Recursive descent; a malformed text raises ValueError or IndexError."""
+
+    def __init__(self, text: str, at: int, quote: str) -> None:
+        self._text, self.at, self._quote = text, at, quote
+
+    def object(self, depth: int) -> JsonObject:
+        values: JsonObject = {}
+        self._pass("{")
+        while self._peek() != "}":
+            key = self._key()
+            self._pass(":")
+            values[key] = self._value(depth)
+            if self._peek() != "}":
+                self._pass(",")
+        self._pass("}")
+        return values
+
+    def _list(self, depth: int) -> list[JsonValue]:
+        values: list[JsonValue] = []
+        self._pass("[")
+        while self._peek() != "]":
+            values.append(self._value(depth))
+            if self._peek() != "]":
+                self._pass(",")
+        self._pass("]")
+        return values
+
+    def _value(self, depth: int) -> JsonValue:
+        if depth > _MAX_DEPTH:
+            raise ValueError("nested too deeply")
+        char = self._peek()
+        if self._text.startswith(self._quote, self.at):
+            return self._quoted()
+        if char == "{":
+            return self.object(depth + 1)
+        return self._list(depth + 1) if char == "[" else self._word()
+
+    def _quoted(self) -> str:
+        start = self.at + len(self._quote)
+        end = self._text.index(self._quote, start)
+        self.at = end + len(self._quote)
+        return self._text[start:end]
+
+    def _word(self) -> JsonValue:
+        match = _WORD.match(self._text, self.at)
+        if match is None:
+            raise ValueError("a value is missing")
+        self.at = match.end()
+        return _json_or_text(match[0])
+
+    def _key(self) -> str:
+        if self._text.startswith(self._quote, self.at):
+            return self._quoted()
+        end = self._text.index(":", self.at)
+        key = self._text[self.at : end].strip()
+        self.at = end
+        return key
+
+    def _peek(self) -> str:
+        while self._text[self.at].isspace():
+            self.at += 1
+        return self._text[self.at]
+
+    def _pass(self, char: str) -> None:
+        if self._peek() != char:
+            raise ValueError(f"{char} is missing")
+        self.at += 1
