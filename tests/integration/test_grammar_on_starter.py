@@ -14,11 +14,10 @@ from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.engine import BlockPoolBatchEngine, EngineEvent, EventBatch
 from semantic.application.engine.request import Job
 from semantic.application.engine.scheduler import EngineLimits
-from semantic.application.parsing import detect_reply_format
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.chat import Finished, TextDelta
 from semantic.domain.pool import BlockPool
-from semantic.domain.reply_format import ReplyFormat, ReplyShape
+from semantic.domain.reply_format import ReplyFormat, ReplyShape, detect_reply_format
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.domain.spec import ModelCacheSpec
 from tests.grammar_rig import SHAPES, check_reply, tool_shapes, write_at_random

@@ -1,10 +1,11 @@
 """How a model writes thinking and tool calls into its reply: values, chosen once a model.
 
-Parsers read these formats and grammars enforce them; both take the markers from here.
+Parsers read these formats, grammars enforce them and prompts explain one of them; all take the
+markers from here.
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from semantic.domain.chat import OutputFormat, ToolChoice, ToolMode, ToolSpec
@@ -45,23 +46,70 @@ class Markers:
     end: str
 
 
-# Texts that may be special tokens of a vocabulary, by the format that writes them.
-_TOOL_MARKERS: Mapping[ToolFormat, tuple[str, ...]] = {
-    ToolFormat.HERMES: ("<tool_call>", "</tool_call>"),
-    ToolFormat.QWEN_XML: ("<tool_call>", "</tool_call>"),
-    ToolFormat.LLAMA_JSON: ("<|python_tag|>",),
-    ToolFormat.PYTHONIC: ("<|python_tag|>",),
-    ToolFormat.MISTRAL: ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-    ToolFormat.MISTRAL_ARGS: ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-    ToolFormat.GEMMA_CODE: (),
-    ToolFormat.FUNCTION_GEMMA: ("<start_function_call>", "<end_function_call>", "<escape>"),
-    ToolFormat.GEMMA_4: ("<|tool_call>", "<tool_call|>", '<|"|>'),
-    ToolFormat.HARMONY: (),
+@dataclass(frozen=True, slots=True)
+class CallMarkers(Markers):
+    """What a notation of calls is made of; any of it may be a special token of a vocabulary.
+
+    Attributes:
+        start: Begins a call or a list of calls.
+        end: Ends it; empty if nothing does.
+        quote: Stands on both sides of a string.
+        arguments: Stands between a call's name, or its id, and its arguments.
+        call_id: Stands between a call's name and its id.
+    """
+
+    end: str = ""
+    quote: str = ""
+    arguments: str = ""
+    call_id: str = ""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All of them."""
+        texts = (self.start, self.end, self.quote, self.arguments, self.call_id)
+        return tuple(filter(None, texts))
+
+
+class QwenTag(enum.StrEnum):
+    """Tags within the calls of `ToolFormat.QWEN_XML`; a name and ``>`` follow the opening ones."""
+
+    FUNCTION = "<function="
+    FUNCTION_END = "</function>"
+    PARAMETER = "<parameter="
+    PARAMETER_END = "</parameter>"
+
+
+class Harmony(enum.StrEnum):
+    """The special tokens of `ToolFormat.HARMONY`."""
+
+    START = "<|start|>"
+    END = "<|end|>"
+    MESSAGE = "<|message|>"
+    CHANNEL = "<|channel|>"
+    CONSTRAIN = "<|constrain|>"
+    RETURN = "<|return|>"
+    CALL = "<|call|>"
+
+
+FINAL_HEADER = (Harmony.CHANNEL, "final", Harmony.MESSAGE)
+ANALYSIS_HEADER = (Harmony.CHANNEL, "analysis", Harmony.MESSAGE)
+_ANALYSIS = Markers("".join(ANALYSIS_HEADER), Harmony.END)
+
+_HERMES = CallMarkers("<tool_call>", "</tool_call>")
+_MISTRAL = CallMarkers("[TOOL_CALLS]", arguments="[ARGS]", call_id="[CALL_ID]")
+CALL_MARKERS: Mapping[ToolFormat, CallMarkers] = {
+    ToolFormat.HERMES: _HERMES,
+    ToolFormat.QWEN_XML: _HERMES,
+    ToolFormat.LLAMA_JSON: CallMarkers("<|python_tag|>"),
+    ToolFormat.PYTHONIC: CallMarkers("<|python_tag|>"),
+    ToolFormat.MISTRAL: _MISTRAL,
+    ToolFormat.MISTRAL_ARGS: _MISTRAL,
+    ToolFormat.GEMMA_CODE: CallMarkers("```tool_code", "```"),
+    ToolFormat.FUNCTION_GEMMA: CallMarkers(
+        "<start_function_call>", "<end_function_call>", quote="<escape>"
+    ),
+    ToolFormat.GEMMA_4: CallMarkers("<|tool_call>", "<tool_call|>", quote='<|"|>'),
 }
-_HARMONY_MARKERS = (
-    "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>",
-)  # fmt: skip
-_ANALYSIS = Markers("<|channel|>analysis<|message|>", "<|end|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +135,9 @@ class ReplyFormat:
     def markers(self, *, has_tools: bool) -> tuple[str, ...]:
         """Texts that must stay visible to the parser even where they are special tokens."""
         if self.tools is ToolFormat.HARMONY:
-            return _HARMONY_MARKERS
+            return tuple(Harmony)
         thinking = (self.thinking.start, self.thinking.end) if self.thinking else ()
-        return thinking + (_TOOL_MARKERS[self.tools] if has_tools else ())
+        return thinking + (CALL_MARKERS[self.tools].texts if has_tools else ())
 
     def visible_ids(
         self, special_tokens: Mapping[str, int], *, has_tools: bool
@@ -104,7 +152,7 @@ class ReplyFormat:
     def opening(self, prompt: str) -> str:
         """What stands between a rendered prompt and an answer without thinking."""
         if self.tools is ToolFormat.HARMONY:
-            return "<|channel|>final<|message|>"
+            return "".join(FINAL_HEADER)
         if self.thinking is not None and self.is_opened_by(prompt):
             return f"\n{self.thinking.end}\n\n"
         return ""
@@ -112,6 +160,49 @@ class ReplyFormat:
     def is_opened_by(self, prompt: str) -> bool:
         """Whether a rendered prompt ends inside the thinking it opened."""
         return self.thinking is not None and prompt.rstrip().endswith(self.thinking.start)
+
+
+_THINKING_MARKERS = (
+    Markers("<think>", "</think>"),
+    Markers("[THINK]", "[/THINK]"),
+    Markers("<thinking>", "</thinking>"),
+    Markers("<|channel>thought", "<channel|>"),
+)
+
+# The first format all of whose texts occur wins; the most telling come first.
+_TELLTALES: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
+    (ToolFormat.FUNCTION_GEMMA, (CALL_MARKERS[ToolFormat.FUNCTION_GEMMA].start,)),
+    (ToolFormat.GEMMA_4, (CALL_MARKERS[ToolFormat.GEMMA_4].start,)),
+    (ToolFormat.MISTRAL_ARGS, (_MISTRAL.start, _MISTRAL.arguments)),
+    (ToolFormat.MISTRAL, (_MISTRAL.start,)),
+    (ToolFormat.QWEN_XML, (QwenTag.FUNCTION, QwenTag.PARAMETER)),
+    (ToolFormat.HERMES, (_HERMES.start,)),
+    (ToolFormat.GEMMA_CODE, ("tool_code",)),
+    (ToolFormat.PYTHONIC, ("[func_name1(",)),
+    (ToolFormat.LLAMA_JSON, ('"name":', '"parameters":')),
+)
+
+
+def detect_reply_format(template: str | None, special_tokens: Collection[str]) -> ReplyFormat:
+    """Choose how to read a model's replies.
+
+    A template that shows no tools gets the compact Hermes notation, which the prompt must then
+    explain (`ReplyFormat.is_native` is False).
+    """
+    source = template or ""
+
+    def occurs(text: str) -> bool:
+        return text in source or text in special_tokens
+
+    if occurs(Harmony.CHANNEL) and occurs(Harmony.MESSAGE):
+        return ReplyFormat(ToolFormat.HARMONY, is_native=True)
+    thinking = next((m for m in _THINKING_MARKERS if occurs(m.start) or occurs(m.end)), None)
+    if "tools" not in source:
+        return ReplyFormat(thinking=thinking)
+    for tools, texts in _TELLTALES:
+        if texts[0] in source and all(map(occurs, texts)):
+            return ReplyFormat(tools, thinking, is_native=True)
+    return ReplyFormat(thinking=thinking)
 
 
 @dataclass(frozen=True, slots=True)

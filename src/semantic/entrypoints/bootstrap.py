@@ -26,11 +26,11 @@ from semantic.application.agents.turn_watch import TurnWatch
 from semantic.application.engine.device_thread import DeviceThread, LoadedModel
 from semantic.application.engine.model_registry import ModelRegistry
 from semantic.application.engine.scheduler import EngineLimits
-from semantic.application.parsing import detect_reply_format
 from semantic.application.requests.reply import ReplyHub
 from semantic.application.requests.service import InferenceService
 from semantic.application.requests.stateful import StatefulChat
 from semantic.domain.errors import InvalidRequestError
+from semantic.domain.reply_format import detect_reply_format
 from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ModelCacheSpec
 from semantic.entrypoints.agent_memory import AgentMemory
 from semantic.ports.backend import ModelBackendPort

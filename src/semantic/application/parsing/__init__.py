@@ -20,7 +20,6 @@ Rules every format keeps:
 - Without tools on offer their markup is plain text; thinking is split off all the same.
 """
 
-from semantic.application.parsing.detection import detect_reply_format
 from semantic.application.parsing.reply_parser import MessageFold, ReplyParser, fold_message
 
-__all__ = ["MessageFold", "ReplyParser", "detect_reply_format", "fold_message"]
+__all__ = ["MessageFold", "ReplyParser", "fold_message"]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from semantic.domain.chat import JsonObject, JsonValue, ToolSpec
+from semantic.domain.reply_format import QwenTag
 
 Tools: TypeAlias = Mapping[str, ToolSpec]
 Calls: TypeAlias = list[tuple[str, JsonObject]]
@@ -30,10 +31,12 @@ def _refuse(name: str) -> float:
 
 # -- Qwen: <function=f><parameter=a>1</parameter></function> ----------------------------------
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\s*(.*)</function>\s*\Z", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
-_END = "</function>"
-_VALUE_END = "</parameter>"
+_FUNCTION = re.compile(
+    rf"\s*{QwenTag.FUNCTION}([^>\n]+)>\s*(.*){QwenTag.FUNCTION_END}\s*\Z", re.DOTALL
+)
+_PARAMETER = re.compile(rf"{QwenTag.PARAMETER}([^>\n]+)>")
+_END = QwenTag.FUNCTION_END
+_VALUE_END = QwenTag.PARAMETER_END
 
 
 def function_end(text: str, start: int) -> int:
@@ -48,8 +51,8 @@ def function_end(text: str, start: int) -> int:
 
 
 def _opens_function(text: str) -> bool:
-    tag = text.rpartition("<")[2]
-    return tag.startswith("function=") and tag.endswith(">")
+    tag = text[text.rfind("<") :]
+    return tag.startswith(QwenTag.FUNCTION) and tag.endswith(">")
 
 
 def xml_calls(text: str, tools: Tools) -> Calls | None:
@@ -78,7 +81,7 @@ def _value_end(text: str) -> int:
     at = text.find(_VALUE_END)
     while at >= 0:
         after = text[at + len(_VALUE_END) :].lstrip()
-        if not after or after.startswith("<parameter="):
+        if not after or after.startswith(QwenTag.PARAMETER):
             return at
         at = text.find(_VALUE_END, at + 1)
     return -1

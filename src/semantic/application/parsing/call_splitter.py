@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from semantic.application.parsing.call_blocks import Calls
 from semantic.application.parsing.call_syntax import (
+    SYNTAXES,
     BlockCall,
-    CallSyntax,
     Cursor,
     EmptyCall,
     NeedMore,
@@ -15,7 +15,7 @@ from semantic.application.parsing.call_syntax import (
     StreamedCall,
 )
 from semantic.application.parsing.json_arguments import JsonArguments
-from semantic.application.parsing.pending_text import PendingText, find_first, num_undecided
+from semantic.application.parsing.pending_text import PendingText, num_undecided
 from semantic.domain.chat import (
     Event,
     TextDelta,
@@ -24,6 +24,7 @@ from semantic.domain.chat import (
     ToolCallStarted,
     ToolSpec,
 )
+from semantic.domain.reply_format import CALL_MARKERS, ToolFormat
 
 
 class CallNumbers:
@@ -60,18 +61,21 @@ class _State(enum.Enum):
 
 
 class CallSplitter:
-    """Splits tool calls off, by one family's syntax.
+    """Splits tool calls off, by one family's markers and syntax.
 
     Whitespace between text and calls belongs to neither, so no empty text stands beside a call.
     """
 
-    def __init__(self, syntax: CallSyntax, tools: Sequence[ToolSpec], numbers: CallNumbers) -> None:
-        self._syntax = syntax
+    def __init__(
+        self, tool_format: ToolFormat, tools: Sequence[ToolSpec], numbers: CallNumbers
+    ) -> None:
+        self._markers = CALL_MARKERS[tool_format]
+        self._syntax = SYNTAXES[tool_format]
         self._tools = {tool.name: tool for tool in tools}
         self._numbers = numbers
         self._pending = PendingText()
         self._state = _State.TEXT
-        self._leading = syntax.leading  # what may begin a call here besides the openers
+        self._leading = self._syntax.leading  # what may begin a call here besides the marker
         self._is_after_call = False
         self._opened = 0  # where the head of the call begins in the pending text
         self._rejected = 0  # how much is text if it is no call
@@ -123,23 +127,23 @@ class CallSplitter:
         if is_final:
             return [*self._give(len(text))]
         stripped = text.lstrip()
-        if any(lead.startswith(stripped) for lead in self._leading):
+        if self._leading.startswith(stripped):
             return []
-        held = num_undecided(text, self._syntax.openers)
+        held = num_undecided(text, (self._markers.start,))
         return [*self._give(len(text[: len(text) - held].rstrip()))]
 
     def _find_opener(self) -> tuple[int, int] | None:
         """Where a call may begin, and how much of that is not part of its head."""
         text = self._pending.text
         stripped = text.lstrip()
-        if any(stripped.startswith(lead) for lead in self._leading):
+        if self._leading and stripped.startswith(self._leading):
             return len(text) - len(stripped), 0
-        found = find_first(text, self._syntax.openers)
-        return (found[0], len(found[1])) if found else None
+        start = text.find(self._markers.start)
+        return (start, len(self._markers.start)) if start >= 0 else None
 
     def _give(self, size: int) -> list[TextDelta]:
         if size:
-            self._leading = ()
+            self._leading = ""
         return self._pending.take(size)
 
     # -- the beginning of a call ----------------------------------------------------------------
@@ -213,7 +217,7 @@ class CallSplitter:
 
     def _tail(self, is_final: bool) -> list[Event]:
         """Pass over what ends a call, once it is known what follows."""
-        text, closer = self._pending.text, self._syntax.closer
+        text, closer = self._pending.text, self._markers.end
         stripped = text.lstrip(self._syntax.junk)
         if closer and stripped.startswith(closer):
             stripped = stripped[len(closer) :]

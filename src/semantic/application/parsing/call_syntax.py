@@ -15,7 +15,7 @@ from semantic.application.parsing.call_blocks import (
     xml_calls,
 )
 from semantic.domain.chat import JsonObject, JsonValue
-from semantic.domain.reply_format import ToolFormat
+from semantic.domain.reply_format import CALL_MARKERS, CallMarkers, QwenTag, ToolFormat
 
 _MAX_STRING = 256
 _SPACE = " \t\r\n"
@@ -108,26 +108,19 @@ Head: TypeAlias = StreamedCall | EmptyCall | BlockCall
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """One family's notation.
+    """How calls are read between the markers of `CALL_MARKERS`.
 
     Attributes:
-        head: Reads what follows an opener.
-        openers: Texts that begin calls, wherever they stand; they are not part of the head.
-        leading: Texts that begin a call as the first thing of a reply; part of the head.
-        again: Texts that begin another call right after one; part of the head.
-        closer: What may end a call.
-        junk: Characters of no meaning between the arguments and the closer.
+        head: Reads what follows the start marker.
+        leading: Begins a call without the marker as the first thing of a reply; part of the head.
+        again: Begins another call right after one; part of the head.
+        junk: Characters of no meaning between the arguments and the end marker.
     """
 
     head: Callable[[Cursor, Tools], Head]
-    openers: tuple[str, ...] = ()
-    leading: tuple[str, ...] = ()
-    again: tuple[str, ...] = ()
-    closer: str = ""
+    leading: str = ""
+    again: str = ""
     junk: str = " \t\r\n"
-
-
-_JSON_JUNK = " \t\r\n}],;"
 
 
 def _until(end: str) -> Callable[[str, int], int]:
@@ -197,13 +190,14 @@ def _tagged_head(cursor: Cursor, tools: Tools) -> Head:
         return _json_head(cursor, tools)
     except NoCall:
         cursor.at = start
-        return BlockCall(_until("</tool_call>"), _json_call, is_ended_by_reply=True)
+        end = CALL_MARKERS[ToolFormat.HERMES].end
+        return BlockCall(_until(end), _json_call, is_ended_by_reply=True)
 
 
 def _xml_head(cursor: Cursor, tools: Tools) -> Head:
     if cursor.peek() == "<":
         start = cursor.at
-        cursor.literal("<function=")
+        cursor.literal(QwenTag.FUNCTION)
         _known(cursor.until(">").strip(), tools)
         cursor.at = start
         return BlockCall(function_end, xml_calls)
@@ -236,10 +230,11 @@ def _mistral_head(cursor: Cursor, tools: Tools) -> Head:
     name = _known(cursor.until("[{").strip(), tools)
     cursor.at -= 1
     if cursor.peek() == "[":
-        cursor.literal("[")
-        if cursor.until("]") == "CALL_ID":
+        markers = CALL_MARKERS[ToolFormat.MISTRAL_ARGS]
+        if cursor.until("]") == markers.call_id.removesuffix("]"):
             cursor.until("[")
-            cursor.literal("ARGS]")
+            cursor.at -= 1
+            cursor.literal(markers.arguments)
         cursor.space()
     if cursor.peek() != "{":
         raise NoCall
@@ -248,46 +243,36 @@ def _mistral_head(cursor: Cursor, tools: Tools) -> Head:
 
 def _code_head(cursor: Cursor, tools: Tools) -> Head:  # noqa: ARG001 - told by the block
     cursor.space()
-    return BlockCall(_until("```"), python_calls)
+    return BlockCall(_until(CALL_MARKERS[ToolFormat.GEMMA_CODE].end), python_calls)
 
 
-def _gemma_syntax(start: str, end: str, quote: str) -> CallSyntax:
+def _gemma_head(markers: CallMarkers) -> Callable[[Cursor, Tools], Head]:
     def head(cursor: Cursor, tools: Tools) -> Head:
         cursor.space()
         at = cursor.at
         cursor.literal("call:")
         _known(cursor.until("{").strip(), tools)
         cursor.at = at
-        return BlockCall(_until(end), lambda text, known: gemma_call(text, quote, known))
+        return BlockCall(
+            _until(markers.end), lambda text, known: gemma_call(text, markers.quote, known)
+        )
 
-    return CallSyntax(head, openers=(start,), closer=end)
+    return head
 
+
+_JSON_JUNK = " \t\r\n}],;"
+_MISTRAL = CallSyntax(_mistral_head, again="{", junk=_JSON_JUNK)
 
 SYNTAXES: Mapping[ToolFormat, CallSyntax] = {
-    ToolFormat.HERMES: CallSyntax(
-        _tagged_head, openers=("<tool_call>",), closer="</tool_call>", junk=_JSON_JUNK
-    ),
+    ToolFormat.HERMES: CallSyntax(_tagged_head, junk=_JSON_JUNK),
     ToolFormat.QWEN_XML: CallSyntax(
-        _xml_head,
-        openers=("<tool_call>",),
-        leading=("<function=",),
-        again=("<function=",),
-        closer="</tool_call>",
-        junk=_JSON_JUNK,
+        _xml_head, leading=QwenTag.FUNCTION, again=QwenTag.FUNCTION, junk=_JSON_JUNK
     ),
-    ToolFormat.LLAMA_JSON: CallSyntax(
-        _llama_head, openers=("<|python_tag|>",), leading=("{",), again=("{",), junk=_JSON_JUNK
-    ),
-    ToolFormat.PYTHONIC: CallSyntax(_python_head, openers=("<|python_tag|>",), leading=("[",)),
-    ToolFormat.MISTRAL: CallSyntax(
-        _mistral_head, openers=("[TOOL_CALLS]",), again=("{",), junk=_JSON_JUNK
-    ),
-    ToolFormat.MISTRAL_ARGS: CallSyntax(
-        _mistral_head, openers=("[TOOL_CALLS]",), again=("{",), junk=_JSON_JUNK
-    ),
-    ToolFormat.GEMMA_CODE: CallSyntax(_code_head, openers=("```tool_code",), closer="```"),
-    ToolFormat.FUNCTION_GEMMA: _gemma_syntax(
-        "<start_function_call>", "<end_function_call>", "<escape>"
-    ),
-    ToolFormat.GEMMA_4: _gemma_syntax("<|tool_call>", "<tool_call|>", '<|"|>'),
+    ToolFormat.LLAMA_JSON: CallSyntax(_llama_head, leading="{", again="{", junk=_JSON_JUNK),
+    ToolFormat.PYTHONIC: CallSyntax(_python_head, leading="["),
+    ToolFormat.MISTRAL: _MISTRAL,
+    ToolFormat.MISTRAL_ARGS: _MISTRAL,
+    ToolFormat.GEMMA_CODE: CallSyntax(_code_head),
+    ToolFormat.FUNCTION_GEMMA: CallSyntax(_gemma_head(CALL_MARKERS[ToolFormat.FUNCTION_GEMMA])),
+    ToolFormat.GEMMA_4: CallSyntax(_gemma_head(CALL_MARKERS[ToolFormat.GEMMA_4])),
 }

@@ -11,12 +11,12 @@ from semantic.application.parsing.call_splitter import CallNumbers
 from semantic.application.parsing.json_arguments import JsonArguments
 from semantic.application.parsing.pending_text import PendingText, find_first, num_undecided
 from semantic.domain.chat import Event, TextDelta, ThinkingDelta, ThinkingEnded, ToolSpec
+from semantic.domain.reply_format import Harmony
 
-_HEADERS = ("<|start|>", "<|channel|>")
-_ENDS = ("<|end|>", "<|call|>", "<|return|>")
-_MESSAGE = "<|message|>"
+_HEADERS = (Harmony.START, Harmony.CHANNEL)
+_ENDS = (Harmony.END, Harmony.CALL, Harmony.RETURN)
 _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_CHANNEL = re.compile(re.escape(Harmony.CHANNEL) + r"\s*(\w+)")
 _MAX_HEADER = 512
 
 
@@ -67,13 +67,13 @@ class HarmonySplitter:
 
     def _header(self) -> list[Event]:
         text = self._pending.text
-        end = text.find(_MESSAGE, 0, _MAX_HEADER)
+        end = text.find(Harmony.MESSAGE, 0, _MAX_HEADER)
         if end < 0 and len(text) >= _MAX_HEADER:
             self._is_header, self._body = False, _Body.TEXT
             marker = find_first(text, _HEADERS)
             return [*self._pending.take(len(marker[1]) if marker else 1)]
         if end >= 0:
-            self._begin_body(self._pending.drop(end + len(_MESSAGE)))
+            self._begin_body(self._pending.drop(end + len(Harmony.MESSAGE)))
         return []
 
     def _begin_body(self, header: str) -> None:

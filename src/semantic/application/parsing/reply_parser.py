@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from semantic.application.parsing.call_splitter import CallNumbers, CallSplitter
-from semantic.application.parsing.call_syntax import SYNTAXES
 from semantic.application.parsing.harmony import HarmonySplitter
 from semantic.application.parsing.thinking import ThinkingSplitter
 from semantic.domain.chat import (
@@ -83,8 +82,7 @@ class ReplyParser:
             thinking = ThinkingSplitter(reply_format.thinking, is_open=is_thinking_open, sign=sign)
             self._splitters.append(thinking)
         if tools:
-            syntax = SYNTAXES[reply_format.tools]
-            self._splitters.append(CallSplitter(syntax, tools, self._numbers))
+            self._splitters.append(CallSplitter(reply_format.tools, tools, self._numbers))
 
     def push(self, event: Event) -> list[Event]:
         """Take an event of the engine; returns the events it makes certain, if any."""

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from llguidance import regex_to_lark
 
-from semantic.adapters.outbound.grammar.lark import Lark
-from semantic.adapters.outbound.grammar.tool_calls import CALLS, free_text_exits
+from semantic.adapters.outbound.grammar.tool_calls import CALLS, Lark
 from semantic.domain.chat import (
     ChoiceFormat,
     JsonFormat,
@@ -15,7 +14,13 @@ from semantic.domain.chat import (
     RegexFormat,
     ToolSpec,
 )
-from semantic.domain.reply_format import ReplyShape, ToolFormat
+from semantic.domain.reply_format import (
+    ANALYSIS_HEADER,
+    FINAL_HEADER,
+    Harmony,
+    ReplyShape,
+    ToolFormat,
+)
 
 _GAP = '("\\n\\n" | "\\n")?'
 
@@ -32,22 +37,22 @@ def exits(shape: ReplyShape) -> tuple[str, ...]:
     """Texts that lead out of the free text a reply of this shape may hold."""
     thinking = shape.format.thinking
     ends = (thinking.end,) if thinking is not None else ()
-    return ends + (free_text_exits(shape.format.tools) if shape.offered else ())
+    return ends + (CALLS[shape.format.tools].exits if shape.offered else ())
 
 
-def output_grammar(lark: Lark, output: OutputFormat) -> str:
+def _output(lark: Lark, output: OutputFormat) -> str:
     """Add the rule for a reply's text and return how to refer to it."""
     match output:
         case JsonFormat(schema, is_strict):
             wanted: JsonObject = {"type": "object"} if schema is None else schema
             return lark.json(wanted, is_lenient=not is_strict)
         case RegexFormat(pattern):
-            return f"/{regex_to_lark(unanchored(pattern), 'dw')}/"
+            return f"/{regex_to_lark(_unanchored(pattern), 'dw')}/"
         case ChoiceFormat(choices):
             return "(" + " | ".join(lark.quoted(choice) for choice in choices) + ")"
 
 
-def unanchored(pattern: str) -> str:
+def _unanchored(pattern: str) -> str:
     """A reply matches as a whole, so anchors around the pattern say nothing."""
     pattern = pattern.removeprefix("^")
     num_slashes = len(pattern[:-1]) - len(pattern[:-1].rstrip("\\"))
@@ -70,11 +75,10 @@ def _body(lark: Lark, shape: ReplyShape) -> str:
 
 
 def _answer(lark: Lark, shape: ReplyShape, output: OutputFormat | None) -> str:
-    rule = "TEXT" if output is None else output_grammar(lark, output)
+    rule = "TEXT" if output is None else _output(lark, output)
     if shape.format.tools is not ToolFormat.HARMONY:
         return rule
-    markers = lark.markers("<|channel|>", "final", "<|message|>")
-    return f"{markers} {rule}"
+    return f"{lark.markers(*FINAL_HEADER)} {rule}"
 
 
 def _thinking(lark: Lark, shape: ReplyShape) -> str:
@@ -91,9 +95,8 @@ def _thinking(lark: Lark, shape: ReplyShape) -> str:
 
 
 def _analysis(lark: Lark) -> str:
-    head = lark.markers("<|channel|>", "analysis", "<|message|>")
-    next_message = lark.markers("<|start|>", "assistant")
-    return f"({head} {lark.text_until('analysis', '<|end|>')} {next_message})?"
+    thought = f"{lark.markers(*ANALYSIS_HEADER)} {lark.text_until('analysis', Harmony.END)}"
+    return f"({thought} {lark.markers(Harmony.START, 'assistant')})?"
 
 
 def tool_names(tools: Sequence[ToolSpec]) -> str:

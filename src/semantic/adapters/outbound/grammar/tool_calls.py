@@ -1,16 +1,75 @@
-"""Each family's notation of tool calls, as rules of llguidance's dialect of Lark."""
+"""Grammars in llguidance's dialect of Lark, and each family's notation of tool calls in it."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from semantic.adapters.outbound.grammar.lark import Lark
 from semantic.domain.chat import JsonObject, JsonValue, ToolSpec
-from semantic.domain.reply_format import ToolFormat
+from semantic.domain.reply_format import (
+    CALL_MARKERS,
+    FINAL_HEADER,
+    Harmony,
+    QwenTag,
+    ToolFormat,
+)
+
+# As templates write JSON; no other whitespace, so that a reply cannot dawdle in it.
+_JSON_STYLE: JsonObject = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+_LENIENT: JsonObject = {**_JSON_STYLE, "lenient": True}
+
+
+class Lark:
+    """A grammar in llguidance's dialect of Lark, while it is written."""
+
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+        self._special_tokens = special_tokens
+        self._rules: dict[str, str] = {"TEXT": "/(.|\\n)*/"}
+
+    def text(self) -> str:
+        """The grammar."""
+        return "%llguidance {}\n" + "\n".join(f"{n}: {b}" for n, b in self._rules.items())
+
+    def rule(self, name: str, body: str) -> str:
+        """Add a rule; returns its name."""
+        self._rules[name] = body
+        return name.removesuffix("[lazy]")
+
+    def json(self, schema: JsonObject, *, is_lenient: bool = False) -> str:
+        """Add a rule for JSON of a schema; returns its name."""
+        styled = {**schema, "x-guidance": _LENIENT if is_lenient else _JSON_STYLE}
+        return self.rule(f"json_{len(self._rules)}", f"%json {json.dumps(styled)}")
+
+    def quoted(self, text: str) -> str:
+        """A literal."""
+        return json.dumps(text, ensure_ascii=False)
+
+    def marker(self, text: str) -> str:
+        """A literal, or the special token that it is in this vocabulary."""
+        token = self._special_tokens.get(text)
+        return self.quoted(text) if token is None else f"<[{token}]>"
+
+    def markers(self, *texts: str) -> str:
+        """Literals and special tokens in a row."""
+        return " ".join(self.marker(text) for text in texts)
+
+    def text_until(self, name: str, end: str) -> str:
+        """Free text up to and including its end."""
+        if end in self._special_tokens:
+            return f"TEXT {self.marker(end)}"
+        return self.rule(f"{name}[lazy]", f"TEXT {self.quoted(end)}")
 
 
 class CallGrammar(Protocol):
     """One family's rules."""
+
+    @property
+    def exits(self) -> tuple[str, ...]:
+        """Texts that end the free text inside a call, or lead to the call itself."""
+        ...
 
     def call(self, lark: Lark, tools: Sequence[ToolSpec]) -> str:
         """One call of any of the tools."""
@@ -37,26 +96,27 @@ def _any_of(rules: Sequence[str]) -> str:
 class _MarkedCall:
     """Calls between markers: the opening one tells a call from text."""
 
-    def __init__(self, start: str, end: str, separator: str = "\n") -> None:
-        self._start, self._end, self._separator = start, end, separator
+    exits: tuple[str, ...] = ()
+
+    def __init__(self, tool_format: ToolFormat, separator: str = "\n") -> None:
+        self._markers = CALL_MARKERS[tool_format]
+        self._separator = separator
 
     def call(self, lark: Lark, tools: Sequence[ToolSpec]) -> str:
         inner = lark.rule("call_body", _any_of([self.body(lark, tool) for tool in tools]))
-        lark.rule("call_rest", f"{inner} {self._after(lark)}".strip())
-        return lark.rule("call", f"{lark.marker(self._start)} call_rest")
+        end = lark.marker(self._markers.end) if self._markers.end else ""
+        lark.rule("call_rest", f"{inner} {end}".strip())
+        return lark.rule("call", f"{lark.marker(self._markers.start)} call_rest")
 
     def several(self, lark: Lark, call: str) -> str:
         between = f"{lark.quoted(self._separator)} " if self._separator else ""
         return f"{call} ({between}{call})*"
 
     def among_text(self, lark: Lark, call: str) -> str:
-        return f"({lark.text_until('until_call', self._start)} {call}_rest)* TEXT"
+        return f"({lark.text_until('until_call', self._markers.start)} {call}_rest)* TEXT"
 
     def body(self, lark: Lark, tool: ToolSpec) -> str:
         raise NotImplementedError
-
-    def _after(self, lark: Lark) -> str:
-        return lark.marker(self._end) if self._end else ""
 
 
 def _json_call(lark: Lark, tool: ToolSpec, key: str) -> str:
@@ -77,32 +137,35 @@ class _MistralList(_MarkedCall):
         entry = lark.rule("entry", one)
         lark.rule("call_rest", f'"[" {entry} "]"')
         lark.rule("call_list", f'"[" {entry} (", " {entry})* "]"')
-        return lark.rule("call", f"{lark.marker(self._start)} call_rest")
+        return lark.rule("call", f"{lark.marker(self._markers.start)} call_rest")
 
     def several(self, lark: Lark, call: str) -> str:
-        return f"{lark.marker(self._start)} {call}_list"
+        return f"{lark.marker(self._markers.start)} {call}_list"
 
     def among_text(self, lark: Lark, call: str) -> str:
-        return f"({lark.text_until('until_call', self._start)} {call}_list | TEXT)"
+        return f"({lark.text_until('until_call', self._markers.start)} {call}_list | TEXT)"
 
 
 class _MistralArgs(_MarkedCall):
     def body(self, lark: Lark, tool: ToolSpec) -> str:
-        return f"{lark.markers(tool.name, '[ARGS]')} {_arguments(lark, tool)}"
+        return f"{lark.markers(tool.name, self._markers.arguments)} {_arguments(lark, tool)}"
 
 
 class _QwenXml(_MarkedCall):
+    exits = (f"\n{QwenTag.PARAMETER_END}\n",)
+
     def body(self, lark: Lark, tool: ToolSpec) -> str:
         parameters = [
             (self._parameter(lark, name, schema, tool), is_required)
-            for name, schema, is_required in parameters_of(tool)
+            for name, schema, is_required in _parameters_of(tool)
         ]
         inner = " ".join(rule if is_required else f"({rule})?" for rule, is_required in parameters)
-        head = lark.quoted(f"\n<function={tool.name}>\n")
-        return f'{head} {inner} "</function>\\n"'
+        head = lark.quoted(f"\n{QwenTag.FUNCTION}{tool.name}>\n")
+        end = lark.quoted(f"{QwenTag.FUNCTION_END}\n")
+        return f"{head} {inner} {end}"
 
     def _parameter(self, lark: Lark, name: str, schema: JsonObject, tool: ToolSpec) -> str:
-        head, end = lark.quoted(f"<parameter={name}>\n"), "\n</parameter>\n"
+        head, end = lark.quoted(f"{QwenTag.PARAMETER}{name}>\n"), self.exits[0]
         if schema.get("type") != "string" or "enum" in schema:
             return f"{head} {_bare_value(lark, schema, tool)} {lark.quoted(end)}"
         return f"{head} {lark.text_until('value', end)}"
@@ -111,14 +174,15 @@ class _QwenXml(_MarkedCall):
 class _Gemma(_MarkedCall):
     """``call:name{key:value}``, strings between a marker of their own."""
 
-    def __init__(self, start: str, end: str, quote: str) -> None:
-        super().__init__(start, end, separator="")
-        self._quote = quote
+    def __init__(self, tool_format: ToolFormat) -> None:
+        super().__init__(tool_format, separator="")
+        self._quote = self._markers.quote
+        self.exits = (self._quote,)
 
     def body(self, lark: Lark, tool: ToolSpec) -> str:
         parameters = [
             (f"{lark.quoted(name + ':')} {self._value(lark, schema, tool)}", is_required)
-            for name, schema, is_required in parameters_of(tool)
+            for name, schema, is_required in _parameters_of(tool)
         ]
         head = lark.quoted(f"call:{tool.name}{{")
         return f'{head} {_in_order(lark, parameters, ",")} "}}"'
@@ -147,6 +211,8 @@ class _Gemma(_MarkedCall):
 class _LlamaJson:
     """The call is the whole reply; text is what does not begin like one."""
 
+    exits = ()
+
     def call(self, lark: Lark, tools: Sequence[ToolSpec]) -> str:
         return lark.rule("call", _any_of([_json_call(lark, t, "parameters") for t in tools]))
 
@@ -162,7 +228,7 @@ class _Pythonic(_LlamaJson):
     """A list of calls with keyword arguments, written as JSON values."""
 
     def call(self, lark: Lark, tools: Sequence[ToolSpec]) -> str:
-        lark.rule("entry", _any_of([python_call(lark, tool) for tool in tools]))
+        lark.rule("entry", _any_of([_python_call(lark, tool) for tool in tools]))
         return lark.rule("call", '"[" entry "]"')
 
     def several(self, lark: Lark, call: str) -> str:
@@ -174,32 +240,34 @@ class _Pythonic(_LlamaJson):
 
 class _GemmaCode(_MarkedCall):
     def body(self, lark: Lark, tool: ToolSpec) -> str:
-        return f'"\\n" {python_call(lark, tool)} "\\n"'
+        return f'"\\n" {_python_call(lark, tool)} "\\n"'
 
 
 class _Harmony:
     """Calls are messages to a function on the commentary channel."""
 
+    exits = (Harmony.END,)
+
     def call(self, lark: Lark, tools: Sequence[ToolSpec]) -> str:
         bodies = [self._body(lark, tool) for tool in tools]
-        return lark.rule("call", f"{lark.marker('<|channel|>')} {_any_of(bodies)}")
+        return lark.rule("call", f"{lark.marker(Harmony.CHANNEL)} {_any_of(bodies)}")
 
     def several(self, lark: Lark, call: str) -> str:  # noqa: ARG002 - a call ends the reply
         return call
 
     def among_text(self, lark: Lark, call: str) -> str:
-        preamble = lark.markers("<|channel|>", "commentary", "<|message|>")
-        next_message = lark.markers("<|end|>", "<|start|>", "assistant")
-        final = lark.markers("<|channel|>", "final", "<|message|>")
+        preamble = lark.markers(Harmony.CHANNEL, "commentary", Harmony.MESSAGE)
+        next_message = lark.markers(Harmony.END, Harmony.START, "assistant")
+        final = lark.markers(*FINAL_HEADER)
         return f"({preamble} TEXT {next_message})? ({call} | {final} TEXT)"
 
     def _body(self, lark: Lark, tool: ToolSpec) -> str:
         head = lark.quoted(f"commentary to=functions.{tool.name} ")
-        rest = lark.markers("<|constrain|>", "json", "<|message|>")
+        rest = lark.markers(Harmony.CONSTRAIN, "json", Harmony.MESSAGE)
         return f"{head} {rest} {_arguments(lark, tool)}"
 
 
-def parameters_of(tool: ToolSpec) -> list[tuple[str, JsonObject, bool]]:
+def _parameters_of(tool: ToolSpec) -> list[tuple[str, JsonObject, bool]]:
     """Name, schema and whether required of each parameter; required ones first."""
     known, required = tool.parameters.get("properties"), tool.parameters.get("required")
     properties = known if isinstance(known, dict) else {}
@@ -211,11 +279,11 @@ def parameters_of(tool: ToolSpec) -> list[tuple[str, JsonObject, bool]]:
     return sorted(listed, key=lambda entry: not entry[2])
 
 
-def python_call(lark: Lark, tool: ToolSpec) -> str:
+def _python_call(lark: Lark, tool: ToolSpec) -> str:
     """A call with keyword arguments."""
     parameters = [
         (f"{lark.quoted(name + '=')} {_bare_value(lark, schema, tool)}", is_required)
-        for name, schema, is_required in parameters_of(tool)
+        for name, schema, is_required in _parameters_of(tool)
     ]
     return f'{lark.quoted(tool.name + "(")} {_in_order(lark, parameters, ", ")} ")"'
 
@@ -243,27 +311,15 @@ def _in_order(lark: Lark, parameters: Sequence[tuple[str, bool]], separator: str
     return f"{_any_of(firsts)}?" if firsts else ""
 
 
-def free_text_exits(tools: ToolFormat) -> tuple[str, ...]:
-    """Texts that end the free text inside a call, or lead to the call itself."""
-    return _EXITS.get(tools, ())
-
-
-_EXITS: Mapping[ToolFormat, tuple[str, ...]] = {
-    ToolFormat.QWEN_XML: ("\n</parameter>\n",),
-    ToolFormat.FUNCTION_GEMMA: ("<escape>",),
-    ToolFormat.GEMMA_4: ('<|"|>',),
-    ToolFormat.HARMONY: ("<|end|>",),
-}
-
 CALLS: Mapping[ToolFormat, CallGrammar] = {
-    ToolFormat.HERMES: _Hermes("<tool_call>", "</tool_call>"),
-    ToolFormat.QWEN_XML: _QwenXml("<tool_call>", "</tool_call>"),
+    ToolFormat.HERMES: _Hermes(ToolFormat.HERMES),
+    ToolFormat.QWEN_XML: _QwenXml(ToolFormat.QWEN_XML),
     ToolFormat.LLAMA_JSON: _LlamaJson(),
     ToolFormat.PYTHONIC: _Pythonic(),
-    ToolFormat.MISTRAL: _MistralList("[TOOL_CALLS]", ""),
-    ToolFormat.MISTRAL_ARGS: _MistralArgs("[TOOL_CALLS]", "", separator=""),
-    ToolFormat.GEMMA_CODE: _GemmaCode("```tool_code", "```"),
-    ToolFormat.FUNCTION_GEMMA: _Gemma("<start_function_call>", "<end_function_call>", "<escape>"),
-    ToolFormat.GEMMA_4: _Gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
+    ToolFormat.MISTRAL: _MistralList(ToolFormat.MISTRAL),
+    ToolFormat.MISTRAL_ARGS: _MistralArgs(ToolFormat.MISTRAL_ARGS, separator=""),
+    ToolFormat.GEMMA_CODE: _GemmaCode(ToolFormat.GEMMA_CODE),
+    ToolFormat.FUNCTION_GEMMA: _Gemma(ToolFormat.FUNCTION_GEMMA),
+    ToolFormat.GEMMA_4: _Gemma(ToolFormat.GEMMA_4),
     ToolFormat.HARMONY: _Harmony(),
 }

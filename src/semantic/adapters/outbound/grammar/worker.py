@@ -14,7 +14,7 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
-from semantic.adapters.outbound.grammar.closing import Closing
+from semantic.adapters.outbound.grammar.constraint import Closing
 from semantic.adapters.outbound.grammar.vocabulary import Vocabulary
 
 MAX_CPU_S = 2.0  # for one grammar

@@ -21,15 +21,15 @@ ENDLESS = '%llguidance {}\nstart: %json {"type": "integer", "multipleOf": 999999
 # Starts a worker, says which process it is, and waits to be killed.
 PARENT = f"""
 import subprocess, time
-from semantic.adapters.outbound import grammar_trial
 from semantic.adapters.outbound.backends.fake import FakeTokenizer
+from semantic.adapters.outbound.grammar.trial import GrammarTrials
 from semantic.adapters.outbound.grammar.vocabulary import Layout
 class Told(subprocess.Popen):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         print(self.pid, flush=True)
 subprocess.Popen = Told
-trials = grammar_trial.GrammarTrials(Layout.of(FakeTokenizer()))
+trials = GrammarTrials(Layout.of(FakeTokenizer()))
 trials.fault({GOOD!r})
 print("ready", flush=True)
 time.sleep(600)

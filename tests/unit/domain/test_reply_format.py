@@ -1,7 +1,6 @@
 import pytest
 
-from semantic.application.parsing import detect_reply_format
-from semantic.domain.reply_format import Markers, ReplyFormat, ToolFormat
+from semantic.domain.reply_format import Markers, ReplyFormat, ToolFormat, detect_reply_format
 
 pytestmark = pytest.mark.unit
 
