@@ -18,7 +18,7 @@ from statistics import median
 from benchmarks.starter import TEXT, seconds, starter_directory
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.application.prompt.renderer import Renderer
-from semantic.application.prompt.replay import Replay, ReplayBook
+from semantic.application.prompt.replay import ReplayStore, TenantReplays
 from semantic.domain.chat import (
     ChatRequest,
     JsonObject,
@@ -63,16 +63,16 @@ def _schema() -> JsonObject:
 def measure(name: str, tokenizer: HFTokenizer) -> float:
     """Print a row; returns the median in milliseconds."""
     renderer, request = Renderer(tokenizer), conversation(NUM_TURNS)
-    replay = Replay(b"root", ReplayBook())
-    first = seconds(lambda: renderer.render(request, replay=replay)) * 1e3
+    replays = TenantReplays(b"root", ReplayStore())
+    first = seconds(lambda: renderer.render(request, replays=replays)) * 1e3
     walls, times, num_tokens = [], [], 0
     for number in range(NUM_ROUNDS):
         more = (Message.of(Role.ASSISTANT, f"Yes {number}."), Message.of(Role.USER, "Go on."))
         request = replace(request, messages=(*request.messages, *more))
         started = time.process_time()
-        walls.append(seconds(lambda: renderer.render(request, replay=replay)) * 1e3)  # noqa: B023
+        walls.append(seconds(lambda: renderer.render(request, replays=replays)) * 1e3)  # noqa: B023
         times.append((time.process_time() - started) * 1e3)
-        num_tokens = len(renderer.render(request, replay=replay).tokens)
+        num_tokens = len(renderer.render(request, replays=replays).tokens)
     print(
         f"{name:>10} {num_tokens:>8} {first:>10.1f} {median(times):>12.1f} {median(walls):>13.1f}"
     )

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
+from semantic.application.prompt.compose import call_text
 from semantic.application.prompt.renderer import Prompt, Renderer
 from semantic.application.prompt.replay import (
-    Replay,
-    ReplayBook,
+    ReplayStore,
+    TenantReplays,
     emitted_tokens,
     keys_to_remember,
     prompt_digest,
 )
 from semantic.application.prompt.special_text import SpecialText
-from semantic.application.prompt.tool_prompt import call_text
 from semantic.domain.chat import (
     ChatRequest,
     JsonObject,
@@ -76,11 +76,11 @@ class Model:
     def __init__(self, loaded: Loaded) -> None:
         self.tokenizer, self.reference = loaded
         self.renderer = Renderer(self.tokenizer)
-        self.book = ReplayBook()
+        self.book = ReplayStore()
         (self.end,) = self.tokenizer.eos_ids
 
     def prompt(self, request: ChatRequest) -> Prompt:
-        return self.renderer.render(request, today=TODAY, replay=Replay(ROOT, self.book))
+        return self.renderer.render(request, today=TODAY, replays=TenantReplays(ROOT, self.book))
 
     def sample(self, text: str) -> list[int]:
         """Tokens as a model might choose them: not those an encoder would."""
@@ -442,7 +442,7 @@ def test_a_reply_ended_by_a_stop_string_replays_what_was_emitted(models: Models,
 def test_replies_of_another_tenant_are_not_replayed(qwen: Model) -> None:
     _, mine = two_turns(qwen, SAID, SAID, *IN_LOOP)
     request = ask(user("hi"), SAID, *IN_LOOP, tools=(READ,))
-    theirs = qwen.renderer.render(request, today=TODAY, replay=Replay(b"other", qwen.book))
+    theirs = qwen.renderer.render(request, today=TODAY, replays=TenantReplays(b"other", qwen.book))
     assert theirs.num_replayed == 0
     assert theirs.tokens != mine.tokens
 

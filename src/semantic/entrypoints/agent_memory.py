@@ -23,7 +23,7 @@ from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.application.engine.device_thread import LoadedModel
 from semantic.application.engine.engine import BlockPoolBatchEngine, EventSink
 from semantic.application.engine.scheduler import EngineLimits
-from semantic.application.prompt.replay import KeptReplies
+from semantic.application.prompt.replay import LedgerReplayStore
 from semantic.domain.errors import CachePersistenceError, DrainingError
 from semantic.domain.pool import BlockPool
 from semantic.ports.storage import LedgerPort
@@ -85,7 +85,7 @@ class AgentMemory:
             )
         write = self.disk.change if self.disk else write_at_once(self.ledger)
         self.agents = AgentLedger(self.ledger, state, write)
-        self.replays = KeptReplies(self.ledger, write)
+        self.replays = LedgerReplayStore(self.ledger, write)
 
     @property
     def codec(self) -> KVCodec:

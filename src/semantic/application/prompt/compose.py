@@ -14,13 +14,6 @@ from functools import lru_cache
 
 from semantic.application.prompt.special_text import SpecialText
 from semantic.application.prompt.template_probe import TemplateTraits, in_parts
-from semantic.application.prompt.tool_prompt import (
-    announcement,
-    call_text,
-    function_of,
-    introduction,
-    result_text,
-)
 from semantic.domain.chat import (
     ChatRequest,
     ImagePart,
@@ -36,12 +29,29 @@ from semantic.domain.chat import (
     ToolUsePart,
 )
 from semantic.domain.errors import InvalidRequestError
+from semantic.domain.reply_format import CALL_MARKERS, ToolFormat
 
 _PARAGRAPH = "\n\n"
+_SCHEMA_ORDER = ("type", "description", "enum", "properties", "items", "required")
+# For models whose template has no place for tools: the markup that open models have seen most.
+_CALL = CALL_MARKERS[ToolFormat.HERMES]
+_INTRODUCTION = f"""\
+# Tools
+
+You may call functions to help with the user's request. These are available:
+<tools>
+{{tools}}
+</tools>
+
+To call one, write its name and arguments as JSON:
+{_CALL.start}
+{{{{"name": "<name>", "arguments": {{{{<arguments>}}}}}}}}
+{_CALL.end}
+Each result comes back within <tool_response></tool_response>."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class TemplateMessage:
     """A message as the template gets it.
 
     Attributes:
@@ -71,7 +81,7 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class TemplateInput:
     """What goes to the template.
 
     Attributes:
@@ -83,7 +93,7 @@ class Conversation:
 
     functions: tuple[JsonObject, ...]
     head: str
-    messages: tuple[Shown, ...]
+    messages: tuple[TemplateMessage, ...]
     today: date | None
     is_thinking: bool | None
 
@@ -110,7 +120,7 @@ class Composer:
         # The same tools come with every turn, and they are the better part of many prompts.
         self._described = lru_cache(maxsize=4096)(self._describe)
 
-    def compose(self, request: ChatRequest, today: date | None = None) -> Conversation:
+    def compose(self, request: ChatRequest, today: date | None = None) -> TemplateInput:
         """Put a request into the template's terms.
 
         Raises:
@@ -123,7 +133,7 @@ class Composer:
             for index, message in enumerate(request.messages[:num_leading])
         ]
         if functions and not self._traits.has_tools:
-            texts.insert(0, introduction(functions))
+            texts.insert(0, _introduction(functions))
             functions = ()
         head = _joined(texts, _PARAGRAPH)
         known = _Known.of(request)
@@ -136,28 +146,28 @@ class Composer:
         thinking = request.thinking
         is_thinking = None if thinking is None else thinking.is_enabled
         messages = tuple(self._arranged(head, shown))
-        return Conversation(functions, head, messages, today, is_thinking)
+        return TemplateInput(functions, head, messages, today, is_thinking)
 
     # -- one message ----------------------------------------------------------------------------
 
-    def _show(self, message: Message, index: int, known: _Known) -> Iterator[Shown]:
+    def _show(self, message: Message, index: int, known: _Known) -> Iterator[TemplateMessage]:
         match message.role:
             case Role.SYSTEM:
                 text = _joined(self._texts(message, index), "\n")
                 if self._traits.has_system_anywhere:
-                    yield Shown("system", text)
+                    yield TemplateMessage("system", text)
                 else:
-                    yield Shown("user", f"<system>\n{text}\n</system>")
+                    yield TemplateMessage("user", f"<system>\n{text}\n</system>")
             case Role.ASSISTANT:
                 yield self._show_reply(message, index)
             case Role.USER | Role.TOOL:
                 yield from self._show_input(message, index, known)
 
-    def _show_reply(self, message: Message, index: int) -> Shown:
+    def _show_reply(self, message: Message, index: int) -> TemplateMessage:
         text = "".join(self._texts(message, index))
         thinking = "".join(p.text for p in message.parts if isinstance(p, ThinkingPart))
         uses = [part for part in message.parts if isinstance(part, ToolUsePart)]
-        whole = Shown("assistant", text, self._special.guard(thinking), source=message)
+        whole = TemplateMessage("assistant", text, self._special.guard(thinking), source=message)
         if self._traits.has_tools and (len(uses) < 2 or self._traits.has_parallel_calls):
             return replace(whole, calls=tuple(map(self._call, uses)))
         # One message must stay one message, or it could not be replayed.
@@ -180,7 +190,7 @@ class Composer:
             return self._special.guard_object(json.loads(written.encode(errors="replace")))
         return self._special.guard_object(use.arguments)
 
-    def _show_input(self, message: Message, index: int, known: _Known) -> Iterator[Shown]:
+    def _show_input(self, message: Message, index: int, known: _Known) -> Iterator[TemplateMessage]:
         """Results become messages of their own, text around them stays the user's."""
         texts: list[str] = []
         for position, part in enumerate(message.parts):
@@ -189,13 +199,13 @@ class Composer:
                 texts.extend(self._text(part, where))
                 continue
             if texts:
-                yield Shown("user", _joined(texts, "\n"))
+                yield TemplateMessage("user", _joined(texts, "\n"))
                 texts = []
             yield self._show_result(part, where, known)
         if texts or not message.parts:
-            yield Shown("user", _joined(texts, "\n"))
+            yield TemplateMessage("user", _joined(texts, "\n"))
 
-    def _show_result(self, result: ToolResultPart, where: str, known: _Known) -> Shown:
+    def _show_result(self, result: ToolResultPart, where: str, known: _Known) -> TemplateMessage:
         texts: list[str] = []
         for position, part in enumerate(result.content):
             if isinstance(part, ToolReferencePart):
@@ -206,13 +216,13 @@ class Composer:
         if result.is_error and not text.lower().startswith("error"):
             text = f"Error: {text}"
         if not self._traits.has_tools:
-            return Shown("user", result_text(text))
+            return TemplateMessage("user", _result_text(text))
         name = self._special.guard(known.callees.get(result.tool_use_id, ""))
-        return Shown("tool", text, call_id=self._id(result.tool_use_id), name=name)
+        return TemplateMessage("tool", text, call_id=self._id(result.tool_use_id), name=name)
 
     def _announced(self, name: str, known: _Known) -> str:
         found = known.tools.get(name)
-        return announcement(self._function(found)) if found else self._special.guard(name)
+        return _announcement(self._function(found)) if found else self._special.guard(name)
 
     # -- its parts ------------------------------------------------------------------------------
 
@@ -240,7 +250,7 @@ class Composer:
 
     def _describe(self, name: str, description: str, parameters: str) -> JsonObject:
         tool = ToolSpec(name, description, json.loads(parameters))
-        return self._special.guard_object(function_of(tool))
+        return self._special.guard_object(_function_of(tool))
 
     def _id(self, given: str) -> str:
         if not self._traits.wants_short_ids:
@@ -249,12 +259,12 @@ class Composer:
 
     # -- their order ----------------------------------------------------------------------------
 
-    def _arranged(self, head: str, shown: list[Shown]) -> Iterator[Shown]:
+    def _arranged(self, head: str, shown: list[TemplateMessage]) -> Iterator[TemplateMessage]:
         if head and self._traits.has_system:
-            yield Shown("system", head)
+            yield TemplateMessage("system", head)
         elif head:
             is_user_first = bool(shown) and shown[0].role == "user"
-            first = shown.pop(0) if is_user_first else Shown("user", "")
+            first = shown.pop(0) if is_user_first else TemplateMessage("user", "")
             shown.insert(0, replace(first, content=_joined([head, first.content], _PARAGRAPH)))
         yield from _merged(shown) if self._traits.is_alternating else shown
 
@@ -265,9 +275,9 @@ def num_leading_system(messages: Sequence[Message]) -> int:
     return next(others, len(messages))
 
 
-def _merged(shown: Sequence[Shown]) -> Iterator[Shown]:
+def _merged(shown: Sequence[TemplateMessage]) -> Iterator[TemplateMessage]:
     """Join neighbours of one role; text right after a result goes with the result."""
-    last: Shown | None = None
+    last: TemplateMessage | None = None
     for entry in shown:
         if last is not None and _is_joined(last, entry):
             text = _joined([last.content, entry.content], _PARAGRAPH)
@@ -280,7 +290,7 @@ def _merged(shown: Sequence[Shown]) -> Iterator[Shown]:
         yield last
 
 
-def _is_joined(last: Shown, entry: Shown) -> bool:
+def _is_joined(last: TemplateMessage, entry: TemplateMessage) -> bool:
     if entry.role == "user":
         return last.role in ("user", "tool")
     return entry.role == last.role == "assistant" and not last.calls
@@ -288,3 +298,61 @@ def _is_joined(last: Shown, entry: Shown) -> bool:
 
 def _joined(texts: Iterator[str] | Sequence[str], separator: str) -> str:
     return separator.join(text for text in texts if text)
+
+
+# -- how tools are written down ---------------------------------------------------------------
+
+
+def _function_of(tool: ToolSpec) -> JsonObject:
+    """Describe a tool as templates expect it; the order of its schema's keys does not matter."""
+    empty: JsonObject = {"type": "object", "properties": {}}
+    return {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": in_schema_order(tool.parameters or empty),
+    }
+
+
+def _introduction(functions: Sequence[JsonObject]) -> str:
+    """Tell a model which functions there are and how to call them."""
+    return _INTRODUCTION.format(tools="\n".join(map(_line, functions)))
+
+
+def _announcement(function: JsonObject) -> str:
+    """Tell a model of one more function in the midst of a conversation."""
+    return f"<tools>\n{_line(function)}\n</tools>"
+
+
+def call_text(name: str, arguments: JsonValue) -> str:
+    """Write a call the model made."""
+    call = _line({"name": name, "arguments": arguments})
+    return f"{_CALL.start}\n{call}\n{_CALL.end}"
+
+
+def _result_text(text: str) -> str:
+    """Write what a call returned."""
+    return f"<tool_response>\n{text}\n</tool_response>"
+
+
+def _line(value: JsonObject) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def in_schema_order(value: JsonValue) -> JsonValue:
+    """Put a schema's keys in one order, whatever order they came in: the customary ones first.
+
+    Example:
+        >>> list(in_schema_order({"required": [], "b": 1, "a": 2, "type": "object"}))
+        ['type', 'required', 'a', 'b']
+    """
+    match value:
+        case dict():
+            return {key: in_schema_order(value[key]) for key in sorted(value, key=_schema_rank)}
+        case list():
+            return [in_schema_order(item) for item in value]
+        case _:
+            return value
+
+
+def _schema_rank(key: str) -> tuple[int, str]:
+    return (_SCHEMA_ORDER.index(key) if key in _SCHEMA_ORDER else len(_SCHEMA_ORDER), key)

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from datetime import date
 from itertools import takewhile
 
-from semantic.application.prompt.normalising import canonical_json
-from semantic.application.prompt.replay import ReplayKey, ReplayStore
+from semantic.application.prompt.replay import ReplayKey, ReplayStore, canonical_json
 from semantic.domain.chat import ChatRequest, JsonValue, Message, Role
 
 _AGENT_TAG = b"semantic.date.agent.v1"
@@ -36,7 +35,7 @@ class FrozenDates:
         """
         # Who begins anew as somebody did on another day is somebody else.
         key = None if _is_new(request) else _key_of(root, request)
-        kept = self._store.peek(key) if key else None
+        kept = self._store.lookup(key, is_used=False) if key else None
         return date.fromordinal(kept[0]) if kept else self._today()
 
     def keep(self, root: bytes, request: ChatRequest, day: date) -> None:

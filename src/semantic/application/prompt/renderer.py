@@ -3,23 +3,34 @@
 The model's chat template writes the text; special tokens in it are the template's alone, replies
 we made are the very tokens that were sampled, and what was rendered before comes out the same, so
 that each turn's prompt begins with the last one and its reply.
+
+Where a reply begins is where the prompt it followed ends: the same conversation up to it, with
+the generation prompt. The prompt's digest decides whether that place is right, so a wrong one
+only costs a lookup.
 """
 
-from collections.abc import Sequence
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 
 from semantic.application.engine.request import common_prefix
-from semantic.application.prompt.compose import Composer, Conversation, num_leading_system
-from semantic.application.prompt.encoding import RunEncoder, TokenWalk
-from semantic.application.prompt.replay import Places, Replay, Replayer, head_digest
+from semantic.application.prompt.compose import Composer, TemplateInput, num_leading_system
+from semantic.application.prompt.lru_cache import LruCache
+from semantic.application.prompt.replay import PromptDigest, TenantReplays, keys_to_look_up
 from semantic.application.prompt.special_text import SpecialText
 from semantic.application.prompt.template_probe import lost_generation_prompt, probe
+from semantic.application.prompt.token_walk import RunEncoder, TokenWalk
 from semantic.domain.chat import ChatRequest, Message, Role, require_whole_characters
+from semantic.domain.errors import InvalidRequestError
 from semantic.ports.text import TokenizerPort
 
 # First messages that white space before them merges with in different ways, if at all.
 _BEGINNINGS = tuple(Message.of(Role.USER, text) for text in ("\ufdd3", "a", "1"))
+_MAX_POSITIONS = 16_384
+_NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +41,7 @@ class Prompt:
         boundaries: Positions worth resuming at, in order: where tools and system messages end,
             where the generation prompt ceases to be what later turns keep of it, and the end.
         num_head: Tokens of tools and system messages; all agents that have them share these.
-        has_tool_markup: Calls are asked for in the markup of `tool_prompt`, not the template's.
+        has_tool_markup: Calls are asked for in the markup of `compose`, not the template's.
         num_replayed: Replies in it that are the tokens which were sampled.
         num_begun: Tokens at its end that are the beginning of the reply.
     """
@@ -54,6 +65,15 @@ def render(request: ChatRequest, tokenizer: TokenizerPort) -> Prompt:
     return Renderer(tokenizer).render(request)
 
 
+@dataclass(frozen=True, slots=True)
+class _ReplyPlace:
+    """A reply, where in the text it begins, and whether a question follows it."""
+
+    reply: Message
+    start: int
+    is_old: bool
+
+
 class Renderer:
     """Renders conversations for one model, remembering what it has seen. Safe on any thread."""
 
@@ -63,15 +83,20 @@ class Renderer:
         self._special = SpecialText(tokenizer.special_tokens)
         self._composer = Composer(self.traits, self._special)
         self._runs = RunEncoder(tokenizer)
-        self._replayer = Replayer(tokenizer, self.traits, self._special, self._write)
-        self._heads = Places()
+        # Positions that were found before, by the digest of what they depend on.
+        self._prompt_ends: LruCache[bytes, int] = LruCache(_MAX_POSITIONS)
+        self._heads: LruCache[bytes, int] = LruCache(_MAX_POSITIONS)
         self._lost = {
-            is_thinking: lost_generation_prompt(tokenizer, is_thinking=is_thinking)
+            is_thinking: lost_generation_prompt(tokenizer, self.traits, is_thinking=is_thinking)
             for is_thinking in (None, True, False)
         }
 
     def render(
-        self, request: ChatRequest, *, today: date | None = None, replay: Replay | None = None
+        self,
+        request: ChatRequest,
+        *,
+        today: date | None = None,
+        replays: TenantReplays | None = None,
     ) -> Prompt:
         """Turn a request into a prompt that ends where the reply begins.
 
@@ -79,7 +104,7 @@ class Renderer:
             request: The whole conversation.
             today: The day shown by templates that show one. To be the same in every turn of an
                 agent, or its prompt changes at midnight; None is the real one.
-            replay: Replies that were made here; None writes all of them out anew.
+            replays: Replies that were made here; None writes all of them out anew.
 
         Raises:
             InvalidRequestError: a part cannot be shown to this model, its template refuses, or
@@ -88,9 +113,10 @@ class Renderer:
         conversation = self._composer.compose(request, today)
         text = self._write(conversation)
         walk = self._walk(text)
-        num_replayed = self._replayer.replay(walk, conversation, replay) if replay else 0
+        head = _head_digest(conversation)
+        num_replayed = self._replay(walk, conversation, head, replays) if replays else 0
         num_kept = self._walk_to_end(walk, text, conversation)
-        num_head = self._num_head(request, conversation, len(walk.tokens))
+        num_head = min(self._num_head(request, today, head.digest()), len(walk.tokens))
         return Prompt(
             tuple(walk.tokens),
             tuple(sorted({num_head, num_kept, len(walk.tokens)} - {0})),
@@ -99,7 +125,7 @@ class Renderer:
             num_replayed=num_replayed,
         )
 
-    def _write(self, conversation: Conversation) -> str:
+    def _write(self, conversation: TemplateInput) -> str:
         """Apply the template."""
         wants_parts = self.traits.wants_parts
         text = self.tokenizer.render_chat(
@@ -114,7 +140,7 @@ class Renderer:
     def _walk(self, text: str) -> TokenWalk:
         return TokenWalk(text, self._special.split(text), self._runs)
 
-    def _walk_to_end(self, walk: TokenWalk, text: str, conversation: Conversation) -> int:
+    def _walk_to_end(self, walk: TokenWalk, text: str, conversation: TemplateInput) -> int:
         """Encode the rest; returns how many tokens of the prompt later turns will keep."""
         lost = self._lost[conversation.is_thinking]
         kept_end = len(text) - len(lost) if text.endswith(lost) else len(text)
@@ -123,22 +149,107 @@ class Renderer:
         walk.advance(len(text))
         return num_tokens + common_prefix(list(cut), walk.tokens[num_tokens:])
 
-    def _num_head(self, request: ChatRequest, conversation: Conversation, num_tokens: int) -> int:
+    def _num_head(self, request: ChatRequest, today: date | None, digest: bytes) -> int:
         """Return how many tokens are the same whatever the first message says."""
-
-        def search() -> int:
+        num_head = self._heads.get(digest)
+        if num_head is None:
             leading = request.messages[: num_leading_system(request.messages)]
             first, *others = (
-                self._tokens(replace(request, messages=(*leading, message)), conversation.today)
+                self._tokens(replace(request, messages=(*leading, message)), today)
                 for message in _BEGINNINGS
             )
-            return min(common_prefix(first, other) for other in others)
-
-        known = self._heads.find(head_digest(conversation).digest(), search)
-        return min(known, num_tokens)
+            num_head = min(common_prefix(first, other) for other in others)
+            self._heads.put(digest, num_head)
+        return num_head
 
     def _tokens(self, request: ChatRequest, today: date | None) -> list[int]:
         text = self._write(self._composer.compose(request, today))
         walk = self._walk(text)
         walk.advance(len(text))
         return walk.tokens
+
+    # -- replies that were made here ------------------------------------------------------------
+
+    def _replay(
+        self,
+        walk: TokenWalk,
+        conversation: TemplateInput,
+        head: "hashlib._Hash",
+        replays: TenantReplays,
+    ) -> int:
+        """Walk up to the last reply that is known, putting tokens in; returns how many are."""
+        digest, num_digested, num_replayed = PromptDigest(replays.root), 0, 0
+        places = list(self._reply_places(conversation, head.copy()))
+        limits = [place.start for place in places[1:]] + [sys.maxsize]
+        for place, limit in zip(places, limits, strict=False):
+            start = place.start
+            if start < walk.position:
+                continue
+            walk.advance(start)
+            digest.update(walk.tokens[num_digested:])
+            num_digested = len(walk.tokens)
+            before = walk.ahead(start)
+            tokens = self._sampled(place, digest.followed_by(before), replays)
+            if tokens and self._put(walk, tokens, start, limit):
+                num_replayed += 1
+        return num_replayed
+
+    def _reply_places(
+        self, conversation: TemplateInput, digest: "hashlib._Hash"
+    ) -> Iterator[_ReplyPlace]:
+        last_question = max(
+            (i for i, message in enumerate(conversation.messages) if message.role == "user"),
+            default=0,
+        )
+        for index, message in enumerate(conversation.messages):
+            if message.source is not None:
+                start = self._prompt_end(conversation, index, digest.digest())
+                if start != _NOWHERE:
+                    yield _ReplyPlace(message.source, start, is_old=index < last_question)
+            digest.update(json.dumps(message.fields(wants_parts=False)).encode() + b"\n")
+
+    def _prompt_end(self, conversation: TemplateInput, index: int, digest: bytes) -> int:
+        end = self._prompt_ends.get(digest)
+        if end is None:
+            before = replace(conversation, messages=conversation.messages[:index])
+            try:
+                end = len(self._write(before))
+            except InvalidRequestError:
+                end = _NOWHERE
+            self._prompt_ends.put(digest, end)
+        return end
+
+    def _sampled(
+        self, place: _ReplyPlace, prompt: bytes, replays: TenantReplays
+    ) -> tuple[int, ...] | None:
+        traits = self.traits
+        keeps = traits.keeps_old_thinking if place.is_old else traits.keeps_loop_thinking
+        return replays.tokens(keys_to_look_up(prompt, place.reply, keeps_thinking=keeps))
+
+    def _put(self, walk: TokenWalk, tokens: Sequence[int], start: int, limit: int) -> bool:
+        """Replace a reply's text, up to the end token if the template writes one after it."""
+        ends = self.tokenizer.eos_ids
+        said = tokens[:-1] if tokens[-1] in ends else tokens
+        written = walk.find(ends, start, limit)
+        before = walk.ahead(start)
+        if written is not None and written.token == tokens[-1]:
+            walk.replace(written.end, (*before, *tokens))
+            return True
+        if written is not None:
+            walk.replace(written.start, (*before, *said))
+            return True
+        text = self._special.guard(self._decoded(said))
+        if not walk.starts_with(text, start):
+            return False
+        walk.replace(start + len(text), (*before, *said))
+        return True
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        return b"".join(map(self.tokenizer.token_bytes, tokens)).decode(errors="replace")
+
+
+def _head_digest(conversation: TemplateInput) -> "hashlib._Hash":
+    """Digest what comes before the first message, and what else the template is told."""
+    today = conversation.today and conversation.today.isoformat()
+    head = [conversation.functions, conversation.head, today, conversation.is_thinking]
+    return hashlib.sha256(json.dumps(head).encode() + b"\n")

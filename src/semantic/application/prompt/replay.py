@@ -3,39 +3,36 @@
 A client sends our replies again as text and parsed calls. Written out anew they would seldom give
 the tokens that were sampled, and everything after them would be computed again. So the tokens are
 kept under the prompt they followed and the reply as the client saw it, in memory and in the ledger.
-
-Where a reply begins is where the prompt it followed ends: the same conversation up to it, with
-the generation prompt. The prompt's digest decides whether that place is right, so a wrong one
-only costs a lookup.
 """
 
 import hashlib
 import json
-import sys
 import threading
 import time
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from semantic.application.agents.turn_log import WriteChanges
-from semantic.application.prompt.compose import Conversation
-from semantic.application.prompt.encoding import TokenWalk
-from semantic.application.prompt.normalising import canonical_json
-from semantic.application.prompt.special_text import SpecialText
-from semantic.application.prompt.template_probe import TemplateTraits
+from semantic.application.prompt.lru_cache import LruCache
 from semantic.domain.blocks import pack_tokens
-from semantic.domain.chat import JsonValue, Message, TextPart, ThinkingPart, ToolUsePart
-from semantic.domain.errors import CachePersistenceError, InvalidRequestError
+from semantic.domain.chat import (
+    JsonObject,
+    JsonValue,
+    Message,
+    TextPart,
+    ThinkingPart,
+    ToolUsePart,
+)
+from semantic.domain.errors import CachePersistenceError
 from semantic.ports.storage import LedgerPort, PutReplay
 from semantic.ports.text import TokenizerPort
 
 _PROMPT_TAG = b"semantic.replay.prompt.v1"
 _MESSAGE_TAG = b"semantic.replay.message.v1"
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+_LARGEST_EXACT = 2**53  # beyond it, JavaScript rounds integers
 _DROPPED = True  # stands for thinking that was there and is not told
-_NOWHERE = -1
 # They are small, and their agents may have any age: kept for long after they were last of use.
 REPLAY_TTL_S = 30 * 24 * 3600.0
 _DAY_S = 24 * 3600.0
@@ -51,117 +48,55 @@ class ReplayKey:
     message: bytes
 
 
-class ReplayStore(Protocol):
-    """Where replies are kept. Safe on any thread; what it forgets costs time only."""
+class ReplayStore:
+    """Tokens of replies, in memory. Safe on any thread; what it forgets costs time only."""
+
+    def __init__(self, max_tokens: int = 4_000_000) -> None:
+        """Start empty; of more tokens the least recently used go."""
+        self._replies: LruCache[ReplayKey, array[int]] = LruCache(
+            max_tokens, lambda _, tokens: len(tokens)
+        )
 
     def remember(self, key: ReplayKey, tokens: Sequence[int]) -> None:
         """Keep a reply's tokens, with its end token if it was sampled."""
-        ...
+        self._replies.put(key, array("I", tokens))
 
-    def lookup(self, key: ReplayKey) -> tuple[int, ...] | None:
-        """Return a reply's tokens; None if unknown. What is of use lives on."""
-        ...
-
-    def peek(self, key: ReplayKey) -> tuple[int, ...] | None:
-        """Return what `lookup` would, and let it get no younger."""
-        ...
+    def lookup(self, key: ReplayKey, *, is_used: bool = True) -> tuple[int, ...] | None:
+        """Return a reply's tokens; None if unknown. What is used lives on."""
+        tokens = self._replies.get(key, is_used=is_used)
+        return None if tokens is None else tuple(tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """Replies of one tenant and model.
-
-    Attributes:
-        root: The root of their block names.
-        store: Has their tokens.
-        is_used: Whether what is found counts as used.
-    """
-
-    root: bytes
-    store: ReplayStore
-    is_used: bool = True
-
-    def tokens(self, keys: Sequence[ReplayKey]) -> tuple[int, ...] | None:
-        """Return the tokens of the first reply that is known."""
-        look = self.store.lookup if self.is_used else self.store.peek
-        return next((tokens for key in keys if (tokens := look(key)) is not None), None)
-
-
-class ReplayBook:
-    """A `ReplayStore` in memory, bounded in tokens; the least recently used goes first."""
-
-    def __init__(self, max_tokens: int = 4_000_000) -> None:
-        self._max_tokens = max_tokens
-        self._num_tokens = 0
-        self._entries: OrderedDict[ReplayKey, array[int]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all replies kept."""
-        return self._num_tokens
-
-    def remember(self, key: ReplayKey, tokens: Sequence[int]) -> None:
-        """Keep a reply's tokens, in place of what was kept under the same key."""
-        with self._lock:
-            self._num_tokens -= len(self._entries.pop(key, ()))
-            self._entries[key] = array("I", tokens)
-            self._num_tokens += len(tokens)
-            while self._num_tokens > self._max_tokens:
-                _, dropped = self._entries.popitem(last=False)
-                self._num_tokens -= len(dropped)
-
-    def lookup(self, key: ReplayKey) -> tuple[int, ...] | None:
-        """Return a reply's tokens; None if it is unknown or was dropped."""
-        with self._lock:
-            tokens = self._entries.get(key)
-            if tokens is None:
-                return None
-            self._entries.move_to_end(key)
-            return tuple(tokens)
-
-    def peek(self, key: ReplayKey) -> tuple[int, ...] | None:
-        """Return what `lookup` would, and let it get no younger."""
-        with self._lock:
-            tokens = self._entries.get(key)
-            return None if tokens is None else tuple(tokens)
-
-
-class KeptReplies:
-    """A `ReplayStore` in memory over one in the ledger. Safe on any thread."""
+class LedgerReplayStore(ReplayStore):
+    """Keeps replies in the ledger too."""
 
     def __init__(
         self, ledger: LedgerPort, write: WriteChanges, now: Callable[[], float] = time.time
     ) -> None:
+        super().__init__()
         self._ledger = ledger
         self._write = write
         self._now = now
-        self._book = ReplayBook()
         self._lock = threading.Lock()
         self._day = now()
         self._written: set[ReplayKey] = set()  # today
 
     def remember(self, key: ReplayKey, tokens: Sequence[int]) -> None:
         """Keep a reply's tokens."""
-        self._book.remember(key, tokens)
+        super().remember(key, tokens)
         self._put(key, tokens)
 
-    def lookup(self, key: ReplayKey) -> tuple[int, ...] | None:
-        """Return a reply's tokens; None if it is unknown."""
-        tokens = self._book.lookup(key)
-        if tokens is None:
-            tokens = self._read(key)
-            if tokens is None:
-                return None
-            self._book.remember(key, tokens)
+    def lookup(self, key: ReplayKey, *, is_used: bool = True) -> tuple[int, ...] | None:
+        """Return a reply's tokens; None if unknown. What is used lives on."""
+        known = super().lookup(key, is_used=is_used)
+        tokens = self._read(key) if known is None else known
+        if tokens is None or not is_used:
+            return tokens
+        if known is None:
+            super().remember(key, tokens)
         if not self._is_written_today(key):
-            self._put(key, tokens)  # it is of use: it lives on
+            self._put(key, tokens)
         return tokens
-
-    def peek(self, key: ReplayKey) -> tuple[int, ...] | None:
-        """Return what `lookup` would, and let it get no younger."""
-        tokens = self._book.peek(key)
-        return self._read(key) if tokens is None else tokens
 
     def _read(self, key: ReplayKey) -> tuple[int, ...] | None:
         try:
@@ -180,6 +115,29 @@ class KeptReplies:
                 self._day = self._now()
                 self._written.clear()
             return key in self._written
+
+
+@dataclass(frozen=True, slots=True)
+class TenantReplays:
+    """The part of a store that holds the replies of one tenant and model.
+
+    Attributes:
+        root: The root of their block names.
+        store: Has their tokens.
+        is_used: Whether what is found counts as used.
+    """
+
+    root: bytes
+    store: ReplayStore
+    is_used: bool = True
+
+    def tokens(self, keys: Sequence[ReplayKey]) -> tuple[int, ...] | None:
+        """Return the tokens of the first reply that is known."""
+        for key in keys:
+            tokens = self.store.lookup(key, is_used=self.is_used)
+            if tokens is not None:
+                return tokens
+        return None
 
 
 class PromptDigest:
@@ -256,131 +214,6 @@ def emitted_tokens(
     return (*tokens[:num_kept], *rest)
 
 
-class Places:
-    """Positions that were found before, by what they depend on; bounded. Safe on any thread."""
-
-    def __init__(self, max_places: int = 16_384) -> None:
-        self._max_places = max_places
-        self._places: OrderedDict[bytes, int] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def find(self, name: bytes, search: Callable[[], int]) -> int:
-        """Return a position, searching for it only if it is not known."""
-        with self._lock:
-            known = self._places.get(name)
-            if known is not None:
-                self._places.move_to_end(name)
-                return known
-        found = search()
-        with self._lock:
-            self._places[name] = found
-            if len(self._places) > self._max_places:
-                self._places.popitem(last=False)
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class _ReplyPlace:
-    """A reply, where in the text it begins, and whether a question follows it."""
-
-    reply: Message
-    start: int
-    is_old: bool
-
-
-class Replayer:
-    """Finds replies in conversations of one model and puts their tokens in place."""
-
-    def __init__(
-        self,
-        tokenizer: TokenizerPort,
-        traits: TemplateTraits,
-        special: SpecialText,
-        write: Callable[[Conversation], str],
-    ) -> None:
-        """Start with no place known; `write` applies the template."""
-        self._tokenizer = tokenizer
-        self._traits = traits
-        self._special = special
-        self._write = write
-        self._places = Places()
-
-    def replay(self, walk: TokenWalk, conversation: Conversation, replay: Replay) -> int:
-        """Walk up to the last reply that is known, putting tokens in; returns how many are."""
-        digest, num_digested, num_replayed = PromptDigest(replay.root), 0, 0
-        places = list(self._reply_places(conversation))
-        limits = [place.start for place in places[1:]] + [sys.maxsize]
-        for place, limit in zip(places, limits, strict=False):
-            start = place.start
-            if start < walk.position:
-                continue
-            walk.advance(start)
-            digest.update(walk.tokens[num_digested:])
-            num_digested = len(walk.tokens)
-            before = walk.ahead(start)
-            tokens = self._sampled(place, digest.followed_by(before), replay)
-            if tokens and self._put(walk, tokens, start, limit):
-                num_replayed += 1
-        return num_replayed
-
-    def _reply_places(self, conversation: Conversation) -> Iterator[_ReplyPlace]:
-        digest = head_digest(conversation)
-        last_question = max(
-            (i for i, message in enumerate(conversation.messages) if message.role == "user"),
-            default=0,
-        )
-        for index, message in enumerate(conversation.messages):
-            if message.source is not None:
-
-                def search(index: int = index) -> int:
-                    return self._prompt_end(conversation, index)
-
-                start = self._places.find(digest.digest(), search)
-                if start != _NOWHERE:
-                    yield _ReplyPlace(message.source, start, is_old=index < last_question)
-            digest.update(json.dumps(message.fields(wants_parts=False)).encode() + b"\n")
-
-    def _prompt_end(self, conversation: Conversation, index: int) -> int:
-        before = replace(conversation, messages=conversation.messages[:index])
-        try:
-            return len(self._write(before))
-        except InvalidRequestError:
-            return _NOWHERE
-
-    def _sampled(self, place: _ReplyPlace, prompt: bytes, replay: Replay) -> tuple[int, ...] | None:
-        traits = self._traits
-        keeps = traits.keeps_old_thinking if place.is_old else traits.keeps_loop_thinking
-        return replay.tokens(keys_to_look_up(prompt, place.reply, keeps_thinking=keeps))
-
-    def _put(self, walk: TokenWalk, tokens: Sequence[int], start: int, limit: int) -> bool:
-        """Replace a reply's text, up to the end token if the template writes one after it."""
-        ends = self._tokenizer.eos_ids
-        said = tokens[:-1] if tokens[-1] in ends else tokens
-        written = walk.find(ends, start, limit)
-        before = walk.ahead(start)
-        if written is not None and written.token == tokens[-1]:
-            walk.replace(written.end, (*before, *tokens))
-            return True
-        if written is not None:
-            walk.replace(written.start, (*before, *said))
-            return True
-        text = self._special.guard(self._decoded(said))
-        if not walk.starts_with(text, start):
-            return False
-        walk.replace(start + len(text), (*before, *said))
-        return True
-
-    def _decoded(self, tokens: Sequence[int]) -> str:
-        return b"".join(map(self._tokenizer.token_bytes, tokens)).decode(errors="replace")
-
-
-def head_digest(conversation: Conversation) -> "hashlib._Hash":
-    """Digest what comes before the first message, and what else the template is told."""
-    today = conversation.today and conversation.today.isoformat()
-    head = [conversation.functions, conversation.head, today, conversation.is_thinking]
-    return hashlib.sha256(json.dumps(head).encode() + b"\n")
-
-
 def _thinking_of(message: Message) -> JsonValue:
     """Return the thinking as text, `_DROPPED` if only its signature is told, or None."""
     parts = [part for part in message.parts if isinstance(part, ThinkingPart)]
@@ -401,3 +234,37 @@ def _message_digest(message: Message, thinking: JsonValue) -> bytes:
         text = ""  # clients leave blank text beside a call out
     written = canonical_json([text, calls, thinking])
     return hashlib.sha256(_MESSAGE_TAG + written.encode()).digest()
+
+
+def canonical_json(value: JsonValue) -> str:
+    r"""Write JSON so that equal values are equal text.
+
+    Example:
+        >>> canonical_json({"b": 1000.0, "a": "\u00e9"}) == canonical_json({"a": "é", "b": 1e3})
+        True
+    """
+    return _ENCODER.encode(_by_value(value))
+
+
+def _by_value(value: JsonValue) -> JsonValue:
+    match value:
+        case dict():
+            members: JsonObject = {key: _by_value(item) for key, item in value.items()}
+            return members
+        case list():
+            return [_by_value(item) for item in value]
+        case bool():
+            return value
+        case int() if abs(value) > _LARGEST_EXACT:
+            return _rounded(value)
+        case float() if value.is_integer() and abs(value) <= _LARGEST_EXACT:
+            return int(value)
+        case _:
+            return value
+
+
+def _rounded(value: int) -> JsonValue:
+    try:
+        return float(value)
+    except OverflowError:
+        return str(value)

@@ -81,10 +81,11 @@ def probe(tokenizer: TokenizerPort) -> TemplateTraits:
     )
 
 
-def lost_generation_prompt(tokenizer: TokenizerPort, *, is_thinking: bool | None) -> str:
+def lost_generation_prompt(
+    tokenizer: TokenizerPort, traits: TemplateTraits, *, is_thinking: bool | None
+) -> str:
     """Return the end of the generation prompt that is not written before an earlier reply."""
-    ask = _Probe(tokenizer)
-    ask = _Probe(tokenizer, wants_parts=not ask.shows(_user("probeask")))
+    ask = _Probe(tokenizer, wants_parts=traits.wants_parts)
     a, b, c = _user("probeask"), _assistant("probesaid"), _user("probeagain")
     prompt = ask.text((a,), is_thinking=is_thinking, add_generation_prompt=True)
     later = ask.text((a, b, c), is_thinking=is_thinking)

@@ -10,7 +10,7 @@ from semantic.application.engine.device_thread import DeviceThread, LoadedModel
 from semantic.application.engine.request import Job, monotonic
 from semantic.application.prompt.dates import FrozenDates
 from semantic.application.prompt.renderer import Prompt, Renderer
-from semantic.application.prompt.replay import Replay, ReplayStore
+from semantic.application.prompt.replay import ReplayStore, TenantReplays
 from semantic.application.requests.identity import Claim, Identities, Identity
 from semantic.application.requests.thinking_budget import ThinkingBudget, ThinkingSpan
 from semantic.domain.agents import Agent, Principal
@@ -82,7 +82,7 @@ class Preparation:
             StateQuotaError: its agent may not keep that much.
         """
         root = model.root(principal)
-        prompt, day = self._render(request, model, Replay(root, self._replays))
+        prompt, day = self._render(request, model, TenantReplays(root, self._replays))
         identity = self._identities.identify(
             principal.tenant, request.agent, prompt.tokens, prompt.num_head, claim
         )
@@ -119,8 +119,8 @@ class Preparation:
 
     def count_tokens(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> int:
         """Count the tokens of the prompt that `prepare` would make; changes nothing."""
-        replay = Replay(model.root(principal), self._replays, is_used=False)
-        prompt, _ = self._render(request, model, replay)
+        replays = TenantReplays(model.root(principal), self._replays, is_used=False)
+        prompt, _ = self._render(request, model, replays)
         return len(prompt.tokens)
 
     def keep_day(self, prepared: Prepared) -> None:
@@ -129,18 +129,18 @@ class Preparation:
             self._dates.keep(prepared.job.root, prepared.request.asked, prepared.day)
 
     def _render(
-        self, request: ChatRequest, model: LoadedModel, replay: Replay
+        self, request: ChatRequest, model: LoadedModel, replays: TenantReplays
     ) -> tuple[Prompt, date | None]:
         """Write the prompt with what the reply begins with; returns the date it shows too."""
         if request.raw_prompt is not None:
             return Prompt(_raw_tokens(request.raw_prompt, model)), None
         if not request.is_continued:
-            return self._render_chat(request, model, replay)
+            return self._render_chat(request, model, replays)
         beginning = request.beginning
         require_whole_characters(beginning, param=f"messages[{len(request.messages) - 1}]")
         # An answer that has begun is not thought about any more.
         asked = replace(request.asked, thinking=Thinking(is_enabled=False))
-        prompt, day = self._render_chat(asked, model, replay)
+        prompt, day = self._render_chat(asked, model, replays)
         visible = model.reply_format.visible_ids(model.tokenizer.special_ids, has_tools=False)
         opening = model.reply_format.opening(_tail(prompt, model, visible))
         # Encoded apart from what comes before it, as the model would have written it.
@@ -148,13 +148,13 @@ class Preparation:
         return prompt.followed_by((*model.tokenizer.encode(opening), *written)), day
 
     def _render_chat(
-        self, request: ChatRequest, model: LoadedModel, replay: Replay
+        self, request: ChatRequest, model: LoadedModel, replays: TenantReplays
     ) -> tuple[Prompt, date | None]:
         renderer = self._renderer
         if renderer is None or renderer.tokenizer is not model.tokenizer:
             renderer = self._renderer = Renderer(model.tokenizer)
-        today = self._dates.of(replay.root, request) if renderer.traits.shows_date else None
-        return renderer.render(request, today=today, replay=replay), today
+        today = self._dates.of(replays.root, request) if renderer.traits.shows_date else None
+        return renderer.render(request, today=today, replays=replays), today
 
     def _max_kept(self, agent: Agent, num_prompt: int, model: LoadedModel) -> int | None:
         """How many tokens an agent may keep; refuses a turn that its quota does not allow."""

@@ -7,7 +7,7 @@ import pytest
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.ledger import write_at_once
 from semantic.application.prompt.dates import FrozenDates
-from semantic.application.prompt.replay import KeptReplies, ReplayBook
+from semantic.application.prompt.replay import LedgerReplayStore, ReplayStore
 from semantic.domain.chat import AgentHint, ChatRequest, Message, Role
 
 pytestmark = pytest.mark.unit
@@ -22,7 +22,7 @@ class Days:
 
     def __init__(self) -> None:
         self.today = MONDAY
-        self.dates = FrozenDates(ReplayBook(), lambda: self.today)
+        self.dates = FrozenDates(ReplayStore(), lambda: self.today)
 
     def asked(self, *texts: str, agent: AgentHint | None = None, root: bytes = ROOT) -> date:
         """The date of a conversation of these messages, the user's first; it is answered."""
@@ -87,7 +87,7 @@ def test_days_survive_a_restart() -> None:
     request = asking("hi", agent=AgentHint(agent_id="a"))
 
     def dates(today: date) -> FrozenDates:
-        return FrozenDates(KeptReplies(ledger, write_at_once(ledger)), lambda: today)
+        return FrozenDates(LedgerReplayStore(ledger, write_at_once(ledger)), lambda: today)
 
     dates(MONDAY).keep(ROOT, request, MONDAY)
     assert dates(TUESDAY).of(ROOT, request) == MONDAY

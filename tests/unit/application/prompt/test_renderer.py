@@ -1,14 +1,16 @@
 """Conversations as the fake tokenizer's template shows them, which knows nothing of tools."""
 
+import json
 from collections.abc import Sequence
 
 import pytest
 
 from semantic.adapters.outbound.backends.fake import END_TOKEN, START_TOKEN, FakeTokenizer
+from semantic.application.prompt.compose import in_schema_order
 from semantic.application.prompt.renderer import Prompt, Renderer, render
 from semantic.application.prompt.replay import (
-    Replay,
-    ReplayBook,
+    ReplayStore,
+    TenantReplays,
     emitted_tokens,
     keys_to_remember,
     prompt_digest,
@@ -16,6 +18,7 @@ from semantic.application.prompt.replay import (
 from semantic.domain.chat import (
     ChatRequest,
     ImagePart,
+    JsonObject,
     Message,
     Role,
     TextPart,
@@ -154,10 +157,10 @@ def test_boundaries_are_the_end_of_the_head_and_of_the_prompt() -> None:
 class Fake:
     def __init__(self) -> None:
         self.renderer = Renderer(FakeTokenizer())
-        self.book = ReplayBook()
+        self.book = ReplayStore()
 
     def prompt(self, request: ChatRequest) -> Prompt:
-        return self.renderer.render(request, replay=Replay(ROOT, self.book))
+        return self.renderer.render(request, replays=TenantReplays(ROOT, self.book))
 
     def remember(self, prompt: Prompt, reply: Message, tokens: Sequence[int]) -> None:
         for key in keys_to_remember(prompt_digest(ROOT, prompt.tokens), reply):
@@ -210,5 +213,14 @@ def test_a_forgotten_reply_costs_only_its_tokens() -> None:
     request = ask(user("a"), say("yes"), user("b"))
     fake.remember(fake.prompt(ask(user("a"))), say("yes"), (*b"YES", END_TOKEN))
     assert fake.prompt(request).num_replayed == 1
-    fake.book = ReplayBook()
+    fake.book = ReplayStore()
     assert fake.prompt(request).tokens == render(request, FakeTokenizer()).tokens
+
+
+def test_the_order_of_a_schemas_keys_does_not_matter() -> None:
+    inner: JsonObject = {"enum": ["y", "x"], "type": "string"}
+    turned: JsonObject = dict(reversed(inner.items()))
+    one: JsonObject = {"type": "object", "properties": {"b": inner, "a": {}}}
+    other: JsonObject = {"properties": {"a": {}, "b": turned}, "type": "object"}
+    assert json.dumps(in_schema_order(one)) == json.dumps(in_schema_order(other))
+    assert json.dumps(in_schema_order({"enum": ["y", "x"]})) == '{"enum": ["y", "x"]}'

@@ -1,5 +1,7 @@
 """Replies that are kept: what names one, what is kept in memory and in the ledger, what goes."""
 
+import json
+
 import pytest
 
 from semantic.adapters.outbound.backends.fake import END_TOKEN, FakeTokenizer
@@ -7,10 +9,11 @@ from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.ledger import write_at_once
 from semantic.application.prompt.replay import (
     REPLAY_TTL_S,
-    KeptReplies,
+    LedgerReplayStore,
     PromptDigest,
-    ReplayBook,
     ReplayKey,
+    ReplayStore,
+    canonical_json,
     emitted_tokens,
     keys_to_look_up,
     keys_to_remember,
@@ -101,19 +104,18 @@ def test_a_digest_grows_with_its_prompt() -> None:
     assert digest.followed_by(()) == PROMPT
 
 
-def test_the_book_drops_what_was_used_least_recently() -> None:
-    book = ReplayBook(max_tokens=5)
+def test_the_store_drops_what_was_used_least_recently() -> None:
+    store = ReplayStore(max_tokens=5)
     keys = [ReplayKey(bytes([i]), b"") for i in range(4)]
-    book.remember(keys[0], [1, 2])
-    book.remember(keys[1], [3, 4])
-    assert book.lookup(keys[0]) == (1, 2)
-    book.remember(keys[2], [5, 6])
-    assert [book.lookup(key) for key in keys[:3]] == [(1, 2), None, (5, 6)]
-    book.remember(keys[2], [7, 8, 9])
-    assert book.lookup(keys[2]) == (7, 8, 9)
-    assert book.num_tokens == 5
-    book.remember(keys[3], range(6))
-    assert book.num_tokens == 0
+    store.remember(keys[0], [1, 2])
+    store.remember(keys[1], [3, 4])
+    assert store.lookup(keys[0]) == (1, 2)
+    store.remember(keys[2], [5, 6])
+    assert [store.lookup(key) for key in keys[:3]] == [(1, 2), None, (5, 6)]
+    store.remember(keys[2], [7, 8, 9])
+    assert [store.lookup(key) for key in keys[:3]] == [(1, 2), None, (7, 8, 9)]
+    store.remember(keys[3], range(6))
+    assert [store.lookup(key) for key in keys] == [None] * 4
 
 
 class PairTokenizer(FakeTokenizer):
@@ -158,7 +160,7 @@ class Shelf:
         self.restart()
 
     def restart(self) -> None:
-        self.replies = KeptReplies(self.ledger, write_at_once(self.ledger), lambda: self.now)
+        self.replies = LedgerReplayStore(self.ledger, write_at_once(self.ledger), lambda: self.now)
 
     def collect(self) -> None:
         """Forget what is too old, and what is in memory."""
@@ -191,11 +193,11 @@ def test_a_reply_that_is_only_looked_at_gets_no_younger() -> None:
     shelf.replies.remember(KEY, [1, 2])
     shelf.restart()
     shelf.now += REPLAY_TTL_S - 1
-    assert shelf.replies.peek(KEY) == (1, 2)
-    assert shelf.replies.peek(OTHER) is None
+    assert shelf.replies.lookup(KEY, is_used=False) == (1, 2)
+    assert shelf.replies.lookup(OTHER, is_used=False) is None
     shelf.now += 2
     shelf.collect()
-    assert shelf.replies.peek(KEY) is None
+    assert shelf.replies.lookup(KEY, is_used=False) is None
 
 
 def test_it_is_written_once_a_day() -> None:
@@ -206,7 +208,7 @@ def test_it_is_written_once_a_day() -> None:
         written += len(changes)
         return None
 
-    shelf.replies = KeptReplies(shelf.ledger, write, lambda: shelf.now)  # type: ignore[arg-type]
+    shelf.replies = LedgerReplayStore(shelf.ledger, write, lambda: shelf.now)  # type: ignore[arg-type]
     shelf.replies.remember(KEY, [1])
     for _ in range(3):
         shelf.replies.lookup(KEY)
@@ -215,3 +217,30 @@ def test_it_is_written_once_a_day() -> None:
     for _ in range(3):
         shelf.replies.lookup(KEY)
     assert written == 2
+
+
+# -- two ways to write the same JSON ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "one,other",
+    [
+        ('{"a": 1000.0, "b": "\\u00e9"}', '{"b": "é", "a": 1e3}'),
+        ("[0, -0.0, 1.5]", "[0.0, 0, 15e-1]"),
+        ("12345678901234567890", "12345678901234567000"),  # as JavaScript writes it
+        ('{"a": {"c": 1, "d": [true, null]}}', '{"a":{"d":[true,null],"c":1.0}}'),
+    ],
+)
+def test_equal_values_are_equal_text(one: str, other: str) -> None:
+    assert canonical_json(json.loads(one)) == canonical_json(json.loads(other))
+
+
+@pytest.mark.parametrize(
+    "one,other", [("1", "true"), ("1", '"1"'), ("[1, 2]", "[2, 1]"), ("1", "1.5"), ("0", "null")]
+)
+def test_different_values_are_not(one: str, other: str) -> None:
+    assert canonical_json(json.loads(one)) != canonical_json(json.loads(other))
+
+
+def test_numbers_too_large_for_a_float_are_told_apart() -> None:
+    assert canonical_json(10**400) != canonical_json(10**401)

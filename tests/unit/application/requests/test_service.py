@@ -18,7 +18,7 @@ from semantic.application.engine.device_thread import DeviceThread, LoadedModel
 from semantic.application.engine.model_registry import ModelRegistry
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.prompt.renderer import render
-from semantic.application.prompt.replay import ReplayBook, ReplayKey
+from semantic.application.prompt.replay import ReplayKey, ReplayStore
 from semantic.application.requests.identity import BusyAgents, Identities
 from semantic.application.requests.prepare import Preparation
 from semantic.application.requests.reply import ReplyHub
@@ -81,7 +81,7 @@ def agents() -> AgentLedger:
 
 @pytest.fixture
 def service(device: tuple[DeviceThread, ReplyHub], agents: AgentLedger) -> InferenceService:
-    return InferenceService(*device, agents, ReplayBook(), request_timeout_s=60)
+    return InferenceService(*device, agents, ReplayStore(), request_timeout_s=60)
 
 
 async def read(reply: Reply) -> list[Event]:
@@ -99,7 +99,7 @@ def test_how_long_a_reply_may_be_that_nobody_limits(
     thread, _ = device
     thread.reconfigure(EngineLimits(default_max_tokens=default))
     identities = Identities(agents)
-    preparation = Preparation(thread, agents, identities, ReplayBook(), request_timeout_s=60)
+    preparation = Preparation(thread, agents, identities, ReplayStore(), request_timeout_s=60)
     model = thread.ready_model()
     job = preparation.prepare(REQUEST, Principal(), model, BusyAgents().claim("local")).job
     fitting = min(model.backend.spec.max_context, thread.longest_sequence) - len(job.tokens)
@@ -111,7 +111,7 @@ def test_a_reply_longer_than_the_room_is_cut_to_it(
 ) -> None:
     thread, _ = device
     identities = Identities(agents)
-    preparation = Preparation(thread, agents, identities, ReplayBook(), request_timeout_s=60)
+    preparation = Preparation(thread, agents, identities, ReplayStore(), request_timeout_s=60)
     request = replace(REQUEST, stop=StopRules(max_tokens=200_000))
     model = thread.ready_model()
     job = preparation.prepare(request, Principal(), model, BusyAgents().claim("local")).job
@@ -130,7 +130,7 @@ async def test_a_model_has_its_own_way_of_sampling(
     request = replace(REQUEST, sampling=sampling, stop=StopRules(ignore_eos=True))
     with running_device(model) as device:
         device[0].reconfigure(EngineLimits(default_max_tokens=None))
-        service = InferenceService(*device, agents, ReplayBook(), request_timeout_s=60)
+        service = InferenceService(*device, agents, ReplayStore(), request_timeout_s=60)
         events = await read(await service.start(request, Principal()))
     assert isinstance(events[0], Started)
     used = events[0].sampling
@@ -175,7 +175,7 @@ async def test_a_reply_that_was_begun_is_an_answer(
         *tokenizer.encode_plain("Yes, "),
     )
     with running_device(model) as device:
-        service = InferenceService(*device, agents, ReplayBook(), request_timeout_s=60)
+        service = InferenceService(*device, agents, ReplayStore(), request_timeout_s=60)
         assert await service.count_tokens(request, Principal()) == len(tokens)
         events = await read(await service.start(request, Principal()))
         (agent,) = agents.agents("local")
@@ -263,7 +263,7 @@ async def test_a_prompt_as_long_as_the_context_leaves_no_room_for_a_reply(
 async def test_a_request_has_a_deadline(
     device: tuple[DeviceThread, ReplyHub], agents: AgentLedger
 ) -> None:
-    service = InferenceService(*device, agents, ReplayBook(), request_timeout_s=0.05)
+    service = InferenceService(*device, agents, ReplayStore(), request_timeout_s=0.05)
     request = replace(REQUEST, stop=StopRules(max_tokens=100_000, ignore_eos=True))
     async with asyncio.timeout(20):
         final = (await read(await service.start(request, Principal())))[-1]
@@ -397,7 +397,7 @@ async def test_a_reply_tells_whether_its_turn_is_safe(
     ledger = SqliteLedger.in_memory()
     agents = AgentLedger(ledger, ledger.load(), SlowLedger(error))
     service = InferenceService(
-        *device, agents, ReplayBook(), request_timeout_s=60, is_durable=lambda *_: is_on_disk
+        *device, agents, ReplayStore(), request_timeout_s=60, is_durable=lambda *_: is_on_disk
     )
     final = (await read(await service.start(REQUEST, Principal())))[-1]
     assert isinstance(final, Finished)
@@ -471,17 +471,17 @@ async def test_a_request_that_is_cancelled_while_it_is_prepared_leaves_its_agent
     assert [agent.id for agent in agents.agents("local")] == ["coder"]
 
 
-class StuckReplays(ReplayBook):
+class StuckReplays(ReplayStore):
     """Finds nothing until its gate is open."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.is_read = threading.Event(), threading.Event()
 
-    def lookup(self, key: ReplayKey) -> tuple[int, ...] | None:
+    def lookup(self, key: ReplayKey, *, is_used: bool = True) -> tuple[int, ...] | None:
         self.is_read.set()
         assert self.gate.wait(60)
-        return super().lookup(key)
+        return super().lookup(key, is_used=is_used)
 
 
 async def test_a_request_that_does_not_fit_leaves_no_fork_behind(
@@ -541,7 +541,7 @@ class DatedTokenizer(FakeTokenizer):
 async def test_only_who_was_answered_has_a_date_of_its_own(
     agents: AgentLedger, hint: AgentHint
 ) -> None:
-    replays = ReplayBook()
+    replays = ReplayStore()
     request = replace(REQUEST, agent=hint)
     with running_device(LoadedModel("fake", FakeBackend(), DatedTokenizer())) as device:
         service = InferenceService(*device, agents, replays, request_timeout_s=60)
@@ -574,7 +574,7 @@ async def test_requests_that_are_never_prepared_are_refused_and_the_problem_is_t
     grammar = StuckGrammar()
     model = LoadedModel("fake", FakeBackend(), FakeTokenizer(), grammar=grammar)
     with running_device(model) as device:
-        service = InferenceService(*device, agents, ReplayBook(), request_timeout_s=0.2)
+        service = InferenceService(*device, agents, ReplayStore(), request_timeout_s=0.2)
         starts = [service.start(REQUEST, Principal("local")) for _ in range(NUM_THREADS)]
         errors = await asyncio.gather(*starts, return_exceptions=True)
         assert {type(error) for error in errors} == {GenerationTimeoutError}

@@ -11,7 +11,7 @@ from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer,
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.ledger import AgentLedger, write_at_once
 from semantic.application.engine.device_thread import DeviceThread, LoadedModel
-from semantic.application.prompt.replay import ReplayBook
+from semantic.application.prompt.replay import ReplayStore
 from semantic.application.requests.reply import ReplyHub
 from semantic.application.requests.service import InferenceService
 from semantic.application.requests.stateful import StatefulChat
@@ -43,7 +43,7 @@ class Rig:
 
     def chat(self, **options: Any) -> StatefulChat:
         inference = InferenceService(
-            self.device, self.hub, self.agents, ReplayBook(), request_timeout_s=60
+            self.device, self.hub, self.agents, ReplayStore(), request_timeout_s=60
         )
         given = {"max_waiting": 8, "timeout_s": 60.0, **options}
         return StatefulChat(self.agents, inference, **given)

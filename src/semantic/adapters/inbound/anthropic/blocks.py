@@ -9,7 +9,6 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from semantic.application.prompt.normalising import without_billing_line
 from semantic.domain.chat import (
     ImagePart,
     Message,
@@ -24,6 +23,7 @@ from semantic.domain.chat import (
 from semantic.domain.errors import InvalidRequestError
 
 TOOL_ID_PREFIX = "toolu_"
+_BILLING_PREFIX = "x-anthropic-billing-header:"
 
 _REQUIRED = {
     "text": ("text",),
@@ -190,8 +190,20 @@ def system_parts(system: str | list[Block], where: str = "system") -> tuple[Part
     else:
         parts = [block.to_text(f"{where}[{index}]") for index, block in enumerate(system)]
     if parts and isinstance(parts[0], TextPart):
-        parts[0] = TextPart(without_billing_line(parts[0].text))
+        parts[0] = TextPart(_without_billing_line(parts[0].text))
     return tuple(part for part in parts if part != TextPart(""))
+
+
+def _without_billing_line(text: str) -> str:
+    r"""Leave out a first line that only counts for a vendor's billing.
+
+    Example:
+        >>> _without_billing_line("x-anthropic-billing-header: cc_version=2; cch=1f;\nBe terse.")
+        'Be terse.'
+    """
+    if not text.lstrip().lower().startswith(_BILLING_PREFIX):
+        return text
+    return text.lstrip().partition("\n")[2].lstrip("\n")
 
 
 def _own_id(given: str) -> str:

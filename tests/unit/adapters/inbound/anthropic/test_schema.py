@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from semantic.adapters.inbound.anthropic.blocks import system_parts
 from semantic.adapters.inbound.anthropic.schema import CountRequest, MessagesRequest
 from semantic.domain.chat import (
     AgentHint,
@@ -237,3 +238,16 @@ def test_whatever_comes_is_translated_or_refused(body: dict[str, Any]) -> None:
         translated(**body)
     except (ValidationError, InvalidRequestError):
         return
+
+
+@pytest.mark.parametrize(
+    "text,left",
+    [
+        ("x-anthropic-billing-header: cc_version=2.1; cch=00000;", ""),
+        ("x-anthropic-billing-header: a=1\n\nYou are terse.", "You are terse."),
+        ("Terse.\nx-anthropic-billing-header: a", "Terse.\nx-anthropic-billing-header: a"),
+        ("", ""),
+    ],
+)
+def test_the_billing_line_is_left_out(text: str, left: str) -> None:
+    assert system_parts(text) == ((TextPart(left),) if left else ())

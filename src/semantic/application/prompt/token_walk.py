@@ -5,11 +5,10 @@ conversation that grew by a message costs the encoding of that message.
 """
 
 import itertools
-import threading
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence, Set
 
+from semantic.application.prompt.lru_cache import LruCache
 from semantic.application.prompt.special_text import Span, SpecialText
 from semantic.ports.text import TokenizerPort
 
@@ -25,33 +24,18 @@ class RunEncoder:
             max_characters: Text of this length in all is remembered, the latest used.
         """
         self._tokenizer = tokenizer
-        self._max_characters = max_characters
-        self._num_characters = 0
-        self._runs: OrderedDict[tuple[str, bool], array[int]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    @property
-    def num_characters(self) -> int:
-        """Length of the text whose tokens are remembered."""
-        return self._num_characters
+        self._runs: LruCache[tuple[str, bool], array[int]] = LruCache(
+            max_characters, lambda key, _: len(key[0])
+        )
 
     def encode(self, run: str, *, is_start: bool) -> "array[int]":
         """Return a run's tokens; not to be changed by the caller."""
         key = (run, is_start)
-        with self._lock:
-            known = self._runs.get(key)
-            if known is not None:
-                self._runs.move_to_end(key)
-                return known
-        text = SpecialText.reveal(run)
-        ids = array("I", self._tokenizer.encode_plain(text, is_start=is_start))
-        with self._lock:
-            if key not in self._runs:
-                self._num_characters += len(run)
-            self._runs[key] = ids
-            while self._num_characters > self._max_characters:
-                (dropped, _), _ = self._runs.popitem(last=False)
-                self._num_characters -= len(dropped)
+        ids = self._runs.get(key)
+        if ids is None:
+            text = SpecialText.reveal(run)
+            ids = array("I", self._tokenizer.encode_plain(text, is_start=is_start))
+            self._runs.put(key, ids)
         return ids
 
 
