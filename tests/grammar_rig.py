@@ -120,7 +120,7 @@ def tool_shapes() -> dict[str, ReplyShape]:
 
 
 def _parsed(text: str, shape: ReplyShape) -> Message:
-    parser = ReplyParser(shape.format, shape.offered, is_thinking_open=shape.is_thinking_open)
+    parser = ReplyParser(shape.format, shape.allowed_tools, is_thinking_open=shape.is_thinking_open)
     end = Finished(FinishReason.END_TURN, Usage(1))
     return fold_message([*parser.push(TextDelta(text)), *parser.push(end)])
 

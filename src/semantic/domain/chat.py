@@ -375,11 +375,6 @@ class Usage:
         """Prompt and reply."""
         return self.prompt_tokens + self.completion_tokens
 
-    @property
-    def uncached_tokens(self) -> int:
-        """Prompt tokens neither read from the cache nor kept in it."""
-        return self.prompt_tokens - self.cache_read_tokens - self.cache_creation_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class Started:

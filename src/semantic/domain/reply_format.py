@@ -119,13 +119,10 @@ class ReplyFormat:
     Attributes:
         tools: How it writes tool calls.
         thinking: What stands around its thinking; None if it has none, or writes channels.
-        is_native: Whether the model's own template shows tools; if not, the prompt must explain
-            them in the format named here.
     """
 
     tools: ToolFormat = ToolFormat.HERMES
     thinking: Markers | None = None
-    is_native: bool = False
 
     @property
     def thinking_markers(self) -> Markers | None:
@@ -187,7 +184,7 @@ def detect_reply_format(template: str | None, special_tokens: Collection[str]) -
     """Choose how to read a model's replies.
 
     A template that shows no tools gets the compact Hermes notation, which the prompt must then
-    explain (`ReplyFormat.is_native` is False).
+    explain.
     """
     source = template or ""
 
@@ -195,13 +192,13 @@ def detect_reply_format(template: str | None, special_tokens: Collection[str]) -
         return text in source or text in special_tokens
 
     if occurs(Harmony.CHANNEL) and occurs(Harmony.MESSAGE):
-        return ReplyFormat(ToolFormat.HARMONY, is_native=True)
+        return ReplyFormat(ToolFormat.HARMONY)
     thinking = next((m for m in _THINKING_MARKERS if occurs(m.start) or occurs(m.end)), None)
     if "tools" not in source:
         return ReplyFormat(thinking=thinking)
     for tools, texts in _TELLTALES:
         if texts[0] in source and all(map(occurs, texts)):
-            return ReplyFormat(tools, thinking, is_native=True)
+            return ReplyFormat(tools, thinking)
     return ReplyFormat(thinking=thinking)
 
 
@@ -227,7 +224,7 @@ class ReplyShape:
     opening: str = ""
 
     @property
-    def offered(self) -> tuple[ToolSpec, ...]:
+    def allowed_tools(self) -> tuple[ToolSpec, ...]:
         """The tools that may be called."""
         if self.tool_choice.mode is ToolMode.NONE:
             return ()
@@ -248,5 +245,5 @@ class ReplyShape:
     @property
     def is_free(self) -> bool:
         """Whether nothing needs to be enforced."""
-        has_strict = any(tool.is_strict for tool in self.offered)
+        has_strict = any(tool.is_strict for tool in self.allowed_tools)
         return self.output is None and not self.must_call and not has_strict

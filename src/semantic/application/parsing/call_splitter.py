@@ -15,7 +15,7 @@ from semantic.application.parsing.call_syntax import (
     StreamedCall,
 )
 from semantic.application.parsing.json_arguments import JsonArguments
-from semantic.application.parsing.pending_text import PendingText, num_undecided
+from semantic.application.parsing.pending_text import Splitter, num_undecided
 from semantic.domain.chat import (
     Event,
     TextDelta,
@@ -60,7 +60,7 @@ class _State(enum.Enum):
     TAIL = enum.auto()
 
 
-class CallSplitter:
+class CallSplitter(Splitter):
     """Splits tool calls off, by one family's markers and syntax.
 
     Whitespace between text and calls belongs to neither, so no empty text stands beside a call.
@@ -69,11 +69,11 @@ class CallSplitter:
     def __init__(
         self, tool_format: ToolFormat, tools: Sequence[ToolSpec], numbers: CallNumbers
     ) -> None:
+        super().__init__()
         self._markers = CALL_MARKERS[tool_format]
         self._syntax = SYNTAXES[tool_format]
         self._tools = {tool.name: tool for tool in tools}
         self._numbers = numbers
-        self._pending = PendingText()
         self._state = _State.TEXT
         self._leading = self._syntax.leading  # what may begin a call here besides the marker
         self._is_after_call = False
@@ -82,15 +82,6 @@ class CallSplitter:
         self._block: BlockCall | None = None
         self._scanned = 0
         self._arguments = JsonArguments()
-
-    def feed(self, delta: TextDelta) -> list[Event]:
-        """Take more text."""
-        self._pending.feed(delta)
-        return self._run(is_final=False)
-
-    def finish(self) -> list[Event]:
-        """Decide what is left, at the end of the reply."""
-        return self._run(is_final=True)
 
     def _run(self, *, is_final: bool) -> list[Event]:
         events: list[Event] = []

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from semantic.application.parsing.call_splitter import CallNumbers
 from semantic.application.parsing.json_arguments import JsonArguments
-from semantic.application.parsing.pending_text import PendingText, find_first, num_undecided
-from semantic.domain.chat import Event, TextDelta, ThinkingDelta, ThinkingEnded, ToolSpec
+from semantic.application.parsing.pending_text import Splitter, find_first, num_undecided
+from semantic.domain.chat import Event, ThinkingDelta, ThinkingEnded, ToolSpec
 from semantic.domain.reply_format import Harmony
 
 _HEADERS = (Harmony.START, Harmony.CHANNEL)
@@ -27,32 +27,21 @@ class _Body(enum.Enum):
     ARGUMENTS = enum.auto()
 
 
-class HarmonySplitter:
+class HarmonySplitter(Splitter):
     """Analysis is thinking; a message to a known function is a call; all else is text."""
 
     def __init__(
         self, tools: Sequence[ToolSpec], numbers: CallNumbers, sign: Callable[[], str]
     ) -> None:
+        super().__init__()
         self._names = {tool.name for tool in tools}
         self._numbers = numbers
         self._sign = sign
-        self._pending = PendingText()
         self._body = _Body.TEXT
         self._is_header = False
         self._has_thought = False
         self._name = ""
         self._arguments = JsonArguments()
-
-    def feed(self, delta: TextDelta) -> list[Event]:
-        """Take more text."""
-        self._pending.feed(delta)
-        return self._run(is_final=False)
-
-    def finish(self) -> list[Event]:
-        """Decide what is left; a header that was cut off says nothing."""
-        events = self._run(is_final=True)
-        self._pending.drop(len(self._pending.text))
-        return events
 
     def _run(self, *, is_final: bool) -> list[Event]:
         events: list[Event] = []
@@ -61,7 +50,10 @@ class HarmonySplitter:
             events += self._header() if self._is_header else self._read(is_final=is_final)
             if before == (self._is_header, self._body, len(self._pending.text)):
                 break
-        return events + (self._end_body() if is_final else [])
+        if is_final:
+            events += self._end_body()
+            self._pending.drop(len(self._pending.text))  # a header that was cut off says nothing
+        return events
 
     # -- headers --------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
-"""Text that has come in and is not decided yet."""
+"""Text that has come in and is not decided yet, and who decides it."""
 
 from collections import deque
 from collections.abc import Sequence
 
-from semantic.domain.chat import ScoredToken, TextDelta
+from semantic.domain.chat import Event, ScoredToken, TextDelta
 
 
 class PendingText:
@@ -39,6 +39,25 @@ class PendingText:
         while self._logprobs and self._logprobs[0][0] <= reached:
             tokens += self._logprobs.popleft()[1]
         return tuple(tokens)
+
+
+class Splitter:
+    """Turns text that comes in pieces into events, holding back what is not decided yet."""
+
+    def __init__(self) -> None:
+        self._pending = PendingText()
+
+    def feed(self, delta: TextDelta) -> list[Event]:
+        """Take more text."""
+        self._pending.feed(delta)
+        return self._run(is_final=False)
+
+    def finish(self) -> list[Event]:
+        """Decide what is left, at the end of the reply."""
+        return self._run(is_final=True)
+
+    def _run(self, *, is_final: bool) -> list[Event]:
+        raise NotImplementedError
 
 
 def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:

@@ -4,10 +4,10 @@ import json
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from semantic.application.parsing.call_splitter import CallNumbers, CallSplitter
 from semantic.application.parsing.harmony import HarmonySplitter
+from semantic.application.parsing.pending_text import Splitter
 from semantic.application.parsing.thinking import ThinkingSplitter
 from semantic.domain.chat import (
     Event,
@@ -30,12 +30,6 @@ from semantic.domain.chat import (
 )
 from semantic.domain.reply_format import ReplyFormat, ToolFormat
 from semantic.domain.sampling import FinishReason
-
-
-class _Splitter(Protocol):
-    def feed(self, delta: TextDelta) -> list[Event]: ...
-
-    def finish(self) -> list[Event]: ...
 
 
 def _random_id() -> str:
@@ -74,7 +68,7 @@ class ReplyParser:
         self._is_parallel = is_parallel
         self._is_over = False
         self._numbers = CallNumbers(new_id)
-        self._splitters: list[_Splitter] = []
+        self._splitters: list[Splitter] = []
         if reply_format.tools is ToolFormat.HARMONY:
             self._splitters.append(HarmonySplitter(tools, self._numbers, sign))
             return
@@ -118,7 +112,7 @@ class ReplyParser:
         return wanted
 
 
-def _through(splitter: _Splitter, events: list[Event]) -> list[Event]:
+def _through(splitter: Splitter, events: list[Event]) -> list[Event]:
     out: list[Event] = []
     for event in events:
         out += splitter.feed(event) if isinstance(event, TextDelta) else [event]

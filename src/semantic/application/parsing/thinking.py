@@ -3,8 +3,8 @@
 import enum
 from collections.abc import Callable
 
-from semantic.application.parsing.pending_text import PendingText, num_undecided
-from semantic.domain.chat import Event, TextDelta, ThinkingDelta, ThinkingEnded
+from semantic.application.parsing.pending_text import Splitter, num_undecided
+from semantic.domain.chat import Event, ThinkingDelta, ThinkingEnded
 from semantic.domain.reply_format import Markers
 
 
@@ -14,29 +14,20 @@ class _Place(enum.Enum):
     AFTER = enum.auto()  # what follows is the answer
 
 
-class ThinkingSplitter:
+class ThinkingSplitter(Splitter):
     """Splits thinking off; whitespace next to the markers belongs to neither side.
 
     Markers are known at the beginning only: an answer may talk about them.
     """
 
     def __init__(self, markers: Markers, *, is_open: bool, sign: Callable[[], str]) -> None:
+        super().__init__()
         self._markers = markers
         self._sign = sign
-        self._pending = PendingText()
         self._place = _Place.INSIDE if is_open else _Place.BEFORE
         self._may_repeat_start = is_open
         self._is_after_marker = False
         self._has_thought = False
-
-    def feed(self, delta: TextDelta) -> list[Event]:
-        """Take more text."""
-        self._pending.feed(delta)
-        return self._run(is_final=False)
-
-    def finish(self) -> list[Event]:
-        """Return what was held back, at the end of the reply."""
-        return self._run(is_final=True)
 
     def _run(self, *, is_final: bool) -> list[Event]:
         events: list[Event] = []

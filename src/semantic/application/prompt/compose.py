@@ -99,14 +99,14 @@ class TemplateInput:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _ToolIndex:
     """What a message may refer to: tools by their name, and who was called by a call's id."""
 
-    tools: dict[str, ToolSpec]
+    specs: dict[str, ToolSpec]
     callees: dict[str, str]
 
     @classmethod
-    def of(cls, request: ChatRequest) -> "_Known":
+    def of(cls, request: ChatRequest) -> "_ToolIndex":
         uses = (p for m in request.messages for p in m.parts if isinstance(p, ToolUsePart))
         return cls({tool.name: tool for tool in request.tools}, {use.id: use.name for use in uses})
 
@@ -136,12 +136,12 @@ class Composer:
             texts.insert(0, _introduction(functions))
             functions = ()
         head = _joined(texts, _PARAGRAPH)
-        known = _Known.of(request)
+        tools = _ToolIndex.of(request)
         shown = [
             entry
             for index, message in enumerate(request.messages)
             if index >= num_leading
-            for entry in self._show(message, index, known)
+            for entry in self._show(message, index, tools)
         ]
         thinking = request.thinking
         is_thinking = None if thinking is None else thinking.is_enabled
@@ -150,7 +150,7 @@ class Composer:
 
     # -- one message ----------------------------------------------------------------------------
 
-    def _show(self, message: Message, index: int, known: _Known) -> Iterator[TemplateMessage]:
+    def _show(self, message: Message, index: int, tools: _ToolIndex) -> Iterator[TemplateMessage]:
         match message.role:
             case Role.SYSTEM:
                 text = _joined(self._texts(message, index), "\n")
@@ -161,7 +161,7 @@ class Composer:
             case Role.ASSISTANT:
                 yield self._show_reply(message, index)
             case Role.USER | Role.TOOL:
-                yield from self._show_input(message, index, known)
+                yield from self._show_input(message, index, tools)
 
     def _show_reply(self, message: Message, index: int) -> TemplateMessage:
         text = "".join(self._texts(message, index))
@@ -190,7 +190,9 @@ class Composer:
             return self._special.guard_object(json.loads(written.encode(errors="replace")))
         return self._special.guard_object(use.arguments)
 
-    def _show_input(self, message: Message, index: int, known: _Known) -> Iterator[TemplateMessage]:
+    def _show_input(
+        self, message: Message, index: int, tools: _ToolIndex
+    ) -> Iterator[TemplateMessage]:
         """Results become messages of their own, text around them stays the user's."""
         texts: list[str] = []
         for position, part in enumerate(message.parts):
@@ -201,15 +203,17 @@ class Composer:
             if texts:
                 yield TemplateMessage("user", _joined(texts, "\n"))
                 texts = []
-            yield self._show_result(part, where, known)
+            yield self._show_result(part, where, tools)
         if texts or not message.parts:
             yield TemplateMessage("user", _joined(texts, "\n"))
 
-    def _show_result(self, result: ToolResultPart, where: str, known: _Known) -> TemplateMessage:
+    def _show_result(
+        self, result: ToolResultPart, where: str, tools: _ToolIndex
+    ) -> TemplateMessage:
         texts: list[str] = []
         for position, part in enumerate(result.content):
             if isinstance(part, ToolReferencePart):
-                texts.append(self._announced(part.tool_name, known))
+                texts.append(self._announced(part.tool_name, tools))
             else:
                 texts.extend(self._text(part, f"{where}.content[{position}]"))
         text = _joined(texts, "\n")
@@ -217,11 +221,11 @@ class Composer:
             text = f"Error: {text}"
         if not self._traits.has_tools:
             return TemplateMessage("user", _result_text(text))
-        name = self._special.guard(known.callees.get(result.tool_use_id, ""))
+        name = self._special.guard(tools.callees.get(result.tool_use_id, ""))
         return TemplateMessage("tool", text, call_id=self._id(result.tool_use_id), name=name)
 
-    def _announced(self, name: str, known: _Known) -> str:
-        found = known.tools.get(name)
+    def _announced(self, name: str, tools: _ToolIndex) -> str:
+        found = tools.specs.get(name)
         return _announcement(self._function(found)) if found else self._special.guard(name)
 
     # -- its parts ------------------------------------------------------------------------------

@@ -57,6 +57,11 @@ class ReplayStore:
             max_tokens, lambda _, tokens: len(tokens)
         )
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all replies kept."""
+        return self._replies.weight
+
     def remember(self, key: ReplayKey, tokens: Sequence[int]) -> None:
         """Keep a reply's tokens, with its end token if it was sampled."""
         self._replies.put(key, array("I", tokens))

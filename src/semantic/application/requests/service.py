@@ -106,7 +106,7 @@ class InferenceService:
         started = Started(job.id, model.id, usage, job.sampling, model.system_fingerprint)
         parser = ReplyParser(
             shape.format,
-            shape.offered,
+            shape.allowed_tools,
             is_thinking_open=shape.is_thinking_open,
             is_parallel=shape.tool_choice.is_parallel,
         )

@@ -114,7 +114,7 @@ def _refusal(shape: ReplyShape, fault: str, trials: GrammarTrials) -> InvalidReq
         (f"the schema of tool {tool.name!r}", f"tools[{i}].parameters", tool.parameters,
          tool.is_strict)
         for i, tool in enumerate(shape.tools)
-        if tool in shape.offered
+        if tool in shape.allowed_tools
     ]  # fmt: skip
     if isinstance(output, JsonFormat):
         named.insert(0, ("the schema", "response_format", output.schema or {}, output.is_strict))
@@ -136,7 +136,7 @@ def _check_shape(shape: ReplyShape) -> None:
             if not choices:
                 raise InvalidRequestError("it needs at least one choice.", param="response_format")
             require_whole_characters("\n".join(choices), param="response_format")
-    if not shape.must_call or shape.offered:
+    if not shape.must_call or shape.allowed_tools:
         return
     if shape.tool_choice.mode is ToolMode.NAMED:
         raise InvalidRequestError(

@@ -37,7 +37,7 @@ def exits(shape: ReplyShape) -> tuple[str, ...]:
     """Texts that lead out of the free text a reply of this shape may hold."""
     thinking = shape.format.thinking
     ends = (thinking.end,) if thinking is not None else ()
-    return ends + (CALLS[shape.format.tools].exits if shape.offered else ())
+    return ends + (CALLS[shape.format.tools].exits if shape.allowed_tools else ())
 
 
 def _output(lark: Lark, output: OutputFormat) -> str:
@@ -61,7 +61,7 @@ def _unanchored(pattern: str) -> str:
 
 
 def _body(lark: Lark, shape: ReplyShape) -> str:
-    tools, output = shape.offered, shape.output
+    tools, output = shape.allowed_tools, shape.output
     if not tools:
         return _answer(lark, shape, output)
     call_format = CALLS[shape.format.tools]

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from semantic.domain.chat import JsonObject, JsonValue, ToolSpec
 from semantic.domain.reply_format import (
@@ -63,25 +62,26 @@ class Lark:
         return self.rule(f"{name}[lazy]", f"TEXT {self.quoted(end)}")
 
 
-class CallGrammar(Protocol):
-    """One family's rules."""
+class CallGrammar:
+    """One family's rules.
 
-    @property
-    def exits(self) -> tuple[str, ...]:
-        """Texts that end the free text inside a call, or lead to the call itself."""
-        ...
+    Attributes:
+        exits: Texts that end the free text inside a call, or lead to the call itself.
+    """
+
+    exits: tuple[str, ...] = ()
 
     def call(self, lark: Lark, tools: Sequence[ToolSpec]) -> str:
         """One call of any of the tools."""
-        ...
+        raise NotImplementedError
 
-    def several(self, lark: Lark, call: str) -> str:
-        """One call or more."""
-        ...
+    def several(self, lark: Lark, call: str) -> str:  # noqa: ARG002 - for families that can
+        """One call or more; one, where the family writes no more in a reply."""
+        return call
 
     def among_text(self, lark: Lark, call: str) -> str:
         """Free text that may hold calls."""
-        ...
+        raise NotImplementedError
 
 
 def _arguments(lark: Lark, tool: ToolSpec) -> str:
@@ -93,10 +93,8 @@ def _any_of(rules: Sequence[str]) -> str:
     return "(" + " | ".join(rules) + ")"
 
 
-class _MarkedCall:
+class _MarkedCall(CallGrammar):
     """Calls between markers: the opening one tells a call from text."""
-
-    exits: tuple[str, ...] = ()
 
     def __init__(self, tool_format: ToolFormat, separator: str = "\n") -> None:
         self._markers = CALL_MARKERS[tool_format]
@@ -208,16 +206,11 @@ class _Gemma(_MarkedCall):
         return lark.rule("gemma_value", f"{string} | {number} | gemma_object | gemma_list")
 
 
-class _LlamaJson:
+class _LlamaJson(CallGrammar):
     """The call is the whole reply; text is what does not begin like one."""
-
-    exits = ()
 
     def call(self, lark: Lark, tools: Sequence[ToolSpec]) -> str:
         return lark.rule("call", _any_of([_json_call(lark, t, "parameters") for t in tools]))
-
-    def several(self, lark: Lark, call: str) -> str:  # noqa: ARG002 - it writes one call a reply
-        return call
 
     def among_text(self, lark: Lark, call: str) -> str:
         answer = lark.rule("ANSWER", r"/[^{\[<\s](.|\n)*/")
@@ -243,7 +236,7 @@ class _GemmaCode(_MarkedCall):
         return f'"\\n" {_python_call(lark, tool)} "\\n"'
 
 
-class _Harmony:
+class _Harmony(CallGrammar):
     """Calls are messages to a function on the commentary channel."""
 
     exits = (Harmony.END,)
@@ -251,9 +244,6 @@ class _Harmony:
     def call(self, lark: Lark, tools: Sequence[ToolSpec]) -> str:
         bodies = [self._body(lark, tool) for tool in tools]
         return lark.rule("call", f"{lark.marker(Harmony.CHANNEL)} {_any_of(bodies)}")
-
-    def several(self, lark: Lark, call: str) -> str:  # noqa: ARG002 - a call ends the reply
-        return call
 
     def among_text(self, lark: Lark, call: str) -> str:
         preamble = lark.markers(Harmony.CHANNEL, "commentary", Harmony.MESSAGE)
