@@ -135,6 +135,7 @@ def _known(name: str, tools: Tools) -> str:
 
 def _json_head(cursor: Cursor, tools: Tools) -> Head:
     """``{"name": "f", "arguments": {``, with a type or id among the keys."""
+    cursor.space()
     cursor.literal("{")
     name = ""
     while True:
@@ -204,11 +205,6 @@ def _xml_head(cursor: Cursor, tools: Tools) -> Head:
     return _tagged_head(cursor, tools)
 
 
-def _llama_head(cursor: Cursor, tools: Tools) -> Head:
-    cursor.space()
-    return _json_head(cursor, tools)
-
-
 def _python_head(cursor: Cursor, tools: Tools) -> Head:
     cursor.space()
     start = cursor.at
@@ -268,7 +264,7 @@ SYNTAXES: Mapping[ToolFormat, CallSyntax] = {
     ToolFormat.QWEN_XML: CallSyntax(
         _xml_head, leading=QwenTag.FUNCTION, again=QwenTag.FUNCTION, junk=_JSON_JUNK
     ),
-    ToolFormat.LLAMA_JSON: CallSyntax(_llama_head, leading="{", again="{", junk=_JSON_JUNK),
+    ToolFormat.LLAMA_JSON: CallSyntax(_json_head, leading="{", again="{", junk=_JSON_JUNK),
     ToolFormat.PYTHONIC: CallSyntax(_python_head, leading="["),
     ToolFormat.MISTRAL: _MISTRAL,
     ToolFormat.MISTRAL_ARGS: _MISTRAL,
