@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from semantic.adapters.inbound.anthropic.schema import MessagesRequest
-from semantic.adapters.inbound.http import sse
+from semantic.adapters.inbound.anthropic.requests import MessagesRequest
+from semantic.adapters.inbound.http import streaming
 from semantic.domain.agents import LOCAL_TENANT
 from tests.http_server import RunningServer, make_settings, run_server
 
@@ -229,7 +229,7 @@ def test_a_stream_event_by_event(running: RunningServer) -> None:
 
 
 def test_waiting_is_visible(running: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(streaming, "HEARTBEAT_S", 0.01)
     long = body(messages=[{"role": "user", "content": "w" * 80_000}], stream=True, max_tokens=1)
     text = post(running, long).text
     assert 'event: ping\ndata: {"type":"ping"}\n\n' in text

@@ -15,7 +15,7 @@ from anthropic.types import (
     ToolUseBlock,
 )
 
-from semantic.adapters.inbound.http import sse
+from semantic.adapters.inbound.http import streaming
 from semantic.adapters.outbound.backends import fake as fake_backend
 from semantic.adapters.outbound.backends.fake import FakeTokenizer
 from semantic.domain.chat import JsonObject
@@ -123,7 +123,7 @@ def test_whole_and_streamed_replies_agree(client: anthropic.Anthropic) -> None:
 
 
 def test_pings_disturb_nobody(client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "HEARTBEAT_S", 0.001)
+    monkeypatch.setattr(streaming, "HEARTBEAT_S", 0.001)
     long: Any = [{"role": "user", "content": "p" * 60_000}]
     with client.messages.stream(model="fake", max_tokens=5, messages=long) as stream:
         message = stream.get_final_message()

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from semantic.adapters.inbound.openai.schema import ChatCompletionRequest
+from semantic.adapters.inbound.openai.requests import ChatCompletionRequest
 from tests.http_server import RunningServer, make_settings, run_server
 
 pytestmark = pytest.mark.integration

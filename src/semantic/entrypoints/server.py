@@ -23,7 +23,6 @@ from semantic.adapters.inbound.agents.generate import GenerateApi
 from semantic.adapters.inbound.agents.routes import DirectApi
 from semantic.adapters.inbound.agents.transfer_routes import IMPORT_PATH, TransferApi
 from semantic.adapters.inbound.anthropic.routes import anthropic_router
-from semantic.adapters.inbound.http.bodies import BodyLimit
 from semantic.adapters.inbound.http.connections import (
     ConnectionLimits,
     FullHouse,
@@ -37,11 +36,12 @@ from semantic.adapters.inbound.http.health import health_router
 from semantic.adapters.inbound.http.middleware import (
     LOCAL_ORIGINS,
     AccessLog,
+    BodyLimit,
     ForeignPages,
+    HeadAsGet,
     LocalHosts,
+    ShortPaths,
 )
-from semantic.adapters.inbound.http.rewriting import HeadAsGet, ShortPaths
-from semantic.adapters.inbound.openai.completions_routes import completions_router
 from semantic.adapters.inbound.openai.routes import openai_router
 from semantic.adapters.inbound.responses.routes import responses_router
 from semantic.application.agents.turn_log import PastTurns
@@ -83,7 +83,6 @@ def create_app(server: Server) -> FastAPI:
     app.include_router(docs_router(app.openapi, server.models.models))
     principal = server.memory.agents.principal
     app.include_router(openai_router(server.inference, server.models, principal))
-    app.include_router(completions_router(server.inference, principal))
     app.include_router(
         responses_router(
             server.inference, server.models, PastTurns(server.memory.agents.log), principal

@@ -1,19 +1,69 @@
-"""What the requests of all protocols have in common: numbers, and who left them out."""
+"""What the bodies of all protocols have in common: their base, limits, builders, and numbers."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import Annotated, TypeAlias
 
+from pydantic import BaseModel, ConfigDict, Field
+
+from semantic.domain.chat import Finished
 from semantic.domain.sampling import UNSET_SAMPLING, SamplingParams
 
 NO_LIMIT = -1  # clients of llama.cpp and vLLM write it for "none"
+MAX_MESSAGES = 10_000
+MAX_ENTRIES = 1024  # in any list but those of messages and parts
+_MAX_PARTS = 10_000  # in all messages together
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
+Count: TypeAlias = Annotated[int, Field(ge=0)]
+Positive: TypeAlias = Annotated[int, Field(ge=1)]
+Durable: TypeAlias = Annotated[
+    bool | None, Field(description="whether the turn is safe on disk; only with durability sync")
+]
 
 
-def sampling_of(given: Mapping[str, Any]) -> SamplingParams:
+class Schema(BaseModel):
+    """Part of a vendor's request: unknown fields are ignored, values have the types JSON gives."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+def capped(value: object, limit: int = MAX_ENTRIES) -> object:
+    """Refuse a list or object of too many entries.
+
+    Before they are looked at: a million complaints would keep everyone waiting.
+
+    Raises:
+        ValueError: it has more.
+    """
+    if isinstance(value, list | dict) and len(value) > limit:
+        raise ValueError(f"at most {limit} entries are allowed, not {len(value)}")
+    return value
+
+
+def capped_parts(value: object, noun: str) -> object:
+    """Refuse messages with too many parts in all.
+
+    Raises:
+        ValueError: there are more.
+    """
+    messages = value if isinstance(value, list) else []
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    if num_parts > _MAX_PARTS:
+        raise ValueError(f"at most {_MAX_PARTS} {noun} are allowed, not {num_parts}")
+    return value
+
+
+def sampling_of(body: BaseModel, **more: object) -> SamplingParams:
     """Translate how tokens are chosen; None stands for what a request does not give.
 
     Raises:
         InvalidRequestError: a value is out of its range.
     """
+    given = {name: getattr(body, name, None) for name in _SAMPLING} | more
     known = {name: value for name, value in given.items() if value is not None}
     if known.get("top_k") == NO_LIMIT:
         known["top_k"] = 0
@@ -23,3 +73,9 @@ def sampling_of(given: Mapping[str, Any]) -> SamplingParams:
 def reply_limit(max_tokens: int | None) -> int | None:
     """Translate how long a reply may be; None is as long as the server permits."""
     return None if max_tokens == NO_LIMIT else max_tokens
+
+
+def durable_json(replies: Iterable[Finished]) -> dict[str, object]:
+    """Whether turns are safe on disk, where that was promised: a field of ours beside theirs."""
+    promised = [reply.is_durable for reply in replies if reply.is_durable is not None]
+    return {"durable": all(promised)} if promised else {}

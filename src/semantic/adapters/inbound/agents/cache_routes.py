@@ -9,10 +9,11 @@ from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
 
 from semantic.adapters.inbound.agents.cache_views import CacheOut, CollectOut, EvictOut, PrefetchOut
-from semantic.adapters.inbound.agents.routes import AgentPath, refusals
+from semantic.adapters.inbound.agents.routes import AgentPath
 from semantic.adapters.inbound.agents.schema import Collect, Evict
 from semantic.adapters.inbound.agents.views import ReuseOut, StateOut, UsageOut
-from semantic.adapters.inbound.http import sse
+from semantic.adapters.inbound.http import streaming
+from semantic.adapters.inbound.http.errors import refusals
 from semantic.application.agents.feed import EventFeed, Subscription
 from semantic.domain.agents import Principal
 from semantic.domain.feed import AgentChanged, FeedEvent, Missed, TurnEnded, TurnStarted
@@ -47,19 +48,25 @@ class CacheApi:
         """Say which method answers where."""
         router = APIRouter(prefix="/v1", tags=["cache"])
         add, one = router.add_api_route, "/agents/{agent_id}"
-        add(f"{one}/prefetch", self.prefetch, methods=["POST"], responses=refusals(404, 503))
-        add(f"{one}/evict", self.evict, methods=["POST"], responses=refusals(404, 503))
-        add("/cache", self.overview, methods=["GET"], responses=refusals(503))
-        add("/cache/gc", self.collect, methods=["POST"], responses=refusals(503))
+        add(f"{one}/prefetch", self.prefetch, methods=["POST"], responses=refusals(400, 404, 503))
+        add(f"{one}/evict", self.evict, methods=["POST"], responses=refusals(400, 404, 503))
+        add("/cache", self.overview, methods=["GET"], responses=refusals(400, 503))
+        add("/cache/gc", self.collect, methods=["POST"], responses=refusals(400, 503))
         stream: Json = {"response_class": StreamingResponse, "response_model": None}
         add(
             "/cache/verify",
             self.verify,
             methods=["POST"],
-            responses=_VERIFY | refusals(503),
+            responses=_VERIFY | refusals(400, 503),
             **stream,
         )
-        add("/events", self.events, methods=["GET"], responses=_EVENTS | refusals(503), **stream)
+        add(
+            "/events",
+            self.events,
+            methods=["GET"],
+            responses=_EVENTS | refusals(400, 503),
+            **stream,
+        )
         return router
 
     async def prefetch(self, agent_id: AgentPath) -> PrefetchOut:
@@ -89,34 +96,34 @@ class CacheApi:
         checking = self._cache.verify()
         # Refusals come before the stream begins.
         first = await asyncio.to_thread(next, checking, CheckProgress(0, 0, 0))
-        return sse.event_stream(_progress(first, checking))
+        return streaming.EventStream(_progress(first, checking))
 
     async def events(self) -> StreamingResponse:
         """What happens to agents and blocks, as it happens.
 
         A reader that is too slow misses events and is told how many: `{"type": "missed"}`.
         """
-        return sse.event_stream(self._watch(self._feed.subscribe(self._principal().tenant)))
+        return streaming.EventStream(self._watch(self._feed.subscribe(self._principal().tenant)))
 
     async def _watch(self, subscription: Subscription) -> AsyncIterator[str]:
         counts, pressure = self._cache.sample()
         num_quiet = 0
         try:
-            yield sse.data({"type": "cache", **asdict(CacheCounts()), "pressure": pressure})
+            yield streaming.data({"type": "cache", **asdict(CacheCounts()), "pressure": pressure})
             while True:
                 event = await subscription.next(_SAMPLE_S)
                 if event is not None:
-                    yield sse.data(_shown(event))
+                    yield streaming.data(_shown(event))
                 seen, level = self._cache.sample()
                 num_quiet += 1
                 if (seen, level) != (counts, pressure):
-                    yield sse.data(
+                    yield streaming.data(
                         {"type": "cache", **_difference(seen, counts), "pressure": level}
                     )
                     counts, pressure, num_quiet = seen, level, 0
                 elif event is None and num_quiet >= _QUIET_SAMPLES:
                     num_quiet = 0
-                    yield sse.comment("quiet")
+                    yield streaming.comment("quiet")
         except StopAsyncIteration:
             return
         finally:
@@ -126,12 +133,12 @@ class CacheApi:
 async def _progress(first: CheckProgress, rest: Iterator[CheckProgress]) -> AsyncIterator[str]:
     step = max(1, first.num_total // _PROGRESS_STEPS)
     latest = first
-    yield sse.data({"type": "progress", **_checked(first)})
+    yield streaming.data({"type": "progress", **_checked(first)})
     while (progress := await asyncio.to_thread(next, rest, None)) is not None:
         latest = progress
         if progress.num_checked % step == 0:
-            yield sse.data({"type": "progress", **_checked(progress)})
-    yield sse.data({"type": "done", **_checked(latest)})
+            yield streaming.data({"type": "progress", **_checked(progress)})
+    yield streaming.data({"type": "done", **_checked(latest)})
 
 
 def _checked(progress: CheckProgress) -> Json:

@@ -1,19 +1,25 @@
 """`POST /v1/agents/{id}/generate`: only what is new is sent; the server keeps the rest."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+import functools
+from collections.abc import Callable
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from semantic.adapters.inbound.agents.routes import AgentPath, refusals
+from semantic.adapters.inbound.agents.routes import AgentPath
 from semantic.adapters.inbound.agents.schema import Generate
 from semantic.adapters.inbound.agents.views import MessageOut, ReplyOut, ReuseOut, UsageOut
-from semantic.adapters.inbound.http import sse
-from semantic.adapters.inbound.http.disconnects import CLIENT_LEFT, unless_disconnected
-from semantic.adapters.inbound.http.errors import openai_body
-from semantic.adapters.inbound.openai.reply_set import answer, with_heartbeats
+from semantic.adapters.inbound.http.errors import openai_body, refusals
+from semantic.adapters.inbound.http.streaming import (
+    CLIENT_LEFT,
+    EventStream,
+    Json,
+    ReplySet,
+    answer,
+    data,
+    unless_disconnected,
+)
 from semantic.application.agents.turn_log import turn_id
 from semantic.application.parsing import MessageFold
 from semantic.domain.agents import Principal, Reuse, Turn
@@ -31,9 +37,8 @@ from semantic.domain.chat import (
     ToolCallStarted,
 )
 from semantic.domain.errors import AgentNotFoundError
-from semantic.ports.inbound import AgentManagementPort, Reply
+from semantic.ports.inbound import AgentManagementPort
 
-Json = dict[str, Any]
 _STREAM = {
     "description": "the reply, or its events if `stream` is true",
     "model": ReplyOut,
@@ -61,7 +66,7 @@ class GenerateApi:
             self.generate,
             methods=["POST"],
             response_model=None,
-            responses={200: _STREAM, **refusals(404, 429, 503, 504)},
+            responses={200: _STREAM, **refusals(400, 404, 429, 503, 504)},
         )
         return router
 
@@ -74,52 +79,70 @@ class GenerateApi:
         reply = await unless_disconnected(starting, http)
         if reply is None:
             return Response(status_code=CLIENT_LEFT)
+        writer = _ReplyWriter(agent_id, functools.partial(self._turn, agent_id))
+        replies = ReplySet([reply])
         if body.stream:
-            return sse.event_stream(self._stream(agent_id, reply), reply)
-        return await answer(http, self._collect(agent_id, reply), reply)
+            return EventStream(replies.frames(writer.write), replies)
+        return await answer(http, writer.collect(replies), replies)
 
-    async def _collect(self, agent_id: str, reply: Reply) -> Json:
-        said, started = MessageFold(), None
-        async for event in reply:
-            said.add(event)
-            match event:
-                case Started():
-                    started = event
-                case Finished() if started is not None:
-                    return await self._ended(agent_id, started, event, said)
-                case Failed():
-                    raise event.error
-                case _:
-                    continue
+    def _turn(self, agent_id: str, wanted: str) -> Turn | None:
+        try:
+            latest = self._agents.turns(self._principal(), agent_id, None, 1)
+        except AgentNotFoundError:
+            return None
+        return next((turn for turn in latest if turn.id == wanted), None)
+
+
+class _ReplyWriter:
+    """One reply, whole or as a stream.
+
+    Args:
+        agent_id: Whose it is.
+        find_turn: Finds the turn it became; it may block.
+    """
+
+    def __init__(self, agent_id: str, find_turn: Callable[[str], Turn | None]) -> None:
+        self._agent_id = agent_id
+        self._find_turn = find_turn
+        self._said = MessageFold()
+        self._started: Started | None = None
+
+    async def collect(self, replies: ReplySet) -> Json:
+        """Wait for its end.
+
+        Raises:
+            SemanticError: it failed.
+        """
+        async for _, event in replies.events():
+            if isinstance(event, Failed):
+                raise event.error
+            if (ended := await self._add(event)) is not None:
+                return ended
         raise AssertionError("a reply ended without a final event")
 
-    async def _stream(self, agent_id: str, reply: Reply) -> AsyncIterator[str]:
-        said, started, progress = MessageFold(), None, "waiting"
-        async for event in with_heartbeats(reply):
-            if isinstance(event, sse.Heartbeat):
-                yield sse.comment(progress)
-                continue
-            said.add(event)
-            if isinstance(event, Started):
-                started = event
-            if isinstance(event, PrefillProgress):
-                progress = f"prefill {event.done}/{event.total}"
-            if isinstance(event, Finished) and started is not None:
-                ended = await self._ended(agent_id, started, event, said)
-                yield sse.data({"type": "finished", **ended})
-            elif (frame := _frame(event)) is not None:
-                yield sse.data(frame)
+    async def write(self, _: int, event: Event) -> str:
+        """Make a frame of the next event; empty for none."""
+        ended = await self._add(event)
+        frame = _frame(event) if ended is None else {"type": "finished", **ended}
+        return "" if frame is None else data(frame)
 
-    async def _ended(
-        self, agent_id: str, started: Started, finished: Finished, said: MessageFold
-    ) -> Json:
+    async def _add(self, event: Event) -> Json | None:
+        """Take the next event; returns the reply once it is complete."""
+        self._said.add(event)
+        if isinstance(event, Started):
+            self._started = event
+        if isinstance(event, Finished) and self._started is not None:
+            return await self._ended(self._started, event)
+        return None
+
+    async def _ended(self, started: Started, finished: Finished) -> Json:
         """Show a reply that is complete, with the turn it became."""
-        turn = await asyncio.to_thread(self._turn, agent_id, turn_id(started.request_id))
-        message = turn.messages[-1] if turn and turn.messages else said.message()
+        turn = await asyncio.to_thread(self._find_turn, turn_id(started.request_id))
+        message = turn.messages[-1] if turn and turn.messages else self._said.message()
         if turn is None and not message.parts:
             message = Message.of(Role.ASSISTANT, "")
         return ReplyOut(
-            agent_id=agent_id,
+            agent_id=self._agent_id,
             turn_id=turn.id if turn else None,
             model=started.model,
             message=MessageOut.of(message),
@@ -131,13 +154,6 @@ class GenerateApi:
             dropped_messages=turn.num_dropped if turn else 0,
             durable=finished.is_durable,
         ).model_dump()
-
-    def _turn(self, agent_id: str, wanted: str) -> Turn | None:
-        try:
-            latest = self._agents.turns(self._principal(), agent_id, None, 1)
-        except AgentNotFoundError:
-            return None
-        return next((turn for turn in latest if turn.id == wanted), None)
 
 
 def _frame(event: Event) -> Json | None:

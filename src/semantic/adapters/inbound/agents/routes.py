@@ -20,11 +20,11 @@ from semantic.adapters.inbound.agents.schema import (
 from semantic.adapters.inbound.agents.views import (
     AgentList,
     AgentOut,
-    ErrorOut,
     ExplanationOut,
     TurnList,
     TurnOut,
 )
+from semantic.adapters.inbound.http.errors import refusals
 from semantic.domain.agents import Principal
 from semantic.domain.errors import InvalidRequestError
 from semantic.ports.inbound import AgentManagementPort, AgentQuery
@@ -36,21 +36,6 @@ AgentPath = Annotated[
 _Sort = Literal["last_used", "created_at", "turns", "id"]
 _SORTS = {"turns": "num_turns"}
 _MAX_ID = 128
-
-
-def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Describe the errors an endpoint answers with, besides those every endpoint may."""
-    said = {
-        400: "the request is wrong",
-        404: "there is no such agent or turn",
-        409: "it contradicts what is there",
-        413: "the body is too large",
-        429: "a quota is used up",
-        503: "the model is loading, the queue is full, or the server stops",
-        504: "it took too long",
-    }
-    wanted = sorted({400, *statuses})
-    return {status: {"model": ErrorOut, "description": said[status]} for status in wanted}
 
 
 class DirectApi:
@@ -67,28 +52,28 @@ class DirectApi:
         made: dict[int | str, dict[str, Any]] = {
             200: {"model": AgentOut, "description": "it was there already, with these settings"}
         }
-        add("", self.create, methods=["POST"], status_code=201, responses=made | refusals(409))
-        add("", self.page, methods=["GET"], responses=refusals())
-        add(one, self.get, methods=["GET"], responses=refusals(404))
-        add(one, self.patch, methods=["PATCH"], responses=refusals(404))
+        add("", self.create, methods=["POST"], status_code=201, responses=made | refusals(400, 409))
+        add("", self.page, methods=["GET"], responses=refusals(400))
+        add(one, self.get, methods=["GET"], responses=refusals(400, 404))
+        add(one, self.patch, methods=["PATCH"], responses=refusals(400, 404))
         add(
             one,
             self.delete,
             methods=["DELETE"],
             status_code=204,
             response_class=Response,
-            responses=refusals(404),
+            responses=refusals(400, 404),
         )
         add(
             f"{one}/fork",
             self.fork,
             methods=["POST"],
             status_code=201,
-            responses=refusals(404, 409),
+            responses=refusals(400, 404, 409),
         )
-        add(f"{one}/rewind", self.rewind, methods=["POST"], responses=refusals(404))
-        add(f"{one}/turns", self.turns, methods=["GET"], responses=refusals(404))
-        add(f"{one}/explain", self.explain, methods=["GET"], responses=refusals(404))
+        add(f"{one}/rewind", self.rewind, methods=["POST"], responses=refusals(400, 404))
+        add(f"{one}/turns", self.turns, methods=["GET"], responses=refusals(400, 404))
+        add(f"{one}/explain", self.explain, methods=["GET"], responses=refusals(400, 404))
         return router
 
     async def create(self, body: CreateAgent, response: Response) -> AgentOut:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from semantic.adapters.inbound.wire import NO_LIMIT, reply_limit, sampling_of
+from semantic.adapters.inbound.wire import MAX_ENTRIES, NO_LIMIT, reply_limit, sampling_of
 from semantic.domain.agents import (
     MAX_COUNT,
     MAX_LABEL_CHARS,
@@ -42,7 +42,6 @@ from semantic.domain.sampling import MAX_STOP_STRINGS, StopRules
 from semantic.ports.inbound import NewTurn
 
 MAX_FORKS = 256
-_MAX_ENTRIES = 1024
 _ID = r"^[A-Za-z0-9._-]{1,128}$"
 
 
@@ -195,7 +194,7 @@ class _ReplyForm(_Schema):
         None, description="of type regex; the whole reply matches it"
     )
     choices: list[Annotated[Text, Field(max_length=1000)]] | None = Field(
-        None, min_length=1, max_length=_MAX_ENTRIES, description="of type choice; one is the reply"
+        None, min_length=1, max_length=MAX_ENTRIES, description="of type choice; one is the reply"
     )
 
     @model_validator(mode="after")
@@ -236,7 +235,7 @@ class Generate(_Schema):
 
     message: Text | None = Field(None, description="what the user says")
     messages: list[NewMessage] | None = Field(
-        None, min_length=1, max_length=_MAX_ENTRIES, description="or messages, in place of it"
+        None, min_length=1, max_length=MAX_ENTRIES, description="or messages, in place of it"
     )
     stream: bool = False
     max_tokens: Annotated[int, Field(ge=NO_LIMIT, le=2**31)] | None = Field(
@@ -270,22 +269,20 @@ class Generate(_Schema):
             InvalidRequestError: a value cannot be honoured.
         """
         messages = [NewMessage(content=self.message)] if self.message is not None else self.messages
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        more = ("presence_penalty", "frequency_penalty", "seed")
-        given = {name: getattr(self, name) for name in (*names, *more)}
         limit = reply_limit(self.max_tokens)
         return NewTurn(
             messages=tuple(message.to_domain() for message in messages or ()),
-            sampling=sampling_of(given),
+            sampling=sampling_of(self),
             stop=StopRules(limit, tuple(self.stop), ignore_eos=self.ignore_eos),
             tool_choice=self._tool_choice(),
             output_format=self.response_format.to_domain() if self.response_format else None,
         )
 
     def _tool_choice(self) -> ToolChoice:
-        if isinstance(self.tool_choice, _NamedTool):
-            return ToolChoice(ToolMode.NAMED, self.tool_choice.name)
-        return ToolChoice(ToolMode(self.tool_choice))
+        choice = self.tool_choice
+        if isinstance(choice, str):
+            return ToolChoice(ToolMode(choice))
+        return ToolChoice(ToolMode.NAMED, choice.name)
 
 
 class Fork(_Schema):

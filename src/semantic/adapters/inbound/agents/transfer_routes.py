@@ -8,9 +8,10 @@ from typing import Annotated, Any, BinaryIO
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 
-from semantic.adapters.inbound.agents.routes import AgentPath, refusals
+from semantic.adapters.inbound.agents.routes import AgentPath
 from semantic.adapters.inbound.agents.schema import AgentId
 from semantic.adapters.inbound.agents.views import ImportedOut
+from semantic.adapters.inbound.http.errors import refusals
 from semantic.domain.agents import Principal
 from semantic.ports.inbound import AgentManagementPort, AgentTransferPort
 
@@ -19,6 +20,7 @@ IMPORT_PATH = "/v1/agents/import"
 _PIECE = 2**20
 _IN_MEMORY = 2**23
 _FILE: dict[str, Any] = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
+_EXPORTED: dict[str, Any] = {"description": "the file", "content": _FILE}
 
 
 class TransferApi:
@@ -43,14 +45,17 @@ class TransferApi:
             methods=["GET"],
             response_class=StreamingResponse,
             response_model=None,
-            responses={200: {"description": "the file", "content": _FILE}, **refusals(404, 503)},
+            responses={
+                200: {"description": "the file", "content": _FILE},
+                **refusals(400, 404, 503),
+            },
         )
         router.add_api_route(
             IMPORT_PATH,
             self.import_file,
             methods=["POST"],
             status_code=201,
-            responses=refusals(409, 413, 503),
+            responses=refusals(400, 409, 413, 503),
             openapi_extra={"requestBody": {"required": True, "content": _FILE}},
         )
         return router

@@ -33,21 +33,6 @@ class View(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ErrorDetail(View):
-    """What went wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class ErrorOut(View):
-    """A refusal."""
-
-    error: ErrorDetail
-
-
 class StateOut(View):
     """Where attention state is."""
 

@@ -1,57 +1,186 @@
-"""What HTTP clients see of errors, in OpenAI's shape; `anthropic_errors` has the other."""
+"""What HTTP clients see of errors: one table, in the shapes of OpenAI's and Anthropic's clients."""
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import ConfigDict, with_config
 from pydantic_core import ErrorDetails
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+from typing_extensions import TypedDict
 
-from semantic.adapters.inbound.anthropic.errors import in_callers_shape
-from semantic.adapters.inbound.http.disconnects import CLIENT_LEFT
+from semantic.adapters.inbound.http.streaming import CLIENT_LEFT
 from semantic.domain import errors
 
+
+class _Row(NamedTuple):
+    error: type[errors.SemanticError]
+    status: int
+    type: str
+    code: str
+    anthropic_status: int
+    anthropic_type: str
+
+
+_INVALID, _LIMIT, _FAULT = "invalid_request_error", "rate_limit_error", "server_error"
 # The first class that fits decides, so subclasses come before their base.
-_STATUS: tuple[tuple[type[errors.SemanticError], int, str, str], ...] = (
-    (errors.ContextLengthError, 400, "invalid_request_error", "context_length_exceeded"),
-    (errors.ConflictError, 409, "invalid_request_error", "conflict"),
-    (errors.InvalidRequestError, 400, "invalid_request_error", "invalid_request"),
-    (errors.AuthenticationError, 401, "authentication_error", "invalid_api_key"),
-    (errors.AgentNotFoundError, 404, "invalid_request_error", "agent_not_found"),
-    (errors.ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
-    (errors.RateLimitedError, 429, "rate_limit_error", "rate_limit_exceeded"),
-    (errors.QuotaExceededError, 429, "rate_limit_error", "quota_exceeded"),
-    (errors.PoolExhaustedError, 429, "rate_limit_error", "memory_exhausted"),
-    (errors.OverloadedError, 503, "server_error", "overloaded"),
-    (errors.ModelSwapError, 503, "server_error", "model_not_ready"),
-    (errors.DrainingError, 503, "server_error", "shutting_down"),
-    (errors.GenerationTimeoutError, 504, "server_error", "timeout"),
-    (errors.SemanticError, 500, "server_error", "internal_error"),
+_TABLE = (
+    _Row(errors.ContextLengthError, 400, _INVALID, "context_length_exceeded", 400, _INVALID),
+    _Row(errors.ConflictError, 409, _INVALID, "conflict", 400, _INVALID),
+    _Row(errors.InvalidRequestError, 400, _INVALID, "invalid_request", 400, _INVALID),
+    _Row(
+        errors.AuthenticationError,
+        *(401, "authentication_error", "invalid_api_key"),
+        *(401, "authentication_error"),
+    ),
+    _Row(errors.AgentNotFoundError, 404, _INVALID, "agent_not_found", 404, "not_found_error"),
+    _Row(errors.ModelNotFoundError, 404, _INVALID, "model_not_found", 404, "not_found_error"),
+    _Row(errors.RateLimitedError, 429, _LIMIT, "rate_limit_exceeded", 429, _LIMIT),
+    _Row(errors.QuotaExceededError, 429, _LIMIT, "quota_exceeded", 429, _LIMIT),
+    _Row(errors.PoolExhaustedError, 429, _LIMIT, "memory_exhausted", 429, _LIMIT),
+    _Row(errors.OverloadedError, 503, _FAULT, "overloaded", 529, "overloaded_error"),
+    _Row(errors.ModelSwapError, 503, _FAULT, "model_not_ready", 503, "api_error"),
+    _Row(errors.DrainingError, 503, _FAULT, "shutting_down", 503, "api_error"),
+    _Row(errors.GenerationTimeoutError, 504, _FAULT, "timeout", 504, "timeout_error"),
+    _Row(errors.SemanticError, 500, _FAULT, "internal_error", 500, "api_error"),
 )
+# Anthropic's types of what is no error of ours.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+# Our names of fields whose names differ from Anthropic's.
+_ANTHROPIC_FIELDS = {"stop": "stop_sequences", "response_format": "output_config.format"}
+_MEANINGS: dict[int | str, str] = {
+    "4XX": "The request is refused.",
+    400: "the request is wrong",
+    404: "there is no such agent or turn",
+    409: "it contradicts what is there",
+    413: "the body is too large",
+    429: "a quota is used up",
+    503: "the model is loading, the queue is full, or the server stops",
+    504: "it took too long",
+    529: "the queue is full",
+}
 
 
-def status_of(error: errors.SemanticError) -> int:
-    """The HTTP status of an error."""
-    return next(status for kind, status, _, _ in _STATUS if isinstance(error, kind))
+@with_config(ConfigDict(extra="forbid"))
+class ErrorDetail(TypedDict):
+    """What went wrong, and by which field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
 
 
-def openai_body(error: errors.SemanticError) -> dict[str, object]:
+@with_config(ConfigDict(extra="forbid"))
+class ErrorBody(TypedDict):
+    """Every refusal and failure."""
+
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(TypedDict):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(TypedDict):
+    """Every refusal and failure, to Anthropic's clients."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+def refusals(*statuses: int | str, body: Any = ErrorBody) -> dict[int | str, dict[str, Any]]:
+    """Document the errors an endpoint answers with."""
+    return {status: {"model": body, "description": _MEANINGS[status]} for status in statuses}
+
+
+def openai_body(error: errors.SemanticError) -> ErrorBody:
     """An error as OpenAI's clients parse it, in a response or in a stream."""
-    kind, code = next((k, c) for cls, _, k, c in _STATUS if isinstance(error, cls))
-    return _body(error.message, kind, code, _param_of(error))
-
-
-def _param_of(error: errors.SemanticError) -> str | None:
+    row, param = _row(error), None
     if isinstance(error, errors.ModelNotFoundError):
-        return "model"
-    return error.param if isinstance(error, errors.InvalidRequestError) else None
+        param = "model"
+    elif isinstance(error, errors.InvalidRequestError):
+        param = error.param
+    return _openai(error.message, row.type, row.code, param)
 
 
-def _body(message: str, kind: str, code: str, param: str | None) -> dict[str, object]:
+def anthropic_body(error: errors.SemanticError) -> AnthropicErrorBody:
+    """An error as Anthropic's clients parse it, in a response or in a stream."""
+    message = error.message
+    if isinstance(error, errors.ContextLengthError):
+        # Clients read the numbers off this sentence, and shorten what they send.
+        message = f"prompt is too long: {error.num_prompt} tokens > {error.limit - 1} maximum"
+    elif isinstance(error, errors.InvalidRequestError) and error.param is not None:
+        message = f"{_anthropic_field(error.param)}: {message}"
+    return _anthropic(_row(error).anthropic_type, message)
+
+
+def _row(error: errors.SemanticError) -> _Row:
+    return next(row for row in _TABLE if isinstance(error, row.error))
+
+
+def _openai(message: str, kind: str, code: str, param: str | None) -> ErrorBody:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _anthropic(kind: str, message: str) -> AnthropicErrorBody:
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _anthropic_field(param: str) -> str:
+    """A field as Anthropic writes it.
+
+    Example:
+        >>> _anthropic_field("tools[0].parameters"), _anthropic_field("stop")
+        ('tools[0].input_schema', 'stop_sequences')
+    """
+    if param.endswith("].parameters"):
+        return f"{param.removesuffix('parameters')}input_schema"
+    return _ANTHROPIC_FIELDS.get(param, param)
+
+
+class _VendorResponse(Response):
+    """An error in the shape of the caller's vendor, which is known once it is sent."""
+
+    def __init__(self, openai: JSONResponse, status: int, anthropic: AnthropicErrorBody) -> None:
+        super().__init__(status_code=openai.status_code)
+        self._openai = openai
+        self._status = status
+        self._anthropic = anthropic
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        response = self._openai
+        if _is_anthropic(scope):
+            request_id = scope.get("state", {}).get("request_id")
+            body = {**self._anthropic, "request_id": request_id}
+            kept = {k: v for k, v in self._openai.headers.items() if not k.startswith("content-")}
+            response = JSONResponse(body, self._status, kept)
+        await response(scope, receive, send)
+
+
+def _is_anthropic(scope: Scope) -> bool:
+    """Whether a request expects Anthropic's shapes: by its path, or by its version header."""
+    path: str = scope["path"]
+    own = ("/v1/messages", "/api/hello", "/api/event_logging")
+    return path.startswith(own) or "anthropic-version" in Headers(scope=scope)
 
 
 def error_response(
@@ -63,9 +192,10 @@ def error_response(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """Answer what is no error of ours, such as an unknown path, in the same shape."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    openai = JSONResponse(_body(message, kind, code, param), status, headers)
-    return in_callers_shape(openai, message)
+    kind = _FAULT if status >= 500 else _INVALID
+    openai = JSONResponse(_openai(message, kind, code, param), status, headers)
+    usual = "api_error" if status >= 500 else _INVALID
+    return _VendorResponse(openai, status, _anthropic(_ANTHROPIC_TYPES.get(status, usual), message))
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -79,8 +209,9 @@ def install_error_handlers(app: FastAPI) -> None:
             headers["retry-after"] = str(math.ceil(error.retry_after_s))
         if isinstance(error, errors.QuotaExceededError):
             headers["x-should-retry"] = "false"  # clients would try for minutes
-        openai = JSONResponse(openai_body(error), status_of(error), headers)
-        return in_callers_shape(openai, error.message, error)
+        row = _row(error)
+        openai = JSONResponse(openai_body(error), row.status, headers)
+        return _VendorResponse(openai, row.anthropic_status, anthropic_body(error))
 
     @app.exception_handler(RequestValidationError)
     async def _validation(_: Request, error: RequestValidationError) -> Response:

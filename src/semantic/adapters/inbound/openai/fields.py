@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Annotated, Any, TypeAlias
 
 from fastapi import Depends, Header
-from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator
+from pydantic import Field, Strict, field_validator
 
-from semantic.adapters.inbound.wire import reply_limit, sampling_of
+from semantic.adapters.inbound.wire import Schema, capped, reply_limit, sampling_of
 from semantic.domain.agents import check_agent_id
 from semantic.domain.chat import (
     AgentHint,
@@ -25,7 +25,6 @@ from semantic.domain.chat import (
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import SamplingParams, StopRules
 
-MAX_ENTRIES = 1024  # in any list but those of messages and parts
 MAX_REPLIES = 128  # of one request
 _CALL_PREFIX = "call_"
 # What other servers constrain replies by and this one cannot: ignored it would give a wrong reply.
@@ -47,12 +46,6 @@ _NOTHING: tuple[object, ...] = (None, "", 0, [])  # as clients spell that they c
 # Keys of a JSON object are strings, whatever they mean.
 _TokenId = Annotated[int, Strict(False)]
 _HeaderText = Annotated[str | None, Header()]
-
-
-class Schema(BaseModel):
-    """Part of a request body."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
 
 class StreamOptions(Schema):
@@ -153,7 +146,6 @@ class RequestFields(Schema):
     use_beam_search: Any = None
     logits_processors: Any = None
 
-    # Before their entries are looked at: a million complaints would keep everyone waiting.
     @field_validator("logit_bias", "stop", "stop_token_ids", mode="before")
     @classmethod
     def _cap_entries(cls, value: object) -> object:
@@ -200,19 +192,8 @@ class RequestFields(Schema):
         Raises:
             InvalidRequestError: a value is out of its range.
         """
-        given = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "seed": self.seed,
-            "top_logprobs": top_logprobs,
-            "logit_bias": tuple((self.logit_bias or {}).items()),
-        }
-        return sampling_of(given)
+        bias = tuple((self.logit_bias or {}).items())
+        return sampling_of(self, top_logprobs=top_logprobs, logit_bias=bias)
 
     def stop_rules(self, max_tokens: int | None) -> StopRules:
         """Translate when the reply ends.
@@ -227,17 +208,6 @@ class RequestFields(Schema):
             token_ids=frozenset(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
         )
-
-
-def capped(value: object, limit: int = MAX_ENTRIES) -> object:
-    """Refuse a list or object of too many entries.
-
-    Raises:
-        ValueError: it has more.
-    """
-    if isinstance(value, list | dict) and len(value) > limit:
-        raise ValueError(f"at most {limit} entries are allowed, not {len(value)}")
-    return value
 
 
 def client_hint(

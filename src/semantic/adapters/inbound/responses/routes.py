@@ -8,17 +8,26 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from semantic.adapters.inbound.http import sse
-from semantic.adapters.inbound.http.errors import error_response
-from semantic.adapters.inbound.http.frame_log import FrameLog
-from semantic.adapters.inbound.openai.docs import ERRORS, reply_or_stream
+from semantic.adapters.inbound.http.errors import error_response, refusals
+from semantic.adapters.inbound.http.streaming import (
+    EventStream,
+    FrameLog,
+    Json,
+    ReplySet,
+    answer,
+    reply_or_stream,
+)
 from semantic.adapters.inbound.openai.fields import Hint, refuse
-from semantic.adapters.inbound.openai.reply_set import Json, ReplySet, answer
-from semantic.adapters.inbound.responses.docs import DeletedResponse, ResponseBody
-from semantic.adapters.inbound.responses.echo import response_of, settings_of
+from semantic.adapters.inbound.responses.events import (
+    PREFIX,
+    DeletedResponse,
+    ResponseBody,
+    ResponseWriter,
+    response_of,
+    settings_of,
+)
+from semantic.adapters.inbound.responses.requests import ResponsesRequest
 from semantic.adapters.inbound.responses.run import ResponseBook, ResponseRun
-from semantic.adapters.inbound.responses.schema import ResponsesRequest
-from semantic.adapters.inbound.responses.writer import PREFIX, ResponseWriter
 from semantic.domain.agents import Principal
 from semantic.domain.errors import InvalidRequestError
 from semantic.ports.inbound import InferencePort, ModelManagementPort, PastTurn, PastTurnsPort
@@ -86,7 +95,7 @@ class _Responses:
         """
         log = self.book.log(response_id)
         if log is not None:
-            return sse.event_stream(log.read(0 if after is None else after + 1))
+            return EventStream(log.read(0 if after is None else after + 1))
         refuse(
             await self.find(response_id),
             "stream",
@@ -119,7 +128,7 @@ def responses_router(
     principal: Callable[[], Principal],
 ) -> APIRouter:
     """Serve `/v1/responses` on behalf of a principal."""
-    router = APIRouter(prefix="/v1/responses", tags=["openai"], responses=ERRORS)
+    router = APIRouter(prefix="/v1/responses", tags=["openai"], responses=refusals("4XX", 503, 504))
     responses = _Responses(turns, models, principal)
 
     @router.post("", response_model=None, responses=reply_or_stream(ResponseBody))
@@ -137,7 +146,7 @@ def responses_router(
         if body.background:
             return await _in_background(run, responses.book, is_streamed=bool(body.stream))
         if body.stream:
-            return sse.event_stream(run.frames(), replies)
+            return EventStream(run.frames(), replies)
         return await answer(http, run.collect(), replies)
 
     @router.get("/{response_id}", response_model=None, responses=reply_or_stream(ResponseBody))
@@ -156,7 +165,8 @@ def responses_router(
         """Remove a response; attention state stays."""
         if not await responses.forget(response_id):
             return _missing(response_id)
-        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+        deleted: DeletedResponse = {"id": response_id, "object": "response", "deleted": True}
+        return JSONResponse(deleted)
 
     @router.post("/{response_id}/cancel", response_model=None, responses=_FOUND)
     async def cancel(response_id: str) -> Response:
@@ -171,7 +181,7 @@ async def _in_background(run: ResponseRun, book: ResponseBook, *, is_streamed: b
     log = run.log = FrameLog() if is_streamed else None
     book.keep_running(run, log)
     if log is not None:
-        return sse.event_stream(log.read())
+        return EventStream(log.read())
     await run.is_begun.wait()
     return JSONResponse(run.response)
 

@@ -4,10 +4,14 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 
-from semantic.adapters.inbound.http import sse
-from semantic.adapters.inbound.http.frame_log import FrameLog
-from semantic.adapters.inbound.openai.reply_set import Json, ReplySet
-from semantic.adapters.inbound.responses.writer import ResponseWriter
+from semantic.adapters.inbound.http.streaming import (
+    FrameLog,
+    Json,
+    ReplySet,
+    named,
+    prefill_comment,
+)
+from semantic.adapters.inbound.responses.events import ResponseWriter
 from semantic.domain.chat import Failed, PrefillProgress
 from semantic.domain.errors import GenerationTimeoutError, SemanticError
 
@@ -68,9 +72,9 @@ class ResponseRun:
                 if log is None:
                     continue
                 if isinstance(item, PrefillProgress):
-                    log.progress = f"prefill {item.done}/{item.total}"
+                    log.progress = prefill_comment(item)
                 else:
-                    log.append(sse.named(str(item["type"]), item))
+                    log.append(named(str(item["type"]), item))
         finally:
             if log is not None:
                 log.end()

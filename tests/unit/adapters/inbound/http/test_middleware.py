@@ -9,9 +9,8 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 from structlog.testing import capture_logs
 
-from semantic.adapters.inbound.http.bodies import BodyLimit
 from semantic.adapters.inbound.http.errors import install_error_handlers
-from semantic.adapters.inbound.http.middleware import AccessLog
+from semantic.adapters.inbound.http.middleware import AccessLog, BodyLimit
 
 pytestmark = pytest.mark.unit
 

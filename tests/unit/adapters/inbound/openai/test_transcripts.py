@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from semantic.adapters.inbound.openai.chat import collect_chat, stream_chat
-from semantic.adapters.inbound.openai.completions import collect_completions, stream_completions
-from semantic.adapters.inbound.openai.completions_schema import CompletionRequest
-from semantic.adapters.inbound.openai.reply_set import ReplySet
-from semantic.adapters.inbound.responses.echo import settings_of
+from semantic.adapters.inbound.http.streaming import ReplySet
+from semantic.adapters.inbound.openai.events import ChatForm, CompletionForm, collect, stream
+from semantic.adapters.inbound.openai.requests import CompletionRequest
+from semantic.adapters.inbound.responses.events import ResponseWriter, settings_of
+from semantic.adapters.inbound.responses.requests import ResponsesRequest
 from semantic.adapters.inbound.responses.run import ResponseBook, ResponseRun
-from semantic.adapters.inbound.responses.schema import ResponsesRequest
-from semantic.adapters.inbound.responses.writer import ResponseWriter
 from semantic.domain.chat import (
     Event,
     Failed,
@@ -72,12 +70,12 @@ def run_of(
 
 
 async def test_a_chat_stream() -> None:
-    frames = [f async for f in stream_chat(replies_of(EVERYTHING), has_usage=True)]
+    frames = [f async for f in stream(replies_of(EVERYTHING), ChatForm(1), has_usage=True)]
     check("chat_stream.txt", "".join(frames))
 
 
 async def test_a_chat_reply() -> None:
-    body = await collect_chat(replies_of(EVERYTHING, PLAIN))
+    body = await collect(replies_of(EVERYTHING, PLAIN), ChatForm(2))
     check("chat.json", json.dumps(body, indent=1, ensure_ascii=False))
 
 
@@ -98,12 +96,7 @@ async def test_waiting_is_visible() -> None:
             await asyncio.Event().wait()
 
     for frames in (
-        stream_chat(ReplySet([Waiting()], heartbeat_s=0.001), has_usage=False),
-        stream_completions(
-            ReplySet([Waiting()], heartbeat_s=0.001),
-            CompletionRequest.model_validate({"model": "m", "prompt": "One"}),
-            [""],
-        ),
+        stream(ReplySet([Waiting()], heartbeat_s=0.001), ChatForm(1), has_usage=False),
         run_of(PLAIN, ResponseBook(), replies=ReplySet([Waiting()], heartbeat_s=0.001)).frames(),
     ):
         # On a busy machine the first sign may come before the progress does.
@@ -113,19 +106,20 @@ async def test_waiting_is_visible() -> None:
 
 
 async def test_a_chat_stream_that_fails() -> None:
-    frames = [f async for f in stream_chat(replies_of(FAILING), has_usage=True)]
+    frames = [f async for f in stream(replies_of(FAILING), ChatForm(1), has_usage=True)]
     check("chat_stream_failing.txt", "".join(frames))
 
 
 async def test_a_stream_of_completions() -> None:
     body = CompletionRequest.model_validate({"model": "m", "prompt": ["One", "Two"], "echo": True})
-    frames = [f async for f in stream_completions(replies_of(PLAIN, PLAIN), body, ["One", "Two"])]
+    form = CompletionForm(body, ["One", "Two"])
+    frames = [f async for f in stream(replies_of(PLAIN, PLAIN), form, has_usage=body.has_usage)]
     check("completions_stream.txt", "".join(frames))
 
 
 async def test_a_completion() -> None:
     body = CompletionRequest.model_validate({"model": "m", "prompt": "One", "logprobs": 1})
-    made = await collect_completions(replies_of(EVERYTHING), body, [""])
+    made = await collect(replies_of(EVERYTHING), CompletionForm(body, [""]))
     check("completion.json", json.dumps(made, indent=1, ensure_ascii=False))
 
 

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from semantic.adapters.inbound.openai.reply_set import ReplySet
+from semantic.adapters.inbound.http.streaming import ReplySet
+from semantic.adapters.inbound.responses.events import ResponseWriter
 from semantic.adapters.inbound.responses.run import ResponseBook, ResponseRun
-from semantic.adapters.inbound.responses.writer import ResponseWriter
 from semantic.domain.chat import Event, Finished, Started, TextDelta, Usage
 from semantic.domain.sampling import FinishReason
 from tests.canned_replies import CannedReply

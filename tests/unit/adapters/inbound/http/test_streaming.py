@@ -1,31 +1,18 @@
-"""Several replies read as one."""
+"""Replies read as one, signs of life while a client waits, and an end to work when it leaves."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import pytest
 
-from semantic.adapters.inbound.http import sse
-from semantic.adapters.inbound.openai.reply_set import ReplySet, start_all, times
-from semantic.domain.agents import Principal
-from semantic.domain.chat import (
-    ChatRequest,
-    Event,
-    Finished,
-    Message,
-    PrefillProgress,
-    Role,
-    TextDelta,
-    Usage,
-)
-from semantic.domain.errors import OverloadedError
-from semantic.domain.sampling import FinishReason, SamplingParams
-from tests.canned_replies import CannedInference, CannedReply
+from semantic.adapters.inbound.http import streaming
+from semantic.adapters.inbound.http.streaming import FrameLog, ReplySet
+from semantic.domain.chat import Event, Finished, PrefillProgress, TextDelta, Usage
+from semantic.domain.sampling import FinishReason
+from tests.canned_replies import CannedReply
 
 pytestmark = pytest.mark.unit
 
-REQUEST = ChatRequest("m", (Message.of(Role.USER, "hi"),))
 END = Finished(FinishReason.END_TURN, Usage(1))
 
 
@@ -55,7 +42,7 @@ async def test_silence_is_noticed() -> None:
     slow = SlowReply()
     beats = 0
     async for item in ReplySet([slow], heartbeat_s=0.001).events_and_heartbeats():
-        if isinstance(item, sse.Heartbeat):
+        if isinstance(item, streaming.Heartbeat):
             beats += 1
             slow.may_speak.set()
     assert beats >= 1
@@ -70,7 +57,7 @@ async def test_steady_progress_does_not_silence_the_heart() -> None:
 
     num_progress = 0
     async for item in ReplySet([Prefilling()], heartbeat_s=0.02).events_and_heartbeats():
-        if isinstance(item, sse.Heartbeat):
+        if isinstance(item, streaming.Heartbeat):
             break
         num_progress += 1
     assert num_progress
@@ -90,7 +77,7 @@ async def test_a_client_that_left_before_the_first_frame_cancels_all() -> None:
         await asyncio.sleep(0)
 
     scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
-    await sse.event_stream(frames(), ReplySet(replies))(scope, receive, send)
+    await streaming.EventStream(frames(), ReplySet(replies))(scope, receive, send)
     assert all(reply.is_cancelled for reply in replies)
 
 
@@ -102,26 +89,48 @@ async def test_whoever_stops_reading_cancels_all() -> None:
     assert all(reply.is_cancelled for reply in replies)
 
 
-@pytest.mark.parametrize(
-    "error", [OverloadedError("full."), RuntimeError("a defect"), asyncio.CancelledError()]
-)
-async def test_if_one_does_not_start_none_runs(error: BaseException) -> None:
-    made: list[CannedReply] = []
-
-    class Full(CannedInference):
-        async def start(self, request: ChatRequest, principal: Principal) -> CannedReply:
-            if len(made) == 2:
-                raise error
-            made.append(await super().start(request, principal))
-            return made[-1]
-
-    with pytest.raises(type(error)):
-        await start_all(Full(), times(REQUEST, 3), Principal())
-    assert [reply.is_cancelled for reply in made] == [True, True]
+def test_a_named_frame() -> None:
+    assert streaming.named("ping", {"type": "ping"}) == 'event: ping\ndata: {"type":"ping"}\n\n'
 
 
-@pytest.mark.parametrize("seed", [0, 7, -(2**63), 2**63 - 1, 2**64 - 1])
-def test_seeds_of_several_replies_differ_and_are_valid(seed: int) -> None:
-    requests = times(replace(REQUEST, sampling=SamplingParams(seed=seed)), 4)
-    assert requests[0].sampling.seed == seed
-    assert len({(request.sampling.seed or 0) % 2**64 for request in requests}) == 4
+# -- frames that are kept -----------------------------------------------------------------------
+
+
+async def read(log: FrameLog, start: int = 0) -> list[str]:
+    return [frame async for frame in log.read(start)]
+
+
+async def test_all_who_read_see_the_same_whenever_they_come() -> None:
+    log = FrameLog()
+    early = [asyncio.create_task(read(log)) for _ in range(2)]
+    log.append("a")
+    await asyncio.sleep(0)
+    late = asyncio.create_task(read(log, 1))
+    log.append("b")
+    log.end()
+    assert [await task for task in early] == [["a", "b"], ["a", "b"]]
+    assert await late == ["b"]
+    assert await read(log, 1) == ["b"]
+    assert await read(log, 5) == []
+
+
+async def test_who_waits_is_told_how_far_it_is() -> None:
+    log = FrameLog(heartbeat_s=0.01)
+    log.progress = "prefill 1/2"
+    frames = log.read()
+    assert await anext(frames) == ": prefill 1/2\n\n"
+    log.append("a")
+    assert await anext(frames) == "a"
+    log.end()
+    assert [frame async for frame in frames] == []
+
+
+async def test_who_leaves_takes_nothing_away() -> None:
+    log = FrameLog()
+    leaving = asyncio.create_task(read(log))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    log.append("a")
+    log.end()
+    assert await read(log) == ["a"]

@@ -1,6 +1,6 @@
 import pytest
 
-from semantic.adapters.inbound.responses.echo import response_of
+from semantic.adapters.inbound.responses.events import response_of
 from semantic.domain.chat import Message, Role, TextPart, ToolUsePart, Usage
 from semantic.domain.sampling import FinishReason
 from semantic.ports.inbound import PastTurn

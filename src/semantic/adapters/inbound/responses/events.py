@@ -1,30 +1,109 @@
 """A reply as an OpenAI response: the object as it grows, and the events that tell of it."""
 
+import json
 import time
 from dataclasses import dataclass, field
+from typing import Literal, NotRequired
 
+from typing_extensions import TypedDict
+
+from semantic.adapters.inbound.http.streaming import Json
+from semantic.adapters.inbound.openai.events import scored_json
 from semantic.adapters.inbound.openai.fields import outer_call_id
-from semantic.adapters.inbound.openai.output import durable_json, scored_json
-from semantic.adapters.inbound.openai.reply_set import Json
+from semantic.adapters.inbound.responses.requests import ResponsesRequest
+from semantic.adapters.inbound.wire import Count, Durable, Positive, durable_json
 from semantic.domain.chat import (
     Event,
     Failed,
     Finished,
+    Message,
     Started,
     TextDelta,
+    TextPart,
     ThinkingDelta,
     ThinkingEnded,
+    ThinkingPart,
     ToolCallDelta,
     ToolCallEnded,
     ToolCallStarted,
+    ToolUsePart,
     Usage,
 )
 from semantic.domain.errors import PoolExhaustedError, QuotaExceededError, RateLimitedError
 from semantic.domain.sampling import FinishReason
+from semantic.ports.inbound import PastTurn
 
 PREFIX = "resp_"
 _CUT_SHORT = (FinishReason.MAX_TOKENS, FinishReason.CONTEXT_FULL)
 _LIMITS = (RateLimitedError, QuotaExceededError, PoolExhaustedError)
+
+
+# -- what clients read: what is always there; a response may hold more --------------------------
+
+
+class _InputDetails(TypedDict):
+    cached_tokens: Count
+    cache_write_tokens: Count
+
+
+class _OutputDetails(TypedDict):
+    reasoning_tokens: Count
+
+
+class _Usage(TypedDict):
+    input_tokens: Positive
+    input_tokens_details: _InputDetails
+    output_tokens: Count
+    output_tokens_details: _OutputDetails
+    total_tokens: Positive
+
+
+class _OutputItem(TypedDict):
+    id: str
+    type: Literal["message", "reasoning", "function_call"]
+    status: Literal["completed", "incomplete"]
+
+
+class _Failure(TypedDict):
+    code: Literal["server_error", "rate_limit_exceeded"]
+    message: str
+
+
+class ResponseBody(TypedDict):
+    """A response."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "failed", "in_progress", "cancelled", "incomplete"]
+    model: str
+    output: list[_OutputItem]
+    error: _Failure | None
+    incomplete_details: dict[str, str] | None
+    usage: _Usage | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    store: bool
+    temperature: float | None
+    text: Json
+    tool_choice: str | Json
+    tools: list[Json]
+    top_p: float | None
+    durable: NotRequired[Durable]
+
+
+class DeletedResponse(TypedDict):
+    """A response that is gone."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+# -- a response, while it is written ------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -153,7 +232,7 @@ class ResponseWriter:
         is_cut = event.reason in _CUT_SHORT
         is_cancelled = event.reason is FinishReason.CANCELLED
         events = self._close("incomplete" if is_cut or is_cancelled else "completed")
-        self.response["usage"] = usage_json(event.usage)
+        self.response["usage"] = _usage(event.usage)
         self.response |= durable_json([event])
         if is_cut:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -162,8 +241,12 @@ class ResponseWriter:
 
     def _fail(self, event: Failed) -> list[Json]:
         events = self._close("incomplete")
-        code = "rate_limit_exceeded" if isinstance(event.error, _LIMITS) else "server_error"
-        self.response["error"] = {"code": code, "message": event.error.message}
+        is_limit = isinstance(event.error, _LIMITS)
+        failure: _Failure = {
+            "code": "rate_limit_exceeded" if is_limit else "server_error",
+            "message": event.error.message,
+        }
+        self.response["error"] = failure
         return [*events, self._end("failed")]
 
     def _end(self, status: str) -> Json:
@@ -256,8 +339,7 @@ class ResponseWriter:
         ]
 
 
-def usage_json(usage: Usage) -> Json:
-    """Tokens of a response."""
+def _usage(usage: Usage) -> _Usage:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {
@@ -268,3 +350,110 @@ def usage_json(usage: Usage) -> Json:
         "output_tokens_details": {"reasoning_tokens": usage.thinking_tokens},
         "total_tokens": usage.total_tokens,
     }
+
+
+# -- what a response repeats of its request, and responses made again from the log of turns -----
+
+_DEFAULTS: Json = {
+    "background": False,
+    "conversation": None,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": {"effort": None, "summary": None},
+    "safety_identifier": None,
+    "service_tier": "default",
+    "store": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "truncation": "disabled",
+    "user": None,
+}
+
+
+def settings_of(body: ResponsesRequest) -> Json:
+    """Repeat a request's settings, with defaults where it says nothing."""
+    names = (
+        "background", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls",
+        "previous_response_id", "prompt_cache_key", "safety_identifier", "store",
+        "top_logprobs", "user",
+    )  # fmt: skip
+    given = {name: getattr(body, name) for name in names}
+    choice = body.tool_choice
+    made: Json = {
+        **{name: value for name, value in given.items() if value is not None},
+        "text": _text(body),
+        "tool_choice": choice if isinstance(choice, str) or choice is None else choice.model_dump(),
+        "tools": [_tool(tool.model_dump()) for tool in body.functions],
+        "reasoning": body.reasoning.model_dump() if body.reasoning else None,
+    }
+    return _spelled(
+        {**_DEFAULTS, **{name: value for name, value in made.items() if value is not None}}
+    )
+
+
+def _spelled(settings: Json) -> Json:
+    """Leave out what a client's JSON may hold and ours may not: half characters, NaN, infinity."""
+    text = json.dumps(settings, ensure_ascii=False).encode("utf-8", "replace")
+    made: Json = json.loads(text, parse_constant=lambda _: None)
+    return made
+
+
+def _text(body: ResponsesRequest) -> Json:
+    wanted = body.text.format if body.text else None
+    if wanted is None or wanted.type != "json_schema":
+        return {"format": {"type": wanted.type if wanted else "text"}}
+    name, is_strict = wanted.name or "response", bool(wanted.strict)
+    made: Json = {"type": "json_schema", "name": name, "strict": is_strict}
+    return {"format": made | {"description": wanted.description, "schema": wanted.schema_}}
+
+
+def _tool(tool: Json) -> Json:
+    return {**tool, "parameters": tool["parameters"] or {}, "strict": bool(tool["strict"])}
+
+
+def response_of(request_id: str, past: PastTurn, served: str) -> Json:
+    """Make a response again from the turn that was logged; its settings are not kept there.
+
+    Args:
+        request_id: What the response is called.
+        past: The turn.
+        served: The model that is served now, where the turn does not say which one replied.
+    """
+    writer = ResponseWriter(dict(_DEFAULTS))
+    writer.feed(Started(request_id, past.model or served, past.usage))
+    for event in _events_of(past.reply):
+        writer.feed(event)
+    writer.feed(Finished(past.reason or FinishReason.END_TURN, past.usage))
+    at = int(past.created_at)
+    ended = {"completed_at": at} if writer.response["status"] == "completed" else {}
+    unknown = {"temperature": None, "top_p": None}
+    return writer.response | {"created_at": at} | unknown | ended
+
+
+def _events_of(message: Message) -> list[Event]:
+    events: list[Event] = []
+    num_calls = 0
+    for part in message.parts:
+        match part:
+            case TextPart(text):
+                events.append(TextDelta(text))
+            case ThinkingPart(text, signature):
+                events += [ThinkingDelta(text), ThinkingEnded(signature)]
+            case ToolUsePart(name, called, arguments):
+                written = json.dumps(arguments, ensure_ascii=False)
+                events += [
+                    ToolCallStarted(num_calls, name, called),
+                    ToolCallDelta(num_calls, written),
+                    ToolCallEnded(num_calls),
+                ]
+                num_calls += 1
+            case _:
+                pass
+    return events

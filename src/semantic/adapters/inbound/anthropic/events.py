@@ -9,10 +9,15 @@ import enum
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from datetime import UTC, datetime
+from typing import Literal, NotRequired
 
-from semantic.adapters.inbound.anthropic.blocks import TOOL_ID_PREFIX
-from semantic.adapters.inbound.anthropic.errors import anthropic_body
+from typing_extensions import TypedDict
+
+from semantic.adapters.inbound.anthropic.requests import TOOL_ID_PREFIX
+from semantic.adapters.inbound.http.errors import anthropic_body
+from semantic.adapters.inbound.http.streaming import Json
+from semantic.adapters.inbound.wire import Count, Durable, Positive, durable_json
 from semantic.domain.chat import (
     Event,
     Failed,
@@ -28,8 +33,7 @@ from semantic.domain.chat import (
     Usage,
 )
 from semantic.domain.sampling import FinishReason
-
-Json: TypeAlias = dict[str, object]
+from semantic.ports.inbound import ModelStatus
 
 _STOP_REASONS = {
     FinishReason.END_TURN: "end_turn",
@@ -39,6 +43,63 @@ _STOP_REASONS = {
     FinishReason.TOOL_USE: "tool_use",
     FinishReason.CANCELLED: "end_turn",
 }
+
+
+# -- what clients read: what is always there; replies may hold more -----------------------------
+
+
+class _PromptUsage(TypedDict):
+    input_tokens: Count
+    cache_creation_input_tokens: Count
+    cache_read_input_tokens: Count
+
+
+class _MessageUsage(_PromptUsage):
+    output_tokens: Count
+
+
+class AnthropicMessage(TypedDict):
+    """The answer of `/v1/messages`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[Json]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: _MessageUsage
+    durable: NotRequired[Durable]
+
+
+class TokenCount(TypedDict):
+    """The answer of `/v1/messages/count_tokens`."""
+
+    input_tokens: Positive
+
+
+class AnthropicModel(TypedDict):
+    """A model that requests may name."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int | None
+    max_tokens: int | None
+
+
+class AnthropicModelPage(TypedDict):
+    """All of them."""
+
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str
+    last_id: str
+
+
+# -- a reply ------------------------------------------------------------------------------------
 
 
 class _Kind(enum.Enum):
@@ -88,7 +149,7 @@ class MessageStream:
                 return [*self._begin(event.usage), *self._close(), *self._ending(event)]
             case Failed():
                 self._is_ended = True
-                return [anthropic_body(event.error)]
+                return [{**anthropic_body(event.error)}]
             case _:
                 return [*self._begin(), *self._content(event)]
 
@@ -98,7 +159,7 @@ class MessageStream:
         if self._is_begun or started is None:
             return []
         self._is_begun = True
-        message: Json = {
+        message: AnthropicMessage = {
             "id": f"msg_{started.request_id}",
             "type": "message",
             "role": "assistant",
@@ -117,14 +178,13 @@ class MessageStream:
             "output_tokens": event.usage.completion_tokens,
             "output_tokens_details": {"thinking_tokens": event.usage.thinking_tokens},
         }
-        # A field of ours beside Anthropic's, where it was promised.
-        durable: Json = {} if event.is_durable is None else {"durable": event.is_durable}
+        durable = durable_json([event])
         return [
             {"type": "message_delta", "delta": delta, "usage": usage, **durable},
             {"type": "message_stop"},
         ]
 
-    def _usage(self, usage: Usage) -> Json:
+    def _usage(self, usage: Usage) -> _PromptUsage:
         """The prompt's tokens in three parts that do not overlap."""
         written = usage.cache_creation_tokens if self._marks_cache else 0
         return {
@@ -231,3 +291,30 @@ def _parsed(block: dict[str, str]) -> Json:
 
 def _found(total: int, reused: int) -> Usage:
     return Usage(total, cache_read_tokens=reused, cache_creation_tokens=total - reused)
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+def model_info(status: ModelStatus) -> AnthropicModel:
+    """One model."""
+    created = datetime.fromtimestamp(int(status.created_at), UTC)
+    return {
+        "type": "model",
+        "id": status.id,
+        "display_name": status.id,
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": status.max_context or None,
+        "max_tokens": status.max_context or None,
+    }
+
+
+def models_page(models: Sequence[ModelStatus]) -> AnthropicModelPage:
+    """All of them, on one page."""
+    return {
+        "data": [model_info(status) for status in models],
+        "has_more": False,
+        "first_id": models[0].id,
+        "last_id": models[-1].id,
+    }

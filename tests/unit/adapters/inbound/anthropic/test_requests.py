@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from semantic.adapters.inbound.anthropic.blocks import system_parts
-from semantic.adapters.inbound.anthropic.schema import CountRequest, MessagesRequest
+from semantic.adapters.inbound.anthropic.requests import (
+    CountRequest,
+    MessagesRequest,
+    system_parts,
+)
 from semantic.domain.chat import (
     AgentHint,
     ChatRequest,

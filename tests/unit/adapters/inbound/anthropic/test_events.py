@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semantic.adapters.inbound.anthropic.stream import MessageStream, whole_message
-from semantic.adapters.inbound.http import sse
+from semantic.adapters.inbound.anthropic.events import MessageStream, whole_message
+from semantic.adapters.inbound.http import streaming
 from semantic.domain.chat import (
     Event,
     Failed,
@@ -39,7 +39,7 @@ def run(events: list[Event], **options: bool) -> list[dict[str, Any]]:
 
 
 def transcript(events: list[Event], **options: bool) -> str:
-    return "".join(sse.named(str(made["type"]), made) for made in run(events, **options))
+    return "".join(streaming.named(str(made["type"]), made) for made in run(events, **options))
 
 
 START = (

@@ -1,0 +1,258 @@
+"""Replies on their way to a client: server-sent events, signs of life, an end when it leaves.
+
+`ReplySet` reads all replies to one request and is the one loop that writes streams. A `FrameLog`
+keeps a stream for readers who come late or come back. Abandoned work is cancelled: it would stand
+in the queue before the same request, sent again.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from semantic.domain.chat import Event, Failed, PrefillProgress
+from semantic.ports.inbound import Reply
+
+CLIENT_LEFT = 499  # nobody reads this answer
+HEARTBEAT_S = 5.0
+WAITING = "waiting"
+Json: TypeAlias = dict[str, object]
+_T = TypeVar("_T")
+
+
+def data(payload: object) -> str:
+    """Frame a JSON payload."""
+    return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def named(event: str, payload: object) -> str:
+    """Frame a JSON payload with the event's name, for clients that go by it."""
+    return f"event: {event}\n{data(payload)}"
+
+
+def comment(text: str) -> str:
+    """Frame a comment, which clients pass over."""
+    return f": {text}\n\n"
+
+
+def prefill_comment(progress: PrefillProgress) -> str:
+    """What a comment says of a prompt that is being computed."""
+    return f"prefill {progress.done}/{progress.total}"
+
+
+class Cancellable(Protocol):
+    """A reply, or several."""
+
+    def cancel(self) -> None:
+        """Stop computing, if it has not ended."""
+        ...
+
+
+class Heartbeat:
+    """Nothing happened for a while."""
+
+
+class ReplySet:
+    """Replies that are read together and end together. Used on the event loop's thread."""
+
+    def __init__(self, replies: Sequence[Reply], heartbeat_s: float | None = None) -> None:
+        self._replies = tuple(replies)
+        self._heartbeat_s = HEARTBEAT_S if heartbeat_s is None else heartbeat_s
+
+    def __len__(self) -> int:
+        return len(self._replies)
+
+    async def frames(
+        self,
+        write: Callable[[int, Event], Awaitable[str]],
+        *,
+        opening: str = "",
+        ping: str = "",
+        end: Callable[[], str] = str,
+    ) -> AsyncIterator[str]:
+        """Write all replies as server-sent events; the first failure ends them.
+
+        Args:
+            write: Makes frames of the next event of a reply, by its number; empty for none.
+            opening: What comes first.
+            ping: What comes with the comment while nothing else does.
+            end: Makes the last frames, unless a reply failed.
+        """
+        progress = WAITING
+        if opening:
+            yield opening
+        async with contextlib.aclosing(self.events_and_heartbeats()) as items:
+            async for item in items:
+                if isinstance(item, Heartbeat):
+                    yield comment(progress) + ping
+                    continue
+                index, event = item
+                if isinstance(event, PrefillProgress):
+                    progress = prefill_comment(event)
+                if frames := await write(index, event):
+                    yield frames
+                if isinstance(event, Failed):
+                    return
+        if last := end():
+            yield last
+
+    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+        """Yield the events of all replies with the number of the reply."""
+        async for item in self.events_and_heartbeats():
+            if not isinstance(item, Heartbeat):
+                yield item
+
+    async def events_and_heartbeats(self) -> AsyncGenerator[tuple[int, Event] | Heartbeat, None]:
+        """Yield the same, and a `Heartbeat` whenever nothing came for a while.
+
+        Progress is no sign of life: it is not written out, and may come for minutes.
+        """
+        streams = [aiter(reply) for reply in self._replies]
+        pending = {_next_of(stream): index for index, stream in enumerate(streams)}
+        now = asyncio.get_running_loop().time
+        due = now() + self._heartbeat_s
+        try:
+            while pending:
+                done, _ = await asyncio.wait(
+                    pending, timeout=max(0.0, due - now()), return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in sorted(done, key=pending.__getitem__):
+                    index = pending.pop(task)
+                    event = _result_of(task)
+                    if event is None:
+                        continue
+                    pending[_next_of(streams[index])] = index
+                    if not isinstance(event, PrefillProgress):
+                        due = now() + self._heartbeat_s
+                    yield index, event
+                if pending and now() >= due:
+                    due = now() + self._heartbeat_s
+                    yield Heartbeat()
+        finally:
+            for task in pending:
+                task.cancel()
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Stop computing those that have not ended."""
+        for reply in self._replies:
+            reply.cancel()
+
+
+def _next_of(stream: AsyncIterator[Event]) -> "asyncio.Task[Event]":
+    async def step() -> Event:
+        return await anext(stream)
+
+    return asyncio.create_task(step())
+
+
+def _result_of(task: "asyncio.Task[Event]") -> Event | None:
+    """The event a stream gave; None at its end."""
+    try:
+        return task.result()
+    except StopAsyncIteration:
+        return None
+
+
+class FrameLog:
+    """Frames in their order; any number may read them while they are written.
+
+    Used on the event loop's thread.
+
+    Attributes:
+        progress: What readers are told while nothing else comes.
+    """
+
+    def __init__(self, heartbeat_s: float = HEARTBEAT_S) -> None:
+        self.progress = WAITING
+        self._heartbeat_s = heartbeat_s
+        self._frames: list[str] = []
+        self._is_ended = False
+        self._changed = asyncio.Event()
+
+    def append(self, frame: str) -> None:
+        """Add a frame."""
+        self._frames.append(frame)
+        self._tell()
+
+    def end(self) -> None:
+        """Say that no more will come."""
+        self._is_ended = True
+        self._tell()
+
+    async def read(self, start: int = 0) -> AsyncIterator[str]:
+        """Yield all frames from number `start` on, and a comment whenever none came for a while."""
+        while True:
+            while start < len(self._frames):
+                yield self._frames[start]
+                start += 1
+            if self._is_ended:
+                return
+            try:
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                yield comment(self.progress)
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+class EventStream(StreamingResponse):
+    """A stream that no proxy holds back.
+
+    It cancels its reply however it ends, even before its first frame was asked for.
+    """
+
+    def __init__(self, frames: AsyncIterator[str], reply: Cancellable | None = None) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(frames, media_type="text/event-stream", headers=headers)
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            if self._reply is not None:
+                self._reply.cancel()
+
+
+async def answer(
+    http: Request, body: Coroutine[None, None, object], replies: Cancellable
+) -> Response:
+    """Answer with a body once it is made, unless the client goes away first."""
+    try:
+        made = await unless_disconnected(body, http)
+    finally:
+        replies.cancel()
+    return Response(status_code=CLIENT_LEFT) if made is None else JSONResponse(made)
+
+
+async def unless_disconnected(work: Coroutine[Any, Any, _T], http: Request) -> _T | None:
+    """Wait for some work, unless the client goes away first: then it is cancelled."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(http))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _disconnected(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def reply_or_stream(body: Any) -> dict[int | str, dict[str, Any]]:
+    """Document an answer that is an object, or a stream of events."""
+    stream = {"text/event-stream": {"schema": {"description": "Server-sent events."}}}
+    return {200: {"model": body, "content": stream, "description": "The reply."}}

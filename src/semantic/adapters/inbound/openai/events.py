@@ -1,0 +1,440 @@
+"""Replies as OpenAI's chat completions and older completions, whole or as a stream of chunks.
+
+A `ReplyForm` knows how one protocol shows a choice; `collect` and `stream` do the rest.
+"""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, NotRequired, Protocol
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from semantic.adapters.inbound.http import streaming
+from semantic.adapters.inbound.http.errors import openai_body
+from semantic.adapters.inbound.http.streaming import Json, ReplySet
+from semantic.adapters.inbound.openai.fields import outer_call_id
+from semantic.adapters.inbound.openai.requests import CompletionRequest
+from semantic.adapters.inbound.wire import Count, Durable, Positive, durable_json
+from semantic.domain.chat import (
+    Event,
+    Failed,
+    Finished,
+    ScoredToken,
+    Started,
+    TextDelta,
+    ThinkingDelta,
+    ToolCallDelta,
+    ToolCallStarted,
+)
+from semantic.domain.sampling import FinishReason
+
+_FINISH_REASONS = {
+    FinishReason.END_TURN: "stop",
+    FinishReason.STOP_SEQUENCE: "stop",
+    FinishReason.MAX_TOKENS: "length",
+    FinishReason.CONTEXT_FULL: "length",
+    FinishReason.TOOL_USE: "tool_calls",
+    FinishReason.CANCELLED: "stop",
+}
+_IMPOSSIBLE = -9999.0
+
+
+# -- what clients read: what is always there; replies may hold more -----------------------------
+
+
+class PromptDetails(TypedDict):
+    """Of the prompt's tokens."""
+
+    cached_tokens: Count
+    cache_write_tokens: Count
+
+
+class CompletionDetails(TypedDict):
+    """Of the reply's tokens."""
+
+    reasoning_tokens: Count
+
+
+class ReplyUsage(TypedDict):
+    """Tokens of a request."""
+
+    prompt_tokens: Positive
+    completion_tokens: Count
+    total_tokens: Positive
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class _CalledFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class _ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: _CalledFunction
+
+
+class _ReplyMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[_ToolCall]]
+
+
+class _ChatChoice(TypedDict):
+    index: Count
+    message: _ReplyMessage
+    logprobs: Json | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class _Logprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class _CompletionChoice(TypedDict):
+    index: Count
+    text: str
+    logprobs: _Logprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class _Reply(TypedDict):
+    id: str
+    created: int
+    model: str
+    usage: ReplyUsage
+    durable: NotRequired[Durable]
+
+
+class ChatCompletion(_Reply):
+    """The answer of `/v1/chat/completions`."""
+
+    object: Literal["chat.completion"]
+    choices: Annotated[list[_ChatChoice], Field(min_length=1)]
+
+
+class Completion(_Reply):
+    """The answer of `/v1/completions`."""
+
+    object: Literal["text_completion"]
+    choices: Annotated[list[_CompletionChoice], Field(min_length=1)]
+
+
+# -- a reply, whole or as a stream --------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class CollectedReply:
+    """One reply while it is collected."""
+
+    text: list[str] = field(default_factory=list)
+    thinking: list[str] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)
+    calls: list[ToolCallStarted] = field(default_factory=list)
+    arguments: dict[int, list[str]] = field(default_factory=dict)
+    finished: Finished | None = None
+
+    def add(self, event: Event) -> None:
+        """Take the next event.
+
+        Raises:
+            SemanticError: the reply failed.
+        """
+        match event:
+            case TextDelta():
+                self.text.append(event.text)
+                self.scored += event.logprobs
+            case ThinkingDelta(text):
+                self.thinking.append(text)
+            case ToolCallStarted(index):
+                self.calls.append(event)
+                self.arguments[index] = []
+            case ToolCallDelta(index, arguments):
+                self.arguments[index].append(arguments)
+            case Finished():
+                self.finished = event
+            case Failed(error):
+                raise error
+            case _:
+                pass
+
+    def message(self) -> _ReplyMessage:
+        """The assistant's message; one of calls alone has no content."""
+        text = "".join(self.text)
+        message: _ReplyMessage = {"role": "assistant", "content": text, "refusal": None}
+        if self.thinking:
+            message["reasoning_content"] = "".join(self.thinking)
+        if self.calls:
+            message["content"] = text or None
+            message["tool_calls"] = [
+                _call(call, "".join(self.arguments[call.index])) for call in self.calls
+            ]
+        return message
+
+
+class ReplyForm(Protocol):
+    """How replies are shown.
+
+    Attributes:
+        prefix: Of ids.
+        kind: What the object calls itself, whole.
+        chunk_kind: And in a stream.
+        num_replies: How many replies each prompt has.
+    """
+
+    prefix: str
+    kind: str
+    chunk_kind: str
+    num_replies: int
+
+    def whole(self, index: int, reply: CollectedReply) -> Json:
+        """A choice."""
+        ...
+
+    def chunk(self, index: int, event: Event) -> Json | None:
+        """What an event adds to a choice; None if nothing."""
+        ...
+
+
+async def collect(replies: ReplySet, form: ReplyForm) -> Json:
+    """Wait for all replies and make one object of them.
+
+    Raises:
+        SemanticError: one of them failed.
+    """
+    head: Json = {}
+    collected = [CollectedReply() for _ in range(len(replies))]
+    async for index, event in replies.events():
+        if isinstance(event, Started):
+            head = head or _head(event, form.prefix, form.kind)
+        else:
+            collected[index].add(event)
+    finished = [reply.finished for reply in collected if reply.finished is not None]
+    if len(finished) < len(collected):
+        raise AssertionError("a reply ended without a final event")
+    choices = [form.whole(index, reply) for index, reply in enumerate(collected)]
+    usage = _usage(finished, form.num_replies)
+    return {**head, "choices": choices, "usage": usage, **durable_json(finished)}
+
+
+def stream(replies: ReplySet, form: ReplyForm, *, has_usage: bool) -> AsyncIterator[str]:
+    """Write all replies as server-sent events."""
+    writer = _ChunkWriter(form, has_usage=has_usage)
+    return replies.frames(writer.write, end=writer.end)
+
+
+class _ChunkWriter:
+    """Replies as chunks; those that ended are counted at the end, where that is wanted."""
+
+    def __init__(self, form: ReplyForm, *, has_usage: bool) -> None:
+        self._form = form
+        self._has_usage = has_usage
+        self._head: Json = {}
+        self._finished: dict[int, Finished] = {}
+
+    async def write(self, index: int, event: Event) -> str:
+        """Make a frame of the next event; empty for none."""
+        match event:
+            case Started() if not self._head:
+                self._head = _head(event, self._form.prefix, self._form.chunk_kind)
+                self._head |= {"usage": None} if self._has_usage else {}
+            case Finished():
+                self._finished[index] = event
+            case Failed(error):
+                return streaming.data(openai_body(error))
+            case _:
+                pass
+        choice = self._form.chunk(index, event)
+        if choice is None:
+            return ""
+        durable = durable_json([event] if isinstance(event, Finished) else [])
+        return streaming.data({**self._head, "choices": [choice], **durable})
+
+    def end(self) -> str:
+        """Make the last frames."""
+        done = "data: [DONE]\n\n"
+        if not self._has_usage:
+            return done
+        finished = [self._finished[index] for index in sorted(self._finished)]
+        usage = _usage(finished, self._form.num_replies)
+        return streaming.data({**self._head, "choices": [], "usage": usage}) + done
+
+
+class ChatForm:
+    """Chat completions; see `ReplyForm`."""
+
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, num_replies: int) -> None:
+        self.num_replies = num_replies
+
+    def whole(self, index: int, reply: CollectedReply) -> Json:
+        """A choice."""
+        return _choice(index, {"message": reply.message()}, reply.finished, reply.scored)
+
+    def chunk(self, index: int, event: Event) -> Json | None:
+        """What an event adds to a choice; None if nothing."""
+        delta: Json
+        match event:
+            case Started():
+                # Empty text would open a text part in clients, also where only calls follow.
+                delta = {"role": "assistant", "content": None, "refusal": None}
+            case TextDelta():
+                return _choice(index, {"delta": {"content": event.text}}, None, event.logprobs)
+            case ThinkingDelta(text):
+                delta = {"reasoning_content": text}
+            case ToolCallStarted():
+                delta = {"tool_calls": [{"index": event.index, **_call(event, "")}]}
+            case ToolCallDelta():
+                function = {"arguments": event.arguments}
+                delta = {"tool_calls": [{"index": event.index, "function": function}]}
+            case Finished():
+                return _choice(index, {"delta": {}}, event)
+            case _:
+                return None
+        return _choice(index, {"delta": delta})
+
+
+class CompletionForm:
+    """Older completions; see `ReplyForm`. Knows how long each text is so far.
+
+    Args:
+        body: The request.
+        echoes: What stands before each prompt's replies.
+    """
+
+    prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, body: CompletionRequest, echoes: Sequence[str]) -> None:
+        self.num_replies = body.num_replies
+        self._has_logprobs = body.logprobs is not None
+        self._echoes = [echo for echo in echoes for _ in range(body.num_replies)]
+        self._num_characters = [len(echo) for echo in self._echoes]
+
+    def whole(self, index: int, reply: CollectedReply) -> Json:
+        """A choice."""
+        text = "".join([self._echoes[index], *reply.text])
+        return self._choice(index, text, reply.scored, reply.finished)
+
+    def chunk(self, index: int, event: Event) -> Json | None:
+        """What an event adds to a choice; None if nothing."""
+        match event:
+            case Started() if self._echoes[index]:
+                return self._choice(index, self._echoes[index])
+            case TextDelta():
+                return self._choice(index, event.text, event.logprobs)
+            case Finished():
+                return self._choice(index, "", (), event)
+            case _:
+                return None
+
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        scored: Sequence[ScoredToken] = (),
+        finished: Finished | None = None,
+    ) -> Json:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(index, scored) if self._has_logprobs else None,
+            "finish_reason": _FINISH_REASONS[finished.reason] if finished else None,
+        }
+
+    def _logprobs(self, index: int, scored: Sequence[ScoredToken]) -> _Logprobs:
+        texts = [_decoded(token.text) for token in scored]
+        offsets = []
+        for text in texts:
+            offsets.append(self._num_characters[index])
+            self._num_characters[index] += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(token.logprob) for token in scored],
+            "top_logprobs": [
+                {_decoded(text): _finite(logprob) for text, logprob in token.top}
+                for token in scored
+            ],
+            "text_offset": offsets,
+        }
+
+
+# -- pieces -------------------------------------------------------------------------------------
+
+
+def _head(started: Started, prefix: str, kind: str) -> Json:
+    return {
+        "id": f"{prefix}-{started.request_id}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": started.model,
+        "system_fingerprint": started.fingerprint,
+    }
+
+
+def _choice(
+    index: int, content: Json, finished: Finished | None = None, scored: Sequence[ScoredToken] = ()
+) -> Json:
+    logprobs = {"content": [scored_json(s) for s in scored], "refusal": None} if scored else None
+    return {
+        "index": index,
+        **content,
+        "logprobs": logprobs,
+        "finish_reason": _FINISH_REASONS[finished.reason] if finished else None,
+    }
+
+
+def _call(call: ToolCallStarted, arguments: str) -> _ToolCall:
+    function: _CalledFunction = {"name": call.name, "arguments": arguments}
+    return {"id": outer_call_id(call.id), "type": "function", "function": function}
+
+
+def scored_json(token: ScoredToken) -> Json:
+    """A token with its log-probability and those of the likeliest in its place."""
+    top = [_token(text, logprob) for text, logprob in token.top]
+    return {**_token(token.text, token.logprob), "top_logprobs": top}
+
+
+def _token(text: bytes, logprob: float) -> Json:
+    return {"token": _decoded(text), "bytes": list(text), "logprob": _finite(logprob)}
+
+
+def _decoded(text: bytes) -> str:
+    return text.decode("utf-8", "replace")
+
+
+def _finite(logprob: float) -> float:
+    """A log-probability that JSON can spell: OpenAI's number for the impossible."""
+    return max(logprob, _IMPOSSIBLE)
+
+
+def _usage(finished: Sequence[Finished], num_replies: int) -> ReplyUsage:
+    """Tokens of all replies; those to one prompt, which lie together, count it once."""
+    usages = [event.usage for event in finished]
+    prompts = usages[::num_replies]
+    num_prompt = sum(usage.prompt_tokens for usage in prompts)
+    num_completion = sum(usage.completion_tokens for usage in usages)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(usage.cache_read_tokens for usage in prompts),
+            "cache_write_tokens": sum(usage.cache_creation_tokens for usage in prompts),
+        },
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(usage.thinking_tokens for usage in usages)
+        },
+    }

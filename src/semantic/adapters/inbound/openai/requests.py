@@ -1,0 +1,437 @@
+"""OpenAI's requests for chat and for older completions, and their translation to ours."""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import ConfigDict, Field, StrictInt, StrictStr, ValidationInfo, field_validator
+
+from semantic.adapters.inbound.openai.fields import (
+    MAX_REPLIES,
+    RequestFields,
+    StreamOptions,
+    call_arguments,
+    inner_call_id,
+    refuse,
+    thinking_of,
+)
+from semantic.adapters.inbound.wire import MAX_MESSAGES, NO_LIMIT, Schema, capped, capped_parts
+from semantic.domain.chat import (
+    AgentHint,
+    ChatRequest,
+    ImagePart,
+    JsonFormat,
+    Message,
+    OutputFormat,
+    Part,
+    RawPrompt,
+    Role,
+    TextPart,
+    Thinking,
+    ThinkingPart,
+    ToolChoice,
+    ToolMode,
+    ToolResultPart,
+    ToolSpec,
+    ToolUsePart,
+    is_continuable,
+)
+from semantic.domain.errors import InvalidRequestError
+from semantic.domain.sampling import MAX_TOP_LOGPROBS
+
+_TOOL_PARAMETERS = re.compile(r"(tools\[\d+\])\.(parameters)")
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_MAX_IDS = 2_000_000
+_Ids: TypeAlias = list[StrictInt]
+_Prompt: TypeAlias = StrictStr | _Ids | list[StrictStr] | list[_Ids]
+
+
+# -- messages ----------------------------------------------------------------------------------
+
+
+class _ImageUrl(Schema):
+    url: str
+
+
+class _Content(Schema):
+    """A part of a message. One class for all types, so that an error names the wrong field."""
+
+    type: Literal["text", "image_url", "refusal"]
+    text: str | None = Field(None, validate_default=True)
+    image_url: _ImageUrl | None = Field(None, validate_default=True)
+    refusal: str | None = Field(None, validate_default=True)
+
+    @field_validator("text", "image_url", "refusal")
+    @classmethod
+    def _require_own_field(
+        cls, value: str | _ImageUrl | None, info: ValidationInfo
+    ) -> str | _ImageUrl | None:
+        if value is None and info.data.get("type") == info.field_name:
+            raise ValueError(f"a part of type {info.field_name} needs it")
+        return value
+
+    def to_domain(self) -> TextPart | ImagePart:
+        if self.type == "image_url" and self.image_url is not None:
+            return ImagePart("image/*", self.image_url.url)
+        return TextPart(self.text or self.refusal or "")
+
+
+class _CalledFunction(Schema):
+    name: str
+    arguments: str | None = None
+
+
+class _ToolCall(Schema):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: _CalledFunction
+
+    def to_domain(self) -> ToolUsePart:
+        arguments = call_arguments(self.function.arguments or "")
+        return ToolUsePart(inner_call_id(self.id), self.function.name, arguments)
+
+
+class ChatMessage(Schema):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Content] | None = Field(None, validate_default=True)
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = Field(None, validate_default=True)
+
+    @field_validator("tool_calls", mode="before")
+    @classmethod
+    def _cap_calls(cls, value: object) -> object:
+        return capped(value)
+
+    @field_validator("content")
+    @classmethod
+    def _require_content(
+        cls, value: str | list[_Content] | None, info: ValidationInfo
+    ) -> str | list[_Content] | None:
+        if value is None and info.data.get("role") not in ("assistant", None):
+            raise ValueError("it is required for this role")
+        return value
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _require_call(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None and info.data.get("role") == "tool":
+            raise ValueError("it is required for this role")
+        return value
+
+    def to_domain(self) -> Message:
+        """Translate; `developer` is OpenAI's newer word for `system`."""
+        content = self._content()
+        if self.role == "tool":
+            return Message(
+                Role.TOOL, (ToolResultPart(inner_call_id(self.tool_call_id or ""), content),)
+            )
+        if self.role == "assistant":
+            return Message(Role.ASSISTANT, self._reply(content))
+        role = Role.USER if self.role == "user" else Role.SYSTEM
+        return Message(role, content)
+
+    def _content(self) -> tuple[TextPart | ImagePart, ...]:
+        if isinstance(self.content, str):
+            return (TextPart(self.content),)
+        return tuple(part.to_domain() for part in self.content or ())
+
+    def _reply(self, content: tuple[TextPart | ImagePart, ...]) -> tuple[Part, ...]:
+        thought = self.reasoning_content or self.reasoning
+        thinking = (ThinkingPart(thought),) if thought else ()
+        calls = tuple(call.to_domain() for call in self.tool_calls or ())
+        is_silent = bool(calls) and self.content in ("", None)
+        return (*thinking, *(() if is_silent else content), *calls)
+
+
+# -- requests ----------------------------------------------------------------------------------
+
+
+class _RepliesFields(RequestFields):
+    """What may ask for several replies, each a choice."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_REPLIES)
+
+    @property
+    def num_replies(self) -> int:
+        """How many replies each prompt gets."""
+        return self.n or 1
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream is to end with its usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class _JsonSchema(Schema):
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class _ResponseFormat(Schema):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: _JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # as llama.cpp has it
+
+    def to_domain(self) -> OutputFormat | None:
+        nested = self.json_schema
+        refuse(
+            self.type == "json_schema" and nested is None and self.schema_ is None,
+            "response_format.json_schema",
+            "a response_format of type json_schema needs it.",
+        )
+        refuse(
+            nested is not None and self.schema_ is not None,
+            "response_format.schema",
+            "send it or response_format.json_schema, not both.",
+        )
+        if self.type == "text":
+            refuse(nested or self.schema_, "response_format.type", "a schema needs json_schema.")
+            return None
+        if nested is not None:
+            return JsonFormat(nested.schema_, bool(nested.strict))
+        return JsonFormat(self.schema_)
+
+
+class _Function(Schema):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Tool(Schema):
+    type: Literal["function"]
+    function: _Function
+
+    def to_domain(self) -> ToolSpec:
+        function = self.function
+        return ToolSpec(
+            function.name,
+            function.description or "",
+            function.parameters or {},
+            is_strict=bool(function.strict),
+        )
+
+
+class _FunctionName(Schema):
+    name: str
+
+
+class _NamedTool(Schema):
+    type: Literal["function"]
+    function: _FunctionName
+
+
+class _TemplateOptions(Schema):
+    enable_thinking: bool | None = None
+
+
+class ChatCompletionRequest(_RepliesFields):
+    """The body of `POST /v1/chat/completions`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "smollm2-135m-instruct",
+                    "messages": [{"role": "user", "content": "Say hi."}],
+                }
+            ]
+        }
+    )
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: int | None = Field(None, ge=NO_LIMIT)
+    max_completion_tokens: int | None = Field(None, ge=NO_LIMIT)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[_Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | _NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: _ResponseFormat | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: _TemplateOptions | None = None
+    functions: list[Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    echo: bool | None = None
+    chat_template: str | None = None
+
+    @field_validator("tools", "functions", mode="before")
+    @classmethod
+    def _cap_tools(cls, value: object) -> object:
+        return capped(value)
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _cap_parts(cls, value: object) -> object:
+        return capped_parts(value, "parts of content")
+
+    def to_domain(self, said: AgentHint) -> ChatRequest:
+        """Translate to our terms.
+
+        Raises:
+            InvalidRequestError: a field has a value we cannot honour.
+        """
+        refuse(self.functions, "functions", "functions are not supported; send tools.")
+        refuse(
+            self.chat_template, "chat_template", "the model's own template is used; leave it out."
+        )
+        refuse(self.echo, "echo", "a reply does not repeat the message that it continues.")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError(
+                "top_logprobs needs logprobs to be true.", param="top_logprobs"
+            )
+        wanted = self.max_completion_tokens
+        messages = tuple(message.to_domain() for message in self.messages)
+        return ChatRequest(
+            model=self.model or "",
+            messages=messages,
+            tools=tuple(tool.to_domain() for tool in self.tools or ()),
+            tool_choice=self._tool_choice(),
+            sampling=self.sampling((self.top_logprobs or 0) if self.logprobs else None),
+            stop=self.stop_rules(self.max_tokens if wanted is None else wanted),
+            output_format=self.form(self._own_form(), "response_format"),
+            thinking=self._thinking(),
+            agent=self.hint(said),
+            is_continued=self._is_continued(messages),
+        )
+
+    def spelled(self, param: str | None) -> str | None:
+        """Return our name of a field as this client spelled it."""
+        is_newer = param == "max_tokens" and self.max_completion_tokens is not None
+        if is_newer:
+            return "max_completion_tokens"
+        if param == "response_format":
+            return self.form_param(param)
+        return param and _TOOL_PARAMETERS.sub(r"\1.function.\2", param)
+
+    def _is_continued(self, messages: Sequence[Message]) -> bool:
+        """Whether the reply goes on with the last message; said so, or as llama.cpp does."""
+        is_new = self.add_generation_prompt
+        wanted = self.continue_final_message
+        refuse(
+            wanted and is_new,
+            "add_generation_prompt",
+            "send it or continue_final_message, not both.",
+        )
+        is_continued = (is_continuable(messages) and not is_new) if wanted is None else wanted
+        refuse(
+            is_new is False and not is_continued,
+            "add_generation_prompt",
+            "a reply that continues no message needs the generation prompt; leave it out.",
+        )
+        return is_continued
+
+    def _own_form(self) -> OutputFormat | None:
+        return self.response_format.to_domain() if self.response_format else None
+
+    def _tool_choice(self) -> ToolChoice:
+        is_parallel = self.parallel_tool_calls is not False
+        choice = self.tool_choice or "auto"
+        if isinstance(choice, str):
+            return ToolChoice(ToolMode(choice), is_parallel=is_parallel)
+        return ToolChoice(ToolMode.NAMED, choice.function.name, is_parallel)
+
+    def _thinking(self) -> Thinking | None:
+        options = self.chat_template_kwargs
+        if options is not None and options.enable_thinking is not None:
+            return Thinking(options.enable_thinking)
+        return thinking_of(self.reasoning_effort)
+
+
+class CompletionRequest(_RepliesFields):
+    """The body of `POST /v1/completions`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "smollm2-135m-instruct",
+                    "prompt": "The capital of France is",
+                }
+            ]
+        }
+    )
+
+    prompt: Annotated[_Prompt, Field(union_mode="left_to_right")]
+    max_tokens: int | None = Field(None, ge=NO_LIMIT)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _check_prompt(cls, value: object) -> object:
+        """Say what is wrong with a prompt once, not for every type it could have been."""
+        entries: list[Any] = value if isinstance(value, list) else [value]
+        kinds = {type(entry) for entry in entries}
+        is_known = kinds in ({str}, {int}) or (
+            kinds == {list}
+            and all(ids and {type(token) for token in ids} == {int} for ids in entries)
+        )
+        if not is_known:
+            raise ValueError("it must be a string, a list of strings, token ids, or lists of them")
+        if len(entries) > (_MAX_IDS if kinds == {int} else MAX_REPLIES):
+            raise ValueError(f"at most {MAX_REPLIES} prompts are allowed, not {len(entries)}")
+        return value
+
+    @property
+    def prompts(self) -> list[str | tuple[int, ...]]:
+        """The prompts, each as text or as ids."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        ids = tuple(entry for entry in given if isinstance(entry, int))
+        if ids:
+            return [ids]
+        return [p if isinstance(p, str) else tuple(p) for p in given if not isinstance(p, int)]
+
+    def to_domain(self, said: AgentHint) -> list[ChatRequest]:
+        """Translate to our terms, a request for each prompt.
+
+        Raises:
+            InvalidRequestError: a field has a value we cannot honour.
+        """
+        refuse(self.suffix, "suffix", "suffix is not supported: models here write on, not between.")
+        refuse(
+            self.best_of not in (None, 1, self.num_replies),
+            "best_of",
+            "best_of is not supported; leave it out, or let it equal n.",
+        )
+        refuse(
+            self.echo and self.logprobs is not None,
+            "echo",
+            "echo with logprobs is not supported: the prompt's tokens are not scored.",
+        )
+        if len(self.prompts) * self.num_replies > MAX_REPLIES:
+            raise InvalidRequestError(
+                f"at most {MAX_REPLIES} replies a request are allowed.", param="n"
+            )
+        output_format = self.form(None, "response_format")
+        max_tokens = _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return [
+            ChatRequest(
+                model=self.model or "",
+                messages=(),
+                raw_prompt=RawPrompt(prompt),
+                sampling=self.sampling(self.logprobs),
+                stop=self.stop_rules(max_tokens),
+                output_format=output_format,
+                agent=self.hint(said),
+            )
+            for prompt in self.prompts
+        ]
+
+    def spelled(self, param: str | None) -> str | None:
+        """Return our name of a field as this client spelled it."""
+        if param == "response_format":
+            return self.form_param(param)
+        return "prompt" if param == "messages" else param

@@ -1,0 +1,396 @@
+"""OpenAI's Responses request as clients send it, and its translation to ours.
+
+What we reply as one message, clients send again as several items: neighbours that are the
+assistant's become one message again, or its tokens could not be found.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
+
+from semantic.adapters.inbound.openai.fields import (
+    RequestFields,
+    call_arguments,
+    inner_call_id,
+    refuse,
+    thinking_of,
+)
+from semantic.adapters.inbound.wire import MAX_MESSAGES, NO_LIMIT, Schema, capped
+from semantic.domain.chat import (
+    AgentHint,
+    ChatRequest,
+    ImagePart,
+    JsonFormat,
+    Message,
+    OutputFormat,
+    Part,
+    Role,
+    TextPart,
+    ThinkingPart,
+    ToolChoice,
+    ToolMode,
+    ToolResultPart,
+    ToolSpec,
+    ToolUsePart,
+    is_continuable,
+)
+from semantic.domain.sampling import MAX_TOP_LOGPROBS
+from semantic.ports.inbound import PastTurn
+
+_KNOWN = frozenset(
+    {
+        "message", "reasoning", "function_call", "function_call_output", "custom_tool_call",
+        "custom_tool_call_output",
+    }
+)  # fmt: skip
+# Records of tools that run elsewhere: the model is not offered them, and cannot be shown them.
+_SKIPPED = frozenset(
+    {
+        "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call",
+        "computer_call", "computer_call_output", "local_shell_call", "local_shell_call_output",
+        "shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output",
+        "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response",
+        "tool_search_call", "tool_search_output",
+    }
+)  # fmt: skip
+_TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+
+
+class ItemContent(Schema):
+    """A part of an item."""
+
+    type: str
+    text: str | None = Field(None, validate_default=True)
+    refusal: str | None = None
+    image_url: str | None = None
+
+    @field_validator("type")
+    @classmethod
+    def _require_known(cls, value: str) -> str:
+        if value not in _TEXTS | {"refusal", "input_image"}:
+            raise ValueError(f"parts of type {value!r} are not supported; send input_text")
+        return value
+
+    @field_validator("text")
+    @classmethod
+    def _require_text(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None and info.data.get("type") in _TEXTS:
+            raise ValueError("a part of text needs it")
+        return value
+
+    def to_domain(self) -> TextPart | ImagePart:
+        """Translate."""
+        if self.type == "input_image":
+            return ImagePart("image/*", self.image_url or "")
+        return TextPart(self.text or self.refusal or "")
+
+
+class InputItem(Schema):
+    """One item of any type, so that an error names the wrong field."""
+
+    type: str = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = Field(
+        None, validate_default=True
+    )
+    content: str | list[ItemContent] | None = Field(None, validate_default=True)
+    call_id: str | None = Field(None, validate_default=True)
+    name: str | None = Field(None, validate_default=True)
+    arguments: str | None = None
+    input: str | None = None
+    output: str | list[ItemContent] | None = Field(None, validate_default=True)
+    summary: list[ItemContent] | None = None
+    encrypted_content: str | None = None
+
+    @field_validator("content", "output", "summary", mode="before")
+    @classmethod
+    def _cap_parts(cls, value: object) -> object:
+        return capped(value)
+
+    @field_validator("type")
+    @classmethod
+    def _require_known(cls, value: str) -> str:
+        if value == "item_reference":
+            raise ValueError("references are not supported; send the item itself")
+        if value not in _KNOWN | _SKIPPED:
+            raise ValueError(f"items of type {value!r} are not supported")
+        return value
+
+    @field_validator("role", "content", "call_id", "name", "output")
+    @classmethod
+    def _require_own_fields(cls, value: object, info: ValidationInfo) -> object:
+        kind = info.data.get("type")
+        needed = {
+            "message": ("role", "content"),
+            "function_call": ("call_id", "name"),
+            "custom_tool_call": ("call_id", "name"),
+            "function_call_output": ("call_id", "output"),
+            "custom_tool_call_output": ("call_id", "output"),
+        }.get(kind or "", ())
+        if value is None and info.field_name in needed:
+            raise ValueError(f"an item of type {kind} needs it")
+        return value
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the model cannot be shown it."""
+        return self.type in _SKIPPED
+
+    @property
+    def is_reply(self) -> bool:
+        """Whether the assistant said it."""
+        is_said = self.type == "message" and self.role == "assistant"
+        return is_said or self.type in ("reasoning", "function_call", "custom_tool_call")
+
+    def reply_parts(self) -> tuple[Part, ...]:
+        """What it adds to the assistant's message."""
+        if self.type == "reasoning":
+            return self._thinking()
+        if self.type == "message":
+            return _parts(self.content)
+        if self.type == "custom_tool_call":
+            arguments = call_arguments(self.arguments or "") | {"input": self.input or ""}
+        else:
+            arguments = call_arguments(self.arguments or "")
+        return (ToolUsePart(inner_call_id(self.call_id or ""), self.name or "", arguments),)
+
+    def message(self) -> Message:
+        """It as a message of its own; not for replies."""
+        if self.type == "message":
+            role = Role.USER if self.role == "user" else Role.SYSTEM
+            return Message(role, _parts(self.content))
+        result = ToolResultPart(inner_call_id(self.call_id or ""), _parts(self.output))
+        return Message(Role.TOOL, (result,))
+
+    def _thinking(self) -> tuple[Part, ...]:
+        """Thinking as we gave it out: its text, or only the handle of it."""
+        content = self.content if isinstance(self.content, list) else []
+        text = "".join(part.text or "" for part in content or self.summary or ())
+        handle = self.encrypted_content or ""
+        if text:
+            return (ThinkingPart(text, handle),)
+        return (ThinkingPart("", handle, is_redacted=True),) if handle else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sourced:
+    """A message and where in the request it came from."""
+
+    message: Message
+    source: str
+
+
+def messages_of(given: str | Sequence[InputItem]) -> list[Sourced]:
+    """Translate a request's input."""
+    if isinstance(given, str):
+        return [Sourced(Message.of(Role.USER, given), "input")]
+    made: list[Sourced] = []
+    parts: list[Part] = []
+    start = 0
+    for index, item in enumerate(given):
+        if item.is_skipped:
+            continue
+        if item.is_reply:
+            start = start if parts else index
+            parts += item.reply_parts()
+            continue
+        if parts:
+            made.append(Sourced(Message(Role.ASSISTANT, tuple(parts)), f"input[{start}]"))
+            parts = []
+        made.append(Sourced(item.message(), f"input[{index}]"))
+    if parts:
+        made.append(Sourced(Message(Role.ASSISTANT, tuple(parts)), f"input[{start}]"))
+    return made
+
+
+def _parts(content: str | list[ItemContent] | None) -> tuple[TextPart | ImagePart, ...]:
+    if isinstance(content, str):
+        return (TextPart(content),)
+    return tuple(part.to_domain() for part in content or ())
+
+
+_LOGPROBS = "message.output_text.logprobs"
+_ENCRYPTED = "reasoning.encrypted_content"
+_MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
+
+
+class _Tool(Schema):
+    """A tool of any type; all but functions are skipped."""
+
+    type: str
+    name: str | None = Field(None, validate_default=True)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _require_name(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None and info.data.get("type") == "function":
+            raise ValueError("a function needs it")
+        return value
+
+    def to_domain(self) -> ToolSpec:
+        return ToolSpec(
+            self.name or "",
+            self.description or "",
+            self.parameters or {},
+            is_strict=bool(self.strict),
+        )
+
+
+class _NamedTool(Schema):
+    type: Literal["function"]
+    name: str
+
+
+class _TextFormat(Schema):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class _Text(Schema):
+    format: _TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class _Reasoning(Schema):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(RequestFields):
+    """The body of `POST /v1/responses`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "smollm2-135m-instruct",
+                    "input": "Say hi.",
+                }
+            ]
+        }
+    )
+
+    input: str | list[InputItem] | None = Field(None, max_length=None)
+    instructions: str | None = None
+    previous_response_id: str | None = Field(None, max_length=512)
+    store: bool | None = None
+    background: bool | None = None
+    include: list[str] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | _NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: _Text | None = None
+    reasoning: _Reasoning | None = None
+    max_output_tokens: int | None = Field(None, ge=NO_LIMIT)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+
+    @field_validator("tools", "include", "metadata", mode="before")
+    @classmethod
+    def _cap(cls, value: object) -> object:
+        return capped(value)
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _cap_items(cls, value: object) -> object:
+        return capped(value, MAX_MESSAGES)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the response may be asked for later."""
+        return self.store is not False
+
+    @property
+    def wants_handles(self) -> bool:
+        """Whether thinking comes with a handle that stands for it."""
+        return _ENCRYPTED in (self.include or ())
+
+    @property
+    def functions(self) -> list[_Tool]:
+        """The tools that the model is offered."""
+        return [tool for tool in self.tools or () if tool.type == "function"]
+
+    def to_domain(self, said: AgentHint, past: PastTurn | None) -> ChatRequest:
+        """Translate to our terms.
+
+        Args:
+            said: What the headers say about who is asking.
+            past: The turn this goes on from.
+
+        Raises:
+            InvalidRequestError: a field has a value we cannot honour.
+        """
+        refuse(self.conversation, "conversation", "send previous_response_id instead.")
+        refuse(self.prompt, "prompt", "stored prompts are not supported; send input.")
+        refuse(self.background and not self.is_stored, "background", "it needs store to be true.")
+        has_logprobs = self.top_logprobs is not None or _LOGPROBS in (self.include or ())
+        messages = [sourced.message for sourced in self._messages(past)]
+        return ChatRequest(
+            model=self.model or "",
+            messages=tuple(messages),
+            tools=tuple(tool.to_domain() for tool in self.functions),
+            tool_choice=self._tool_choice(),
+            sampling=self.sampling((self.top_logprobs or 0) if has_logprobs else None),
+            stop=self.stop_rules(self.max_output_tokens),
+            output_format=self.form(self._own_form(), "text.format"),
+            thinking=thinking_of(self.reasoning.effort if self.reasoning else None),
+            agent=replace(self.hint(said), previous_turn=past.turn_id if past else None),
+            is_stored=self.is_stored,
+            is_continued=bool(self.input) and is_continuable(messages),
+        )
+
+    def spelled(self, param: str | None, past: PastTurn | None) -> str | None:
+        """Return our name of a field as this client spelled it."""
+        if param == "response_format":
+            return self.form_param("text.format")
+        names = {"messages": "input", "max_tokens": "max_output_tokens"}
+        found = _MESSAGE.fullmatch(param or "")
+        if found is None:
+            return names.get(param or "", param)
+        messages = self._messages(past)
+        source = messages[int(found[1])].source
+        is_listed = source.startswith("input[") and messages[int(found[1])].message.role in (
+            Role.USER,
+            Role.SYSTEM,
+        )
+        return source + (found[2] if is_listed else "")
+
+    def _messages(self, past: PastTurn | None) -> list[Sourced]:
+        told: list[Sourced] = []
+        if self.instructions:
+            parts = (TextPart(self.instructions),)
+            told.append(Sourced(Message(Role.SYSTEM, parts, is_instruction=True), "instructions"))
+        if past is not None:
+            told += [Sourced(message, "previous_response_id") for message in past.messages]
+        given = messages_of(self.input or ())
+        refuse(not given and past is None, "input", "it must hold at least one item.")
+        return told + given
+
+    def _tool_choice(self) -> ToolChoice:
+        is_parallel = self.parallel_tool_calls is not False
+        choice = self.tool_choice or "auto"
+        if isinstance(choice, str):
+            return ToolChoice(ToolMode(choice), is_parallel=is_parallel)
+        return ToolChoice(ToolMode.NAMED, choice.name, is_parallel)
+
+    def _own_form(self) -> OutputFormat | None:
+        wanted = self.text.format if self.text else None
+        if wanted is None or wanted.type == "text":
+            return None
+        is_bare = wanted.type == "json_schema" and wanted.schema_ is None
+        refuse(is_bare, "text.format.schema", "a format of type json_schema needs it.")
+        if wanted.type == "json_object":
+            return JsonFormat()
+        return JsonFormat(wanted.schema_, bool(wanted.strict))
