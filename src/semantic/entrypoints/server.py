@@ -18,10 +18,9 @@ from starlette.middleware.cors import CORSMiddleware
 
 from semantic import __version__
 from semantic.adapters.config.settings import Settings
-from semantic.adapters.inbound.agents.cache_routes import CacheApi
+from semantic.adapters.inbound.agents.cache import CacheApi
 from semantic.adapters.inbound.agents.generate import GenerateApi
-from semantic.adapters.inbound.agents.routes import DirectApi
-from semantic.adapters.inbound.agents.transfer_routes import IMPORT_PATH, TransferApi
+from semantic.adapters.inbound.agents.routes import IMPORT_PATH, DirectApi, TransferApi
 from semantic.adapters.inbound.anthropic.routes import anthropic_router
 from semantic.adapters.inbound.http.connections import (
     ConnectionLimits,

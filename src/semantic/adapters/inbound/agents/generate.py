@@ -7,8 +7,8 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from semantic.adapters.inbound.agents.requests import Generate
 from semantic.adapters.inbound.agents.routes import AgentPath
-from semantic.adapters.inbound.agents.schema import Generate
 from semantic.adapters.inbound.agents.views import MessageOut, ReplyOut, ReuseOut, UsageOut
 from semantic.adapters.inbound.http.errors import openai_body, refusals
 from semantic.adapters.inbound.http.streaming import (

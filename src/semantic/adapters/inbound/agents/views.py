@@ -1,10 +1,10 @@
 """What the agent API answers: models that describe themselves to clients."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
-from semantic.adapters.inbound.agents import examples
 from semantic.domain.agents import Agent, Reuse, Turn
 from semantic.domain.chat import (
     ImagePart,
@@ -20,28 +20,56 @@ from semantic.domain.chat import (
 from semantic.ports.inbound import AgentView, DivergenceView, Explanation, ImportedAgent, StateView
 
 Json = dict[str, Any]
+_TURN, _PARENT = "turn_57d6c033ac4c047f4192f7f7", "turn_0a31c8f2b4d94e6f83a1c7d2"
+_SETTINGS: Json = {
+    "system": "You write Python.",
+    "tools": [],
+    "model": None,
+    "class": "interactive",
+    "weight": 1.0,
+    "pin": False,
+    "ttl_s": None,
+    "quota": {"max_bytes": None, "max_turns": None},
+    "overflow": "error",
+    "labels": {"project": "web"},
+}
 
 
-def shown_as(example: Json) -> ConfigDict:
-    """Put an example into the document."""
-    return ConfigDict(json_schema_extra={"examples": [example]})
+def _show_example(schema: Json, view: "type[View]") -> None:
+    schema["examples"] = [view.example()]
 
 
 class View(BaseModel):
-    """What all answers have in common."""
+    """What all answers have in common: they show what they look like, from their fields."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", json_schema_extra=_show_example)
+
+    @classmethod
+    def example(cls) -> Json:
+        """One such answer."""
+        return {name: _sample(entry) for name, entry in cls.model_fields.items()}
+
+
+def _sample(entry: FieldInfo) -> object:
+    if entry.examples:
+        return entry.examples[0]
+    kinds = (entry.annotation, *get_args(entry.annotation))
+    inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, View)]
+    if not inner:
+        return entry.default
+    example = inner[0].example()
+    return [example] if get_origin(entry.annotation) is list else example
 
 
 class StateOut(View):
     """Where attention state is."""
 
-    tier: Literal["hot", "warm", "cold"]
-    tokens: int
-    memory_tokens: int
-    disk_tokens: int
-    memory_bytes: int
-    disk_bytes: int
+    tier: Literal["hot", "warm", "cold"] = Field(examples=["hot"])
+    tokens: int = Field(examples=[731])
+    memory_tokens: int = Field(examples=[731])
+    disk_tokens: int = Field(examples=[731])
+    memory_bytes: int = Field(examples=[33685504])
+    disk_bytes: int = Field(examples=[33690112])
 
     @classmethod
     def of(cls, state: StateView) -> "StateOut":
@@ -59,18 +87,16 @@ class StateOut(View):
 class AgentOut(View):
     """An agent: its settings, where it is in its log, and where its state is."""
 
-    model_config = shown_as(examples.AGENT)
-
     object: Literal["agent"] = "agent"
-    id: str
-    created_at: float
-    last_used: float
-    head: str | None
-    turns: int
-    tokens: int
-    busy: bool
+    id: str = Field(examples=["coder"])
+    created_at: float = Field(examples=[1767225600.0])
+    last_used: float = Field(examples=[1767225661.5])
+    head: str | None = Field(examples=[_TURN])
+    turns: int = Field(examples=[3])
+    tokens: int = Field(examples=[732])
+    busy: bool = Field(examples=[False])
     state: StateOut
-    settings: Json
+    settings: Json = Field(examples=[_SETTINGS])
 
     @classmethod
     def of(cls, view: AgentView) -> "AgentOut":
@@ -92,10 +118,8 @@ class AgentOut(View):
 class ImportedOut(AgentOut):
     """An agent that came in as a file, and what became of its attention state."""
 
-    model_config = shown_as(examples.IMPORTED)
-
-    import_state: Literal["imported", "recomputed"]
-    import_reason: str
+    import_state: Literal["imported", "recomputed"] = Field(examples=["imported"])
+    import_reason: str = Field(examples=["signed by this server"])
 
     @classmethod
     def imported(cls, view: AgentView, taken: ImportedAgent) -> "ImportedOut":
@@ -110,21 +134,19 @@ class ImportedOut(AgentOut):
 class AgentList(View):
     """A page of agents."""
 
-    model_config = shown_as(examples.AGENTS)
-
     object: Literal["list"] = "list"
     data: list[AgentOut]
-    total: int
-    next: str | None
+    total: int = Field(examples=[1])
+    next: str | None = Field(examples=[None])
 
 
 class ReuseOut(View):
     """Where the tokens of a prompt came from."""
 
-    hot: int
-    pool: int
-    disk: int
-    computed: int
+    hot: int = Field(examples=[701])
+    pool: int = Field(examples=[0])
+    disk: int = Field(examples=[0])
+    computed: int = Field(examples=[23])
 
     @classmethod
     def of(cls, reuse: Reuse) -> "ReuseOut":
@@ -135,10 +157,10 @@ class ReuseOut(View):
 class UsageOut(View):
     """Tokens of one turn."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    thinking_tokens: int
+    prompt_tokens: int = Field(examples=[724])
+    completion_tokens: int = Field(examples=[8])
+    cached_tokens: int = Field(examples=[701])
+    thinking_tokens: int = Field(examples=[0])
 
     @classmethod
     def of(cls, usage: Usage) -> "UsageOut":
@@ -154,8 +176,8 @@ class UsageOut(View):
 class MessageOut(View):
     """A message; `content` is its parts."""
 
-    role: Literal["system", "user", "assistant", "tool"]
-    content: list[Json]
+    role: Literal["system", "user", "assistant", "tool"] = Field(examples=["assistant"])
+    content: list[Json] = Field(examples=[[{"type": "text", "text": "Use a set."}]])
 
     @classmethod
     def of(cls, message: Message) -> "MessageOut":
@@ -167,19 +189,19 @@ class TurnOut(View):
     """One turn: what was said, and what it cost."""
 
     object: Literal["turn"] = "turn"
-    id: str
-    parent: str | None
-    agent_id: str
-    created_at: float
-    model: str | None
+    id: str = Field(examples=[_TURN])
+    parent: str | None = Field(examples=[_PARENT])
+    agent_id: str = Field(examples=["coder"])
+    created_at: float = Field(examples=[1767225661.5])
+    model: str | None = Field(examples=["smollm2-135m-instruct"])
     messages: list[MessageOut]
-    finish_reason: str | None
-    tokens: int
-    new_tokens: int
+    finish_reason: str | None = Field(examples=["end_turn"])
+    tokens: int = Field(examples=[732])
+    new_tokens: int = Field(examples=[30])
     usage: UsageOut
     reuse: ReuseOut
-    dropped_messages: int
-    starts_anew: bool
+    dropped_messages: int = Field(examples=[0])
+    starts_anew: bool = Field(examples=[False])
 
     @classmethod
     def of(cls, turn: Turn) -> "TurnOut":
@@ -204,43 +226,40 @@ class TurnOut(View):
 class TurnList(View):
     """Turns, the latest first; `next` asks for those before."""
 
-    model_config = shown_as(examples.TURNS)
-
     object: Literal["list"] = "list"
     data: list[TurnOut]
-    next: str | None
+    next: str | None = Field(examples=[_TURN])
 
 
 class ReplyOut(View):
     """A reply; `turn_id` is null where nothing was logged, such as after a cancel."""
 
-    model_config = shown_as(examples.REPLY)
-
     object: Literal["agent.reply"] = "agent.reply"
-    agent_id: str
-    turn_id: str | None
-    model: str
+    agent_id: str = Field(examples=["coder"])
+    turn_id: str | None = Field(examples=[_TURN])
+    model: str = Field(examples=["smollm2-135m-instruct"])
     message: MessageOut
-    text: str
-    finish_reason: str
-    stop_sequence: str | None
+    text: str = Field(examples=["Use a set."])
+    finish_reason: str = Field(examples=["end_turn"])
+    stop_sequence: str | None = Field(examples=[None])
     usage: UsageOut
     reuse: ReuseOut
-    dropped_messages: int
+    dropped_messages: int = Field(examples=[0])
     durable: bool | None = Field(
         None,
         description="whether the turn is safe on disk; null unless the setting durability is sync",
+        examples=[True],
     )
 
 
 class DivergenceOut(View):
     """Where a prompt left the conversation that was there."""
 
-    from_turn: str
-    index: int
-    before: str
-    expected: str
-    actual: str
+    from_turn: str = Field(examples=[_PARENT])
+    index: int = Field(examples=[412])
+    before: str = Field(examples=["Today is "])
+    expected: str = Field(examples=["Monday."])
+    actual: str = Field(examples=["Tuesday."])
 
     @classmethod
     def of(cls, left: DivergenceView) -> "DivergenceOut":
@@ -257,16 +276,14 @@ class DivergenceOut(View):
 class ExplanationOut(View):
     """What the latest turn cost and why, and what the next one starts from."""
 
-    model_config = shown_as(examples.EXPLANATION)
-
     object: Literal["agent.explanation"] = "agent.explanation"
-    agent_id: str
-    turn_id: str | None
-    prompt_tokens: int
+    agent_id: str = Field(examples=["coder"])
+    turn_id: str | None = Field(examples=[_TURN])
+    prompt_tokens: int = Field(examples=[724])
     reuse: ReuseOut
     diverged: DivergenceOut | None
     next: StateOut
-    summary: str
+    summary: str = Field(examples=["Of the latest prompt's 724 tokens 701 were reused."])
 
     @classmethod
     def of(cls, agent_id: str, found: Explanation) -> "ExplanationOut":

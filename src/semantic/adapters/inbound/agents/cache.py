@@ -3,21 +3,129 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, fields
-from typing import Any, assert_never
+from typing import Any, Literal, assert_never
 
 from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
+from pydantic import Field
 
-from semantic.adapters.inbound.agents.cache_views import CacheOut, CollectOut, EvictOut, PrefetchOut
+from semantic.adapters.inbound.agents.requests import Collect, Evict
 from semantic.adapters.inbound.agents.routes import AgentPath
-from semantic.adapters.inbound.agents.schema import Collect, Evict
-from semantic.adapters.inbound.agents.views import ReuseOut, StateOut, UsageOut
+from semantic.adapters.inbound.agents.views import ReuseOut, StateOut, UsageOut, View
 from semantic.adapters.inbound.http import streaming
 from semantic.adapters.inbound.http.errors import refusals
 from semantic.application.agents.feed import EventFeed, Subscription
-from semantic.domain.agents import Principal
+from semantic.domain.agents import Principal, Reuse
 from semantic.domain.feed import AgentChanged, FeedEvent, Missed, TurnEnded, TurnStarted
-from semantic.ports.inbound import CacheCounts, CacheManagementPort, CheckProgress
+from semantic.ports.inbound import CacheCounts, CacheManagementPort, CacheOverview, CheckProgress
+
+
+class MemoryOut(View):
+    """Memory for attention state, in bytes."""
+
+    budget: int = Field(examples=[2**32])
+    used: int = Field(examples=[101056512])
+    working: int = Field(examples=[33685504])
+    blocks: int = Field(examples=[9])
+    pressure: str = Field(examples=["low"])
+
+
+class DiskOut(View):
+    """The disk, in bytes; `other` is what the ledger and its backup take of the budget."""
+
+    budget: int = Field(examples=[20 * 2**30])
+    used: int = Field(examples=[67380224])
+    other: int = Field(examples=[1245184])
+    files: int = Field(examples=[9])
+    queue_budget: int = Field(examples=[2**29])
+    queue_used: int = Field(examples=[0])
+    problem: str = Field(examples=[""])
+
+
+class CacheOut(View):
+    """The cache at a glance; rates and ratios are null before there is anything to divide."""
+
+    object: Literal["cache"] = "cache"
+    memory: MemoryOut
+    disk: DiskOut
+    agents: dict[str, int] = Field(examples=[{"hot": 3, "warm": 12, "cold": 1}])
+    replies: int = Field(examples=[40])
+    reuse: ReuseOut
+    hit_rates: dict[str, float | None] = Field(
+        examples=[{"hot": 0.75, "pool": 0.0969, "disk": 0.0281, "all": 0.875}]
+    )
+    dedup_ratio: float | None = Field(examples=[2.4])
+    counters: dict[str, int] = Field(
+        examples=[{"sealed": 120, "evicted": 3, "restored": 14, "written": 118, "corrupt": 0}]
+    )
+    live_requests: int = Field(examples=[1])
+
+    @classmethod
+    def of(cls, seen: CacheOverview) -> "CacheOut":
+        """Show the figures."""
+        return cls(
+            memory=MemoryOut(
+                budget=seen.memory_budget,
+                used=seen.memory_used,
+                working=seen.memory_working,
+                blocks=seen.num_blocks,
+                pressure=seen.pressure,
+            ),
+            disk=DiskOut(
+                budget=seen.disk_budget,
+                used=seen.disk_used,
+                other=seen.disk_other,
+                files=seen.num_files,
+                queue_budget=seen.queue_budget,
+                queue_used=seen.queue_used,
+                problem=seen.problem,
+            ),
+            agents={tier.value: count for tier, count in seen.tiers},
+            replies=seen.num_replies,
+            reuse=ReuseOut.of(seen.reuse),
+            hit_rates=_hit_rates(seen.reuse),
+            dedup_ratio=_ratio(seen.logical_bytes, seen.unique_bytes),
+            counters=_counters(seen),
+            live_requests=seen.num_live,
+        )
+
+
+class EvictOut(View):
+    """Where an agent's state is after it was evicted."""
+
+    agent_id: str = Field(examples=["coder"])
+    state: StateOut
+
+
+class PrefetchOut(View):
+    """How many parts are being read."""
+
+    agent_id: str = Field(examples=["coder"])
+    parts: int = Field(examples=[3])
+
+
+class CollectOut(View):
+    """What a collection freed."""
+
+    freed_bytes: int = Field(examples=[33690112])
+
+
+def _counters(seen: CacheOverview) -> dict[str, int]:
+    """Show what happened to blocks."""
+    counts = seen.counts
+    names = ("sealed", "evicted", "restored", "written", "corrupt")
+    return {name: getattr(counts, name) for name in names}
+
+
+def _hit_rates(reuse: Reuse) -> dict[str, float | None]:
+    total = reuse.reused + reuse.computed
+    found = {"hot": reuse.hot, "pool": reuse.pool, "disk": reuse.disk, "all": reuse.reused}
+    return {name: _ratio(count, total) for name, count in found.items()}
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None
+
 
 Json = dict[str, Any]
 _SAMPLE_S = 1.0
