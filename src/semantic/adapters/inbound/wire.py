@@ -30,7 +30,7 @@ class Schema(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
-def capped(value: object, limit: int = MAX_ENTRIES) -> object:
+def limit_entries(value: object, limit: int = MAX_ENTRIES) -> object:
     """Refuse a list or object of too many entries.
 
     Before they are looked at: a million complaints would keep everyone waiting.
@@ -43,7 +43,7 @@ def capped(value: object, limit: int = MAX_ENTRIES) -> object:
     return value
 
 
-def capped_parts(value: object, noun: str) -> object:
+def limit_parts(value: object, noun: str) -> object:
     """Refuse messages with too many parts in all.
 
     Raises:

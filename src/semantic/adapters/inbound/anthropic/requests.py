@@ -19,8 +19,8 @@ from semantic.adapters.inbound.wire import (
     MAX_MESSAGES,
     NO_LIMIT,
     Schema,
-    capped,
-    capped_parts,
+    limit_entries,
+    limit_parts,
     reply_limit,
     sampling_of,
 )
@@ -327,12 +327,12 @@ class CountRequest(Schema):
     @field_validator("tools", "system", mode="before")
     @classmethod
     def _cap_entries(cls, value: object) -> object:
-        return capped(value)
+        return limit_entries(value)
 
     @field_validator("messages", mode="before")
     @classmethod
     def _cap_blocks(cls, value: object) -> object:
-        return capped_parts(value, "blocks")
+        return limit_parts(value, "blocks")
 
     def to_domain(self, headers: Mapping[str, str]) -> ChatRequest:
         """Translate to our terms.
@@ -383,12 +383,12 @@ class CountRequest(Schema):
 
     def _client_key(self, headers: Mapping[str, str]) -> str | None:
         """A client's session, and which of its agents is asking; None if it tells neither."""
-        session = headers.get("x-claude-code-session-id") or self._told_session()
+        session = headers.get("x-claude-code-session-id") or self._metadata_session()
         session = session or headers.get("x-session-affinity")
         agent = headers.get("x-claude-code-agent-id")
         return f"{session}/{agent}" if session and agent else session
 
-    def _told_session(self) -> str | None:
+    def _metadata_session(self) -> str | None:
         """The session in `metadata.user_id`; a user's plain id says nothing of who is asking."""
         user_id = (self.metadata.user_id if self.metadata else None) or ""
         old = _OLD_SESSION.search(user_id)
@@ -418,7 +418,7 @@ class MessagesRequest(CountRequest):
     @field_validator("stop_sequences", mode="before")
     @classmethod
     def _cap_stops(cls, value: object) -> object:
-        return capped(value)
+        return limit_entries(value)
 
     @property
     def shows_thinking(self) -> bool:

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from semantic.adapters.inbound.http.errors import error_response
+from semantic.adapters.inbound.http.middleware import Gate
 
 _log = structlog.get_logger(__name__)
 
@@ -269,20 +271,15 @@ class Listener(socket.socket):
             raise
 
 
-class FullHouse:
+class FullHouse(Gate):
     """Answers 503 on connections beyond the limit, but for health checks and cancels."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on if there is room for it."""
-        path = scope.get("path", "")
-        is_passed = path.startswith("/health") or path.endswith("/cancel")
-        if is_passed or not scope.get("state", {}).get(_FULL):
-            await self._app(scope, receive, send)
-            return
+    def refusal(self, scope: Scope) -> Response | None:
+        """The answer where there is no room."""
+        path = scope["path"]
+        is_urgent = path.startswith("/health") or path.endswith("/cancel")
+        if is_urgent or not scope.get("state", {}).get(_FULL):
+            return None
         message = "all connections are in use (max_connections); try again later."
         headers = {"connection": "close", "retry-after": "1"}
-        refusal = error_response(503, message, "overloaded", headers=headers)
-        await refusal(scope, receive, send)
+        return error_response(503, message, "overloaded", headers=headers)

@@ -23,30 +23,40 @@ _FOREIGN_SITES = frozenset({"cross-site", "same-site"})
 _HOST_PATTERN = re.compile(r"(\[[^]]*\]|[^:]*)(:\d*)?")
 
 
-class LocalHosts:
+class Gate:
+    """Answers requests with a refusal, or passes them on."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or pass a request on."""
+        refusal = self.refusal(scope) if scope["type"] == "http" else None
+        await (self._app if refusal is None else refusal)(scope, receive, send)
+
+    def refusal(self, scope: Scope) -> Response | None:
+        """The answer to a request that may not pass."""
+        raise NotImplementedError
+
+
+class LocalHosts(Gate):
     """Refuses requests that do not call this machine by a local name.
 
     A web page can give its own name our address, and would then read our replies; the browser
     still sends the page's name in `Host`.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on if its host is local."""
-        if scope["type"] == "http":
-            host = Headers(scope=scope).get("host", "")
-            match = _HOST_PATTERN.fullmatch(host)
-            if match is None or match[1].lower() not in _LOCAL_NAMES:
-                message = f"the host {host!r} is not local; start with --allow-remote to permit it."
-                refusal = error_response(400, message, "host_not_allowed")
-                await refusal(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    def refusal(self, scope: Scope) -> Response | None:
+        """The answer where the host is not local."""
+        host = Headers(scope=scope).get("host", "")
+        match = _HOST_PATTERN.fullmatch(host)
+        if match is not None and match[1].lower() in _LOCAL_NAMES:
+            return None
+        message = f"the host {host!r} is not local; start with --allow-remote to permit it."
+        return error_response(400, message, "host_not_allowed")
 
 
-class ForeignPages:
+class ForeignPages(Gate):
     """Refuses to change anything on behalf of a web page from elsewhere.
 
     A browser sends such requests for any page; it keeps only the answer from it, and says in
@@ -60,20 +70,17 @@ class ForeignPages:
             app: What is behind it.
             origins: Whose pages are permitted, beside those of this machine; `*` permits all.
         """
-        self._app = app
+        super().__init__(app)
         self._origins = frozenset(origins)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, unless it is a foreign page's."""
-        if scope["type"] == "http" and scope["method"] not in _READING:
-            headers = Headers(scope=scope)
-            if self._is_foreign(headers):
-                page = headers.get("origin", "elsewhere")
-                message = f"web pages from {page} may not do this; cors_origins can permit them."
-                refusal = error_response(403, message, "origin_not_allowed")
-                await refusal(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    def refusal(self, scope: Scope) -> Response | None:
+        """The answer to what a foreign page would change."""
+        headers = Headers(scope=scope)
+        if scope["method"] in _READING or not self._is_foreign(headers):
+            return None
+        page = headers.get("origin", "elsewhere")
+        message = f"web pages from {page} may not do this; cors_origins can permit them."
+        return error_response(403, message, "origin_not_allowed")
 
     def _is_foreign(self, headers: Headers) -> bool:
         if "*" in self._origins:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeAlias
 from fastapi import Depends, Header
 from pydantic import Field, Strict, field_validator
 
-from semantic.adapters.inbound.wire import Schema, capped, reply_limit, sampling_of
+from semantic.adapters.inbound.wire import Schema, limit_entries, reply_limit, sampling_of
 from semantic.domain.agents import check_agent_id
 from semantic.domain.chat import (
     AgentHint,
@@ -67,7 +67,7 @@ class StructuredOutputs(Schema):
     @field_validator("choice", mode="before")
     @classmethod
     def _cap_choices(cls, value: object) -> object:
-        return capped(value)
+        return limit_entries(value)
 
     @property
     def kind(self) -> str:
@@ -149,7 +149,7 @@ class RequestFields(Schema):
     @field_validator("logit_bias", "stop", "stop_token_ids", mode="before")
     @classmethod
     def _cap_entries(cls, value: object) -> object:
-        return capped(value)
+        return limit_entries(value)
 
     def form(self, own: OutputFormat | None, param: str) -> OutputFormat | None:
         """The form of the reply, asked for in a protocol's own way, in vLLM's or in llama.cpp's.
@@ -181,10 +181,10 @@ class RequestFields(Schema):
         wanted = self.structured_outputs
         return f"structured_outputs.{wanted.kind}" if wanted else param
 
-    def hint(self, said: AgentHint) -> AgentHint:
+    def hint(self, headers: AgentHint) -> AgentHint:
         """Who is asking, by headers and body."""
-        key = said.client_key or self.prompt_cache_key
-        return replace(said, session=self.session_id, client_key=key)
+        key = headers.client_key or self.prompt_cache_key
+        return replace(headers, session=self.session_id, client_key=key)
 
     def sampling(self, top_logprobs: int | None) -> SamplingParams:
         """Translate how tokens are chosen.

@@ -15,7 +15,13 @@ from semantic.adapters.inbound.openai.fields import (
     refuse,
     thinking_of,
 )
-from semantic.adapters.inbound.wire import MAX_MESSAGES, NO_LIMIT, Schema, capped, capped_parts
+from semantic.adapters.inbound.wire import (
+    MAX_MESSAGES,
+    NO_LIMIT,
+    Schema,
+    limit_entries,
+    limit_parts,
+)
 from semantic.domain.chat import (
     AgentHint,
     ChatRequest,
@@ -104,7 +110,7 @@ class ChatMessage(Schema):
     @field_validator("tool_calls", mode="before")
     @classmethod
     def _cap_calls(cls, value: object) -> object:
-        return capped(value)
+        return limit_entries(value)
 
     @field_validator("content")
     @classmethod
@@ -266,14 +272,14 @@ class ChatCompletionRequest(_RepliesFields):
     @field_validator("tools", "functions", mode="before")
     @classmethod
     def _cap_tools(cls, value: object) -> object:
-        return capped(value)
+        return limit_entries(value)
 
     @field_validator("messages", mode="before")
     @classmethod
     def _cap_parts(cls, value: object) -> object:
-        return capped_parts(value, "parts of content")
+        return limit_parts(value, "parts of content")
 
-    def to_domain(self, said: AgentHint) -> ChatRequest:
+    def to_domain(self, headers: AgentHint) -> ChatRequest:
         """Translate to our terms.
 
         Raises:
@@ -299,11 +305,11 @@ class ChatCompletionRequest(_RepliesFields):
             stop=self.stop_rules(self.max_tokens if wanted is None else wanted),
             output_format=self.form(self._own_form(), "response_format"),
             thinking=self._thinking(),
-            agent=self.hint(said),
+            agent=self.hint(headers),
             is_continued=self._is_continued(messages),
         )
 
-    def spelled(self, param: str | None) -> str | None:
+    def client_param(self, param: str | None) -> str | None:
         """Return our name of a field as this client spelled it."""
         is_newer = param == "max_tokens" and self.max_completion_tokens is not None
         if is_newer:
@@ -394,7 +400,7 @@ class CompletionRequest(_RepliesFields):
             return [ids]
         return [p if isinstance(p, str) else tuple(p) for p in given if not isinstance(p, int)]
 
-    def to_domain(self, said: AgentHint) -> list[ChatRequest]:
+    def to_domain(self, headers: AgentHint) -> list[ChatRequest]:
         """Translate to our terms, a request for each prompt.
 
         Raises:
@@ -425,12 +431,12 @@ class CompletionRequest(_RepliesFields):
                 sampling=self.sampling(self.logprobs),
                 stop=self.stop_rules(max_tokens),
                 output_format=output_format,
-                agent=self.hint(said),
+                agent=self.hint(headers),
             )
             for prompt in self.prompts
         ]
 
-    def spelled(self, param: str | None) -> str | None:
+    def client_param(self, param: str | None) -> str | None:
         """Return our name of a field as this client spelled it."""
         if param == "response_format":
             return self.form_param(param)

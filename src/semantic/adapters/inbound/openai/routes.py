@@ -85,10 +85,10 @@ def _add_replies(
     async def chat_completions(body: ChatCompletionRequest, http: Request, hint: Hint) -> Response:
         """Answer a conversation, whole or as a stream."""
         try:
-            requests = repeated(body.to_domain(hint), body.num_replies)
+            requests = repeat(body.to_domain(hint), body.num_replies)
             replies = await start_all(inference, requests, principal())
         except InvalidRequestError as error:
-            error.param = body.spelled(error.param)
+            error.param = body.client_param(error.param)
             raise
         return await _reply(http, body, replies, ChatForm(body.num_replies))
 
@@ -97,10 +97,10 @@ def _add_replies(
         """Go on from a prompt as it stands, whole or as a stream."""
         try:
             prompts = body.to_domain(hint)
-            requests = [r for prompt in prompts for r in repeated(prompt, body.num_replies)]
+            requests = [r for prompt in prompts for r in repeat(prompt, body.num_replies)]
             replies = await start_all(inference, requests, principal())
         except InvalidRequestError as error:
-            error.param = body.spelled(error.param)
+            error.param = body.client_param(error.param)
             raise
         try:
             echoes = [await _echo(body, prompt, inference) for prompt in body.prompts]
@@ -150,7 +150,7 @@ async def _reply(
     return EventStream(stream(replies, form, has_usage=body.has_usage), replies)
 
 
-def repeated(request: ChatRequest, num_replies: int) -> list[ChatRequest]:
+def repeat(request: ChatRequest, num_replies: int) -> list[ChatRequest]:
     """Repeat a request; each gets a seed of its own, the first the one that was given."""
     seed = request.sampling.seed
     if seed is None:

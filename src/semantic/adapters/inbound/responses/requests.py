@@ -18,7 +18,7 @@ from semantic.adapters.inbound.openai.fields import (
     refuse,
     thinking_of,
 )
-from semantic.adapters.inbound.wire import MAX_MESSAGES, NO_LIMIT, Schema, capped
+from semantic.adapters.inbound.wire import MAX_MESSAGES, NO_LIMIT, Schema, limit_entries
 from semantic.domain.chat import (
     AgentHint,
     ChatRequest,
@@ -107,7 +107,7 @@ class InputItem(Schema):
     @field_validator("content", "output", "summary", mode="before")
     @classmethod
     def _cap_parts(cls, value: object) -> object:
-        return capped(value)
+        return limit_entries(value)
 
     @field_validator("type")
     @classmethod
@@ -175,18 +175,18 @@ class InputItem(Schema):
 
 
 @dataclass(frozen=True, slots=True)
-class Sourced:
+class SourcedMessage:
     """A message and where in the request it came from."""
 
     message: Message
     source: str
 
 
-def messages_of(given: str | Sequence[InputItem]) -> list[Sourced]:
+def messages_of(given: str | Sequence[InputItem]) -> list[SourcedMessage]:
     """Translate a request's input."""
     if isinstance(given, str):
-        return [Sourced(Message.of(Role.USER, given), "input")]
-    made: list[Sourced] = []
+        return [SourcedMessage(Message.of(Role.USER, given), "input")]
+    made: list[SourcedMessage] = []
     parts: list[Part] = []
     start = 0
     for index, item in enumerate(given):
@@ -197,11 +197,11 @@ def messages_of(given: str | Sequence[InputItem]) -> list[Sourced]:
             parts += item.reply_parts()
             continue
         if parts:
-            made.append(Sourced(Message(Role.ASSISTANT, tuple(parts)), f"input[{start}]"))
+            made.append(SourcedMessage(Message(Role.ASSISTANT, tuple(parts)), f"input[{start}]"))
             parts = []
-        made.append(Sourced(item.message(), f"input[{index}]"))
+        made.append(SourcedMessage(item.message(), f"input[{index}]"))
     if parts:
-        made.append(Sourced(Message(Role.ASSISTANT, tuple(parts)), f"input[{start}]"))
+        made.append(SourcedMessage(Message(Role.ASSISTANT, tuple(parts)), f"input[{start}]"))
     return made
 
 
@@ -300,12 +300,12 @@ class ResponsesRequest(RequestFields):
     @field_validator("tools", "include", "metadata", mode="before")
     @classmethod
     def _cap(cls, value: object) -> object:
-        return capped(value)
+        return limit_entries(value)
 
     @field_validator("input", mode="before")
     @classmethod
     def _cap_items(cls, value: object) -> object:
-        return capped(value, MAX_MESSAGES)
+        return limit_entries(value, MAX_MESSAGES)
 
     @property
     def is_stored(self) -> bool:
@@ -322,11 +322,11 @@ class ResponsesRequest(RequestFields):
         """The tools that the model is offered."""
         return [tool for tool in self.tools or () if tool.type == "function"]
 
-    def to_domain(self, said: AgentHint, past: PastTurn | None) -> ChatRequest:
+    def to_domain(self, headers: AgentHint, past: PastTurn | None) -> ChatRequest:
         """Translate to our terms.
 
         Args:
-            said: What the headers say about who is asking.
+            headers: What the headers say about who is asking.
             past: The turn this goes on from.
 
         Raises:
@@ -346,12 +346,12 @@ class ResponsesRequest(RequestFields):
             stop=self.stop_rules(self.max_output_tokens),
             output_format=self.form(self._own_form(), "text.format"),
             thinking=thinking_of(self.reasoning.effort if self.reasoning else None),
-            agent=replace(self.hint(said), previous_turn=past.turn_id if past else None),
+            agent=replace(self.hint(headers), previous_turn=past.turn_id if past else None),
             is_stored=self.is_stored,
             is_continued=bool(self.input) and is_continuable(messages),
         )
 
-    def spelled(self, param: str | None, past: PastTurn | None) -> str | None:
+    def client_param(self, param: str | None, past: PastTurn | None) -> str | None:
         """Return our name of a field as this client spelled it."""
         if param == "response_format":
             return self.form_param("text.format")
@@ -367,13 +367,15 @@ class ResponsesRequest(RequestFields):
         )
         return source + (found[2] if is_listed else "")
 
-    def _messages(self, past: PastTurn | None) -> list[Sourced]:
-        told: list[Sourced] = []
+    def _messages(self, past: PastTurn | None) -> list[SourcedMessage]:
+        told: list[SourcedMessage] = []
         if self.instructions:
             parts = (TextPart(self.instructions),)
-            told.append(Sourced(Message(Role.SYSTEM, parts, is_instruction=True), "instructions"))
+            told.append(
+                SourcedMessage(Message(Role.SYSTEM, parts, is_instruction=True), "instructions")
+            )
         if past is not None:
-            told += [Sourced(message, "previous_response_id") for message in past.messages]
+            told += [SourcedMessage(message, "previous_response_id") for message in past.messages]
         given = messages_of(self.input or ())
         refuse(not given and past is None, "input", "it must hold at least one item.")
         return told + given

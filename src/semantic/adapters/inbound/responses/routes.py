@@ -82,7 +82,7 @@ class _Responses:
         served = self._models.models()[0].id
         return response_of(response_id.removeprefix(PREFIX), past, served)
 
-    async def shown(self, response_id: str) -> Response:
+    async def show(self, response_id: str) -> Response:
         """Answer with a response."""
         found = await self.find(response_id)
         return JSONResponse(found) if found else _missing(response_id)
@@ -103,11 +103,11 @@ class _Responses:
         )
         return _missing(response_id)
 
-    async def cancelled(self, response_id: str) -> Response:
+    async def cancel(self, response_id: str) -> Response:
         """Stop a response and answer with it."""
         run = self.book.running(response_id)
         if run is None:
-            return await self.shown(response_id)
+            return await self.show(response_id)
         await run.cancel()
         return JSONResponse(run.response)
 
@@ -139,7 +139,7 @@ def responses_router(
             request = body.to_domain(hint, past)
             replies = ReplySet([await inference.start(request, principal())])
         except InvalidRequestError as error:
-            error.param = body.spelled(error.param, past)
+            error.param = body.client_param(error.param, past)
             raise
         writer = ResponseWriter(settings_of(body), wants_handles=body.wants_handles)
         run = ResponseRun(replies, writer, responses.book, is_stored=body.is_stored)
@@ -156,7 +156,7 @@ def responses_router(
         """A stored response, or one on its way; or its events, if it streams in the background."""
         if stream:
             return await responses.events(response_id, after=starting_after)
-        return await responses.shown(response_id)
+        return await responses.show(response_id)
 
     @router.delete(
         "/{response_id}", response_model=None, responses={200: {"model": DeletedResponse}}
@@ -171,7 +171,7 @@ def responses_router(
     @router.post("/{response_id}/cancel", response_model=None, responses=_FOUND)
     async def cancel(response_id: str) -> Response:
         """Stop a response; one that has ended is returned as it is."""
-        return await responses.cancelled(response_id)
+        return await responses.cancel(response_id)
 
     return router
 

@@ -59,23 +59,28 @@ class ResponseRun:
         Raises:
             SemanticError: it failed.
         """
-        async for _ in self._told():
-            pass
+        await self.write(None)
         if self._failure is not None:
             raise self._failure
         return self.response
 
-    async def fill(self, log: FrameLog | None) -> None:
-        """Wait for its end, and write its events down; a failure is told by the response itself."""
+    async def write(self, log: FrameLog | None) -> None:
+        """Wait for its end, its events written to a log; the response itself tells of a failure."""
         try:
-            async for item in self._told():
-                if log is None:
+            async for _, event in self._replies.events():
+                if isinstance(event, PrefillProgress):
+                    if log is not None:
+                        log.progress = prefill_comment(event)
                     continue
-                if isinstance(item, PrefillProgress):
-                    log.progress = prefill_comment(item)
-                else:
-                    log.append(named(str(item["type"]), item))
+                if isinstance(event, Failed):
+                    self._failure = event.error
+                for written in self._writer.feed(event):
+                    self._begin()
+                    if log is not None:
+                        log.append(named(str(written["type"]), written))
         finally:
+            self.is_ended.set()
+            self._book.leave(self, is_kept=self._is_stored)
             if log is not None:
                 log.end()
 
@@ -93,21 +98,7 @@ class ResponseRun:
                 "the response was told to stop, and has not yet."
             ) from error
 
-    async def _told(self) -> AsyncIterator[Json | PrefillProgress]:
-        try:
-            async for _, event in self._replies.events():
-                if isinstance(event, PrefillProgress):
-                    yield event
-                    continue
-                self._failure = event.error if isinstance(event, Failed) else None
-                for told in self._writer.feed(event):
-                    self._note()
-                    yield told
-        finally:
-            self.is_ended.set()
-            self._book.leave(self, is_kept=self._is_stored)
-
-    def _note(self) -> None:
+    def _begin(self) -> None:
         if not self.is_begun.is_set():
             self._book.enter(self)
             self.is_begun.set()
@@ -142,7 +133,7 @@ class ResponseBook:
 
     def keep_running(self, run: ResponseRun, log: FrameLog | None) -> None:
         """Go on with a response though nobody waits for it; its events go to a log."""
-        task = asyncio.create_task(run.fill(log))
+        task = asyncio.create_task(run.write(log))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

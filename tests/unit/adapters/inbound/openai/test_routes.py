@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from semantic.adapters.inbound.openai.routes import openai_router, repeated, start_all
+from semantic.adapters.inbound.openai.routes import openai_router, repeat, start_all
 from semantic.domain.agents import Principal
 from semantic.domain.chat import ChatRequest, Message, Role
 from semantic.domain.errors import OverloadedError
@@ -57,12 +57,12 @@ async def test_if_one_does_not_start_none_runs(error: BaseException) -> None:
             return made[-1]
 
     with pytest.raises(type(error)):
-        await start_all(Full(), repeated(REQUEST, 3), Principal())
+        await start_all(Full(), repeat(REQUEST, 3), Principal())
     assert [reply.is_cancelled for reply in made] == [True, True]
 
 
 @pytest.mark.parametrize("seed", [0, 7, -(2**63), 2**63 - 1, 2**64 - 1])
 def test_seeds_of_several_replies_differ_and_are_valid(seed: int) -> None:
-    requests = repeated(replace(REQUEST, sampling=SamplingParams(seed=seed)), 4)
+    requests = repeat(replace(REQUEST, sampling=SamplingParams(seed=seed)), 4)
     assert requests[0].sampling.seed == seed
     assert len({(request.sampling.seed or 0) % 2**64 for request in requests}) == 4
