@@ -11,7 +11,7 @@ from pydantic import Field
 
 from semantic.adapters.inbound.agents.requests import Collect, Evict
 from semantic.adapters.inbound.agents.routes import AgentPath
-from semantic.adapters.inbound.agents.views import ReuseOut, StateOut, UsageOut, View
+from semantic.adapters.inbound.agents.views import Json, ReuseOut, StateOut, UsageOut, View
 from semantic.adapters.inbound.http import streaming
 from semantic.adapters.inbound.http.errors import refusals
 from semantic.application.agents.feed import EventFeed, Subscription
@@ -127,7 +127,6 @@ def _ratio(part: int, whole: int) -> float | None:
     return round(part / whole, 4) if whole else None
 
 
-Json = dict[str, Any]
 _SAMPLE_S = 1.0
 _QUIET_SAMPLES = 5
 _PROGRESS_STEPS = 100

@@ -8,7 +8,7 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict
 
 from semantic.adapters.inbound.http.streaming import Json
-from semantic.adapters.inbound.openai.events import scored_json
+from semantic.adapters.inbound.openai.events import CompletionDetails, PromptDetails, scored_json
 from semantic.adapters.inbound.openai.fields import outer_call_id
 from semantic.adapters.inbound.responses.requests import ResponsesRequest
 from semantic.adapters.inbound.wire import Count, Durable, Positive, durable_json
@@ -41,20 +41,11 @@ _LIMITS = (RateLimitedError, QuotaExceededError, PoolExhaustedError)
 # -- what clients read: what is always there; a response may hold more --------------------------
 
 
-class _InputDetails(TypedDict):
-    cached_tokens: Count
-    cache_write_tokens: Count
-
-
-class _OutputDetails(TypedDict):
-    reasoning_tokens: Count
-
-
 class _Usage(TypedDict):
     input_tokens: Positive
-    input_tokens_details: _InputDetails
+    input_tokens_details: PromptDetails
     output_tokens: Count
-    output_tokens_details: _OutputDetails
+    output_tokens_details: CompletionDetails
     total_tokens: Positive
 
 
