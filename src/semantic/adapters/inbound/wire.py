@@ -1,9 +1,9 @@
 """What the bodies of all protocols have in common: their base, limits, builders, and numbers."""
 
 from collections.abc import Iterable
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from semantic.domain.chat import Finished
 from semantic.domain.sampling import UNSET_SAMPLING, SamplingParams
@@ -12,6 +12,7 @@ NO_LIMIT = -1  # clients of llama.cpp and vLLM write it for "none"
 MAX_MESSAGES = 10_000
 MAX_ENTRIES = 1024  # in any list but those of messages and parts
 _MAX_PARTS = 10_000  # in all messages together
+_T = TypeVar("_T")
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -41,6 +42,9 @@ def limit_entries(value: object, limit: int = MAX_ENTRIES) -> object:
     if isinstance(value, list | dict) and len(value) > limit:
         raise ValueError(f"at most {limit} entries are allowed, not {len(value)}")
     return value
+
+
+Limited: TypeAlias = Annotated[_T, BeforeValidator(limit_entries)]
 
 
 def limit_parts(value: object, noun: str) -> object:

@@ -18,8 +18,8 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from semantic.adapters.inbound.wire import (
     MAX_MESSAGES,
     NO_LIMIT,
+    Limited,
     Schema,
-    limit_entries,
     limit_parts,
     reply_limit,
     sampling_of,
@@ -315,19 +315,14 @@ class CountRequest(Schema):
 
     model: str | None = None
     messages: list[InputMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    system: str | list[Block] | None = None
-    tools: list[_Tool] | None = None
+    system: Limited[str | list[Block] | None] = None
+    tools: Limited[list[_Tool] | None] = None
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
     output_format: _OutputFormat | None = None
     metadata: _Metadata | None = None
     session_id: str | None = Field(None, max_length=512)
-
-    @field_validator("tools", "system", mode="before")
-    @classmethod
-    def _cap_entries(cls, value: object) -> object:
-        return limit_entries(value)
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -410,15 +405,10 @@ class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=NO_LIMIT)
     stream: bool | None = None
     cache_control: dict[str, Any] | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Limited[list[str] | None] = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-
-    @field_validator("stop_sequences", mode="before")
-    @classmethod
-    def _cap_stops(cls, value: object) -> object:
-        return limit_entries(value)
 
     @property
     def shows_thinking(self) -> bool:

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Annotated, Any, TypeAlias
 
 from fastapi import Depends, Header
-from pydantic import Field, Strict, field_validator
+from pydantic import Field, Strict
 
-from semantic.adapters.inbound.wire import Schema, limit_entries, reply_limit, sampling_of
+from semantic.adapters.inbound.wire import Limited, Schema, reply_limit, sampling_of
 from semantic.domain.agents import check_agent_id
 from semantic.domain.chat import (
     AgentHint,
@@ -60,14 +60,9 @@ class StructuredOutputs(Schema):
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = Field(None, max_length=10_000)
-    choice: list[Annotated[str, Field(max_length=1000)]] | None = None
+    choice: Limited[list[Annotated[str, Field(max_length=1000)]] | None] = None
     grammar: Any = None
     structural_tag: Any = None
-
-    @field_validator("choice", mode="before")
-    @classmethod
-    def _cap_choices(cls, value: object) -> object:
-        return limit_entries(value)
 
     @property
     def kind(self) -> str:
@@ -125,10 +120,10 @@ class RequestFields(Schema):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[_TokenId, float] | None = None
+    logit_bias: Limited[dict[_TokenId, float] | None] = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Limited[str | list[str] | None] = None
+    stop_token_ids: Limited[list[int] | None] = None
     ignore_eos: bool | None = None
     session_id: str | None = Field(None, max_length=512)
     prompt_cache_key: str | None = Field(None, max_length=512)
@@ -145,11 +140,6 @@ class RequestFields(Schema):
     allowed_token_ids: Any = None
     use_beam_search: Any = None
     logits_processors: Any = None
-
-    @field_validator("logit_bias", "stop", "stop_token_ids", mode="before")
-    @classmethod
-    def _cap_entries(cls, value: object) -> object:
-        return limit_entries(value)
 
     def form(self, own: OutputFormat | None, param: str) -> OutputFormat | None:
         """The form of the reply, asked for in a protocol's own way, in vLLM's or in llama.cpp's.

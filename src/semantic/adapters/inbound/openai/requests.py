@@ -18,8 +18,8 @@ from semantic.adapters.inbound.openai.fields import (
 from semantic.adapters.inbound.wire import (
     MAX_MESSAGES,
     NO_LIMIT,
+    Limited,
     Schema,
-    limit_entries,
     limit_parts,
 )
 from semantic.domain.chat import (
@@ -104,13 +104,8 @@ class ChatMessage(Schema):
     content: str | list[_Content] | None = Field(None, validate_default=True)
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[_ToolCall] | None = None
+    tool_calls: Limited[list[_ToolCall] | None] = None
     tool_call_id: str | None = Field(None, validate_default=True)
-
-    @field_validator("tool_calls", mode="before")
-    @classmethod
-    def _cap_calls(cls, value: object) -> object:
-        return limit_entries(value)
 
     @field_validator("content")
     @classmethod
@@ -257,22 +252,17 @@ class ChatCompletionRequest(_RepliesFields):
     max_completion_tokens: int | None = Field(None, ge=NO_LIMIT)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[_Tool] | None = None
+    tools: Limited[list[_Tool] | None] = None
     tool_choice: Literal["none", "auto", "required"] | _NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: _ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: _TemplateOptions | None = None
-    functions: list[Any] | None = None
+    functions: Limited[list[Any] | None] = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     echo: bool | None = None
     chat_template: str | None = None
-
-    @field_validator("tools", "functions", mode="before")
-    @classmethod
-    def _cap_tools(cls, value: object) -> object:
-        return limit_entries(value)
 
     @field_validator("messages", mode="before")
     @classmethod

@@ -18,7 +18,7 @@ from semantic.adapters.inbound.openai.fields import (
     refuse,
     thinking_of,
 )
-from semantic.adapters.inbound.wire import MAX_MESSAGES, NO_LIMIT, Schema, limit_entries
+from semantic.adapters.inbound.wire import MAX_MESSAGES, NO_LIMIT, Limited, Schema, limit_entries
 from semantic.domain.chat import (
     AgentHint,
     ChatRequest,
@@ -95,19 +95,14 @@ class InputItem(Schema):
     role: Literal["user", "assistant", "system", "developer"] | None = Field(
         None, validate_default=True
     )
-    content: str | list[ItemContent] | None = Field(None, validate_default=True)
+    content: Limited[str | list[ItemContent] | None] = Field(None, validate_default=True)
     call_id: str | None = Field(None, validate_default=True)
     name: str | None = Field(None, validate_default=True)
     arguments: str | None = None
     input: str | None = None
-    output: str | list[ItemContent] | None = Field(None, validate_default=True)
-    summary: list[ItemContent] | None = None
+    output: Limited[str | list[ItemContent] | None] = Field(None, validate_default=True)
+    summary: Limited[list[ItemContent] | None] = None
     encrypted_content: str | None = None
-
-    @field_validator("content", "output", "summary", mode="before")
-    @classmethod
-    def _cap_parts(cls, value: object) -> object:
-        return limit_entries(value)
 
     @field_validator("type")
     @classmethod
@@ -283,24 +278,19 @@ class ResponsesRequest(RequestFields):
     previous_response_id: str | None = Field(None, max_length=512)
     store: bool | None = None
     background: bool | None = None
-    include: list[str] | None = None
-    tools: list[_Tool] | None = None
+    include: Limited[list[str] | None] = None
+    tools: Limited[list[_Tool] | None] = None
     tool_choice: Literal["none", "auto", "required"] | _NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: _Text | None = None
     reasoning: _Reasoning | None = None
     max_output_tokens: int | None = Field(None, ge=NO_LIMIT)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    metadata: dict[str, str] | None = None
+    metadata: Limited[dict[str, str] | None] = None
     user: str | None = None
     safety_identifier: str | None = None
     conversation: Any = None
     prompt: Any = None
-
-    @field_validator("tools", "include", "metadata", mode="before")
-    @classmethod
-    def _cap(cls, value: object) -> object:
-        return limit_entries(value)
 
     @field_validator("input", mode="before")
     @classmethod
