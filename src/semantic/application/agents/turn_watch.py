@@ -1,13 +1,13 @@
 """Counts what replies reused, and tells the feed when an agent's turn begins and ends."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.turn_log import turn_id
-from semantic.application.requests.reply import LiveReply
 from semantic.domain.agents import Reuse
-from semantic.domain.chat import Event, Failed, Finished, Started
+from semantic.domain.chat import Failed, Finished, Started
 from semantic.domain.feed import TurnEnded, TurnStarted
 
 
@@ -26,22 +26,25 @@ class TurnWatch:
         with self._lock:
             return self._num_turns, self._reuse
 
-    def watch(self, reply: LiveReply, started: Started, tenant: str, agent_id: str) -> None:
-        """Follow a reply to its end."""
-        turn, num_prompt = turn_id(started.request_id), started.usage.prompt_tokens
-        begun = TurnStarted(tenant, agent_id, turn, num_prompt)
+    def begin(
+        self, started: Started, tenant: str, agent_id: str
+    ) -> Callable[[Finished | Failed, Reuse], None]:
+        """Tell that a turn began; returns what is to be called with its end."""
+        begun = TurnStarted(
+            tenant, agent_id, turn_id(started.request_id), started.usage.prompt_tokens
+        )
         self._feed.publish(begun)
-        reply.on_end = lambda event: self._end(reply, started, begun, event)
+        return lambda event, reuse: self._end(started, begun, event, reuse)
 
-    def _end(self, reply: LiveReply, started: Started, begun: TurnStarted, event: Event) -> None:
-        reuse = reply.put_away.reuse if reply.put_away else Reuse()
+    def _end(
+        self, started: Started, begun: TurnStarted, event: Finished | Failed, reuse: Reuse
+    ) -> None:
         reason, usage = "failed", started.usage
         if isinstance(event, Finished):
             reason, usage = event.reason.value, event.usage
             self._count(reuse)
-        if isinstance(event, Finished | Failed):
-            names = begun.tenant, begun.agent_id, begun.turn_id
-            self._feed.publish(TurnEnded(*names, reason, usage, reuse))
+        names = begun.tenant, begun.agent_id, begun.turn_id
+        self._feed.publish(TurnEnded(*names, reason, usage, reuse))
 
     def _count(self, more: Reuse) -> None:
         with self._lock:

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from semantic.application.engine.engine import EventBatch, PutAway
 from semantic.application.parsing import MessageFold, ReplyParser
 from semantic.application.requests.thinking_budget import ThinkingSpan
+from semantic.domain.agents import Reuse
 from semantic.domain.chat import (
     Event,
     Failed,
@@ -45,8 +46,9 @@ class FinishedReply:
     raw_text: str
 
 
-# Returns `Finished.is_durable`.
-OnFinish: TypeAlias = Callable[[FinishedReply], Awaitable[bool | None]]
+# Logs a reply; returns `Finished.is_durable`.
+LogReply: TypeAlias = Callable[[FinishedReply], Awaitable[bool | None]]
+EndHook: TypeAlias = Callable[[Finished | Failed, Reuse], None]
 
 
 class LiveReply:
@@ -54,42 +56,46 @@ class LiveReply:
 
     Attributes:
         put_away: What the reply left behind, once that is known.
-        span: Counts the tokens of its thinking; None if it has none.
-        on_end: Called with the final event, before it is read.
     """
 
     def __init__(
         self,
-        on_cancel: Callable[[], None],
         first: Event,
-        parser: ReplyParser | None = None,
-        on_finish: OnFinish | None = None,
+        parser: ReplyParser,
+        on_cancel: Callable[[], None],
+        *,
+        log: LogReply | None = None,
+        span: ThinkingSpan | None = None,
+        beginning: str = "",
     ) -> None:
         """Begin with the first event.
 
         Args:
-            on_cancel: Stops computing.
             first: What the reader sees first.
-            parser: Turns text into thinking, text and calls; None leaves it as it is.
-            on_finish: Logs the reply; what it awaits comes before the reader's last event.
+            parser: Turns text into thinking, text and calls.
+            on_cancel: Stops computing.
+            log: Logs the reply; what it awaits comes before the reader's last event.
+            span: Counts the tokens of its thinking; None if it has none.
+            beginning: What the message begins with; the reader knows it.
         """
         self.put_away: PutAway | None = None
-        self.span: ThinkingSpan | None = None
-        self.on_end: Callable[[Event], None] | None = None
-        self._on_cancel = on_cancel
         self._parser = parser
-        self._on_finish = on_finish
+        self._on_cancel = on_cancel
+        self._log = log
+        self._span = span
+        self._end_hooks: list[EndHook] = []
         self._raw: list[str] = []
         self._fold = MessageFold()
+        if beginning:
+            self._fold.add(TextDelta(beginning))
         self._events: deque[Event] = deque([first])
         self._has_events = asyncio.Event()
         self._has_events.set()
         self._is_final = False
 
-    def begin(self, text: str) -> None:
-        """Let the message begin with text that the reader knows; before the first event."""
-        if text:
-            self._fold.add(TextDelta(text))
+    def on_end(self, hook: EndHook) -> None:
+        """Let `hook` be called once with the final event, before that is read, if it ever is."""
+        self._end_hooks.append(hook)
 
     def push(self, event: Event) -> None:
         """Add an event of the engine."""
@@ -99,18 +105,20 @@ class LiveReply:
     async def finish(self, event: Finished) -> None:
         """Log the turn, then give the final event; a log that fails costs no reply, and is told."""
         self._is_final = True
-        event = self._counted(event)
-        *events, last = self._parsed(event)
-        for parsed in events:
-            self._add(parsed)
-        if self._on_finish is not None and self.put_away is not None:
-            raw_text = "".join(self._raw)
-            finished = FinishedReply(self.put_away, event, self._fold.message(), raw_text)
-            is_durable = await self._logged(self._on_finish, finished)
-            last = replace(last, is_durable=is_durable) if isinstance(last, Finished) else last
-        self._add(last)
+        try:
+            event = self._counted(event)
+            *events, last = self._parsed(event)
+            for parsed in events:
+                self._add(parsed)
+            if self._log is not None and self.put_away is not None and isinstance(last, Finished):
+                raw_text = "".join(self._raw)
+                finished = FinishedReply(self.put_away, event, self._fold.message(), raw_text)
+                last = replace(last, is_durable=await self._logged(self._log, finished))
+            self._add(last)
+        finally:
+            self._end(event)
 
-    async def _logged(self, log: OnFinish, finished: FinishedReply) -> bool | None:
+    async def _logged(self, log: LogReply, finished: FinishedReply) -> bool | None:
         try:
             return await log(finished)
         except Exception:  # noqa: BLE001 - the reply goes out, whatever became of the log
@@ -119,17 +127,17 @@ class LiveReply:
 
     def _counted(self, event: Finished) -> Finished:
         """Add how many of the tokens were thinking."""
-        if self.span is None or self.put_away is None:
+        if self._span is None or self.put_away is None:
             return event
         for token in self.put_away.tokens:
-            self.span.feed(token)
-        usage = replace(event.usage, thinking_tokens=self.span.num_tokens)
+            self._span.feed(token)
+        usage = replace(event.usage, thinking_tokens=self._span.num_tokens)
         return replace(event, usage=usage)
 
     def _parsed(self, event: Event) -> list[Event]:
         if isinstance(event, TextDelta):
             self._raw.append(event.text)
-        events = self._parser.push(event) if self._parser else [event]
+        events = self._parser.push(event)
         for parsed in events:
             self._fold.add(parsed)
         return events
@@ -138,14 +146,18 @@ class LiveReply:
         """Hand an event to the reader, joined to the last one where that loses nothing."""
         if isinstance(event, Finished | Failed):
             self._is_final = True
-            if self.on_end is not None:
-                self.on_end(event)
+            self._end(event)
         last = self._events[-1] if self._events else None
         joined = _joined(last, event)
         if joined is not None:
             self._events.pop()
         self._events.append(joined or event)
         self._has_events.set()
+
+    def _end(self, event: Finished | Failed) -> None:
+        hooks, self._end_hooks = self._end_hooks, []
+        for hook in hooks:
+            hook(event, self.put_away.reuse if self.put_away else Reuse())
 
     async def __aiter__(self) -> AsyncGenerator[Event, None]:
         """Yield events up to the final one; leaving early cancels."""
@@ -189,7 +201,6 @@ class ReplyHub:
     def __init__(self) -> None:
         self._replies: dict[str, LiveReply] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._on_end: dict[str, Callable[[], None]] = {}
         self._finishing: set[asyncio.Task[None]] = set()
 
     @property
@@ -197,36 +208,14 @@ class ReplyHub:
         """Replies that still expect events."""
         return len(self._replies)
 
-    def open(
-        self,
-        request_id: str,
-        first: Event,
-        cancel: Callable[[str], None],
-        parser: ReplyParser | None = None,
-        *,
-        on_finish: OnFinish | None = None,
-        on_end: Callable[[], None] = lambda: None,
-    ) -> LiveReply:
-        """Make the reply that will get a request's events. On the event loop's thread.
-
-        Args:
-            request_id: Whose.
-            first: What its reader sees first.
-            cancel: Stops a request.
-            parser: See `LiveReply`.
-            on_finish: See `LiveReply`.
-            on_end: Called once when no more events will come, however it ended.
-        """
+    def open(self, request_id: str, reply: LiveReply) -> None:
+        """Let a reply get a request's events. On the event loop's thread."""
         self._loop = asyncio.get_running_loop()
-        reply = LiveReply(lambda: cancel(request_id), first, parser, on_finish)
-        self._on_end[request_id] = on_end
         self._replies[request_id] = reply
-        return reply
 
     def discard(self, request_id: str) -> None:
         """Forget a reply whose request was refused after all."""
         self._replies.pop(request_id, None)
-        self._on_end.pop(request_id, None)
 
     def emit(self, events: EventBatch) -> None:
         """Hand events over; safe on any thread, never waits."""
@@ -245,19 +234,8 @@ class ReplyHub:
             if isinstance(event, PutAway):
                 reply.put_away = event
             elif isinstance(event, Finished):
-                self._finish(request_id, reply, event)
+                task = asyncio.ensure_future(reply.finish(event))
+                self._finishing.add(task)
+                task.add_done_callback(self._finishing.discard)
             else:
                 reply.push(event)
-                if isinstance(event, Failed):
-                    self._on_end.pop(request_id)()
-
-    def _finish(self, request_id: str, reply: LiveReply, event: Finished) -> None:
-        async def finish() -> None:
-            try:
-                await reply.finish(event)
-            finally:
-                self._on_end.pop(request_id)()
-
-        task = asyncio.ensure_future(finish())
-        self._finishing.add(task)
-        task.add_done_callback(self._finishing.discard)

@@ -20,7 +20,7 @@ from semantic.application.prompt.replay import (
 )
 from semantic.application.requests.identity import BusyAgents, Claim, Identities
 from semantic.application.requests.prepare import Preparation, Prepared
-from semantic.application.requests.reply import FinishedReply, ReplyHub
+from semantic.application.requests.reply import FinishedReply, LiveReply, ReplyHub
 from semantic.application.requests.threads import PreparationThreads
 from semantic.domain.agents import Pointer, Principal, Turn
 from semantic.domain.chat import ChatRequest, Started, TextDelta, Usage
@@ -32,7 +32,6 @@ from semantic.domain.errors import (
 )
 from semantic.domain.model_names import require_served
 from semantic.domain.sampling import FinishReason
-from semantic.ports.inbound import Reply
 
 _log = logging.getLogger(__name__)
 _PREPARE_S = 60  # the longest that may pass before a request is queued
@@ -85,10 +84,9 @@ class InferenceService:
         """Why requests cannot be prepared, for `/health`; empty if they can."""
         return self._threads.problem
 
-    async def start(self, request: ChatRequest, principal: Principal) -> Reply:
+    async def start(self, request: ChatRequest, principal: Principal) -> LiveReply:
         """Render, tokenise, check and queue a request."""
         model = self._model(request)
-
         claim = self._busy.claim(principal.tenant)
         try:
             # A long prompt takes a while to tokenise; other streams go on meanwhile.
@@ -100,7 +98,7 @@ class InferenceService:
             claim.release()
             raise
 
-    def _submit(self, prepared: Prepared, claim: Claim) -> Reply:
+    def _submit(self, prepared: Prepared, claim: Claim) -> LiveReply:
         job, shape = prepared.job, prepared.shape
         model, usage = prepared.model, Usage(prompt_tokens=len(job.tokens))
         started = Started(job.id, model.id, usage, job.sampling, model.system_fingerprint)
@@ -111,24 +109,24 @@ class InferenceService:
             is_parallel=shape.tool_choice.is_parallel,
         )
         parser.push(TextDelta(shape.opening))
-        reply = self._hub.open(
-            job.id,
+        reply = LiveReply(
             started,
-            self._device.cancel,
             parser,
-            on_finish=lambda finished: self._log_turn(prepared, finished),
-            on_end=claim.release,
+            on_cancel=lambda: self._device.cancel(job.id),
+            log=lambda finished: self._log_turn(prepared, finished),
+            span=prepared.span,
+            beginning=prepared.request.beginning,
         )
-        reply.span = prepared.span
-        reply.begin(prepared.request.beginning)
+        self._hub.open(job.id, reply)
         try:
             self._device.submit(job)
         except SemanticError:
             self._hub.discard(job.id)
             raise
+        reply.on_end(lambda *_: claim.release())
         if self._watch is not None:
             tenant, agent_id = prepared.principal.tenant, prepared.identity.agent_id
-            self._watch.watch(reply, started, tenant, agent_id)
+            reply.on_end(self._watch.begin(started, tenant, agent_id))
         return reply
 
     async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:

@@ -2,15 +2,16 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.prompt.conversation import Conversation
 from semantic.application.requests.reply import LiveReply
+from semantic.application.requests.service import InferenceService
 from semantic.domain.agents import Agent, Overflow, Principal
-from semantic.domain.chat import AgentHint, ChatRequest, Event, Role
+from semantic.domain.chat import AgentHint, ChatRequest, Role
 from semantic.domain.errors import (
     AgentNotFoundError,
     ContextLengthError,
@@ -18,7 +19,7 @@ from semantic.domain.errors import (
     OverloadedError,
     StateQuotaError,
 )
-from semantic.ports.inbound import InferencePort, NewTurn, Reply
+from semantic.ports.inbound import NewTurn, Reply
 
 _Key: TypeAlias = tuple[str, str]
 
@@ -39,7 +40,7 @@ class StatefulChat:
     def __init__(
         self,
         agents: AgentLedger,
-        inference: InferencePort,
+        inference: InferenceService,
         *,
         max_waiting: int,
         timeout_s: float,
@@ -57,7 +58,6 @@ class StatefulChat:
         self._max_waiting = max_waiting
         self._timeout_s = timeout_s
         self._lanes: dict[_Key, _Lane] = {}
-        self._pumps: set[asyncio.Task[None]] = set()
 
     def num_inside(self, tenant: str, agent_id: str) -> int:
         """How many turns of an agent run or wait."""
@@ -82,18 +82,14 @@ class StatefulChat:
             await self._await_turn(lane)
             turn.callback(lane.lock.release)
             num_cancels = lane.num_cancels
-            reply = await self._begin(principal, agent, ask)
+            lane.reply = reply = await self._begin(principal, agent, ask)
             turn.callback(setattr, lane, "reply", None)
-            lane.reply = reply
             if lane.num_cancels > num_cancels:
                 reply.cancel()
-            events = aiter(reply)
-            shown = LiveReply(reply.cancel, await anext(events))
-            # What was entered is left when the reply has ended, read or not.
-            pump = asyncio.create_task(_pump(events, shown, turn.pop_all()))
-        self._pumps.add(pump)
-        pump.add_done_callback(self._pumps.discard)
-        return shown
+            # Whether the reply is read or not, the next turn may begin when it has ended.
+            entered = turn.pop_all()
+            reply.on_end(lambda *_: entered.close())
+            return reply
 
     @contextlib.contextmanager
     def _inside(self, key: _Key) -> Iterator[_Lane]:
@@ -117,7 +113,7 @@ class StatefulChat:
         except TimeoutError as error:
             raise GenerationTimeoutError("the agent's turns before this one took long.") from error
 
-    async def _begin(self, principal: Principal, known: Agent, ask: NewTurn) -> Reply:
+    async def _begin(self, principal: Principal, known: Agent, ask: NewTurn) -> LiveReply:
         """Start a turn, leaving the oldest messages out if need be and permitted."""
         agent = self._agents.get(principal.tenant, known.id)
         if agent.created_at != known.created_at:
@@ -154,10 +150,3 @@ class StatefulChat:
             service_class=agent.service_class,
             is_continued=ask.messages[-1].role is Role.ASSISTANT,
         )
-
-
-async def _pump(events: AsyncIterator[Event], shown: LiveReply, held: contextlib.ExitStack) -> None:
-    """Hand events on; whether they are read or not, the next turn may begin when they end."""
-    with held:
-        async for event in events:
-            shown.push(event)

@@ -1,9 +1,12 @@
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
-from semantic.application.engine.engine import EventBatch
+from semantic.application.engine.engine import EventBatch, PutAway
+from semantic.application.parsing import ReplyParser
 from semantic.application.requests.reply import LiveReply, ReplyHub
+from semantic.domain.agents import Reuse
 from semantic.domain.chat import (
     Event,
     Failed,
@@ -15,6 +18,7 @@ from semantic.domain.chat import (
     Usage,
 )
 from semantic.domain.errors import BackendError
+from semantic.domain.reply_format import ReplyFormat
 from semantic.domain.sampling import FinishReason
 
 pytestmark = pytest.mark.unit
@@ -23,12 +27,22 @@ STARTED = Started("r", "m", Usage(prompt_tokens=1))
 FINISHED = Finished(FinishReason.END_TURN, Usage(prompt_tokens=1))
 
 
+def make_reply(on_cancel: Callable[[], None] = lambda: None) -> LiveReply:
+    return LiveReply(STARTED, ReplyParser(ReplyFormat()), on_cancel)
+
+
+def open_reply(hub: ReplyHub, name: str, cancel: Callable[[str], None] = print) -> LiveReply:
+    reply = make_reply(lambda: cancel(name))
+    hub.open(name, reply)
+    return reply
+
+
 async def read(reply: LiveReply) -> list[Event]:
     return [event async for event in reply]
 
 
 async def test_pieces_that_wait_are_joined() -> None:
-    reply = LiveReply(lambda: None, STARTED)
+    reply = make_reply()
     for done in range(50):
         reply.push(PrefillProgress(done, 50))
     for i in range(1000):
@@ -44,7 +58,7 @@ async def test_pieces_that_wait_are_joined() -> None:
 
 async def test_events_cross_from_another_thread_to_their_reply() -> None:
     hub = ReplyHub()
-    first, second = (hub.open(name, STARTED, lambda _: None) for name in ("a", "b"))
+    first, second = (open_reply(hub, name) for name in ("a", "b"))
     batch: EventBatch = [
         ("a", TextDelta("A")),
         ("gone", TextDelta("?")),
@@ -61,13 +75,13 @@ async def test_events_cross_from_another_thread_to_their_reply() -> None:
 async def test_leaving_early_cancels_once_and_ending_does_not() -> None:
     cancelled: list[str] = []
     hub = ReplyHub()
-    left = hub.open("left", STARTED, cancelled.append)
+    left = open_reply(hub, "left", cancelled.append)
     events = aiter(left)
     assert await anext(events) == STARTED
     await events.aclose()
     assert cancelled == ["left"]
     left.cancel()
-    ended = hub.open("ended", STARTED, cancelled.append)
+    ended = open_reply(hub, "ended", cancelled.append)
     hub.emit([("ended", FINISHED)])
     await read(ended)
     ended.cancel()
@@ -79,7 +93,22 @@ def test_events_for_a_loop_that_is_gone_are_dropped() -> None:
     hub.emit([("a", FINISHED)])
 
     async def open_one() -> None:
-        hub.open("a", STARTED, lambda _: None)
+        open_reply(hub, "a")
 
     asyncio.run(open_one())
     hub.emit([("a", FINISHED)])
+
+
+@pytest.mark.parametrize("end", [FINISHED, Failed(BackendError("broken"))])
+async def test_the_end_is_told_once_and_before_it_is_read(end: Finished | Failed) -> None:
+    hub, ends = ReplyHub(), list[object]()
+    reply = open_reply(hub, "a")
+    reply.on_end(lambda event, _: ends.append(event))
+    reply.on_end(lambda _, reuse: ends.append(reuse))
+    reuse = Reuse(computed=7)
+    hub.emit([("a", PutAway((1,), None, 0, reuse)), ("a", end)])
+
+    async for event in reply:
+        assert ends == ([end, reuse] if event is not STARTED else [])
+
+    assert ends == [end, reuse]
