@@ -34,7 +34,7 @@ from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.agents import Principal
 from semantic.domain.chat import Finished, TextDelta
 from semantic.domain.sampling import SamplingParams, StopRules
-from semantic.entrypoints.agent_memory import AgentMemory
+from semantic.entrypoints.persistence import AgentMemory
 from semantic.ports.backend import Chunk, Draw, SequenceId, Step
 
 NUM_NEW = 16

@@ -22,7 +22,7 @@ from semantic.application.engine.request import Job
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.agents import Principal
 from semantic.domain.sampling import StopRules
-from semantic.entrypoints.agent_memory import AgentMemory
+from semantic.entrypoints.persistence import AgentMemory
 
 _TARGET = 1.05
 

@@ -71,8 +71,7 @@ def test_verify_removes_bad_files_and_says_so(
     assert f"checked {len(files) - 2} files" in capsys.readouterr().out
     with run_server(make_settings(home)) as running:
         talk(running, "coder")
-        assert running.server.memory.store is not None
-        assert running.server.memory.store.counts.corrupt == 0
+        assert running.server.memory.cache.store.counts.corrupt == 0
 
 
 def test_gc_empties_quarantine_of_what_is_old(

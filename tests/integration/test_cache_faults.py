@@ -68,8 +68,7 @@ def await_that(condition: Callable[[], bool]) -> None:
 
 
 def store_of(running: RunningServer) -> Any:
-    assert running.server.memory.store is not None
-    return running.server.memory.store
+    return running.server.memory.cache.store
 
 
 @pytest.fixture
@@ -225,8 +224,7 @@ def test_foreign_files_among_the_blocks_survive_every_start_and_command(
         (home / "cache" / "ledger.db").unlink()
     with run_server(make_settings(home)) as running:
         talk(running, said, QUESTIONS[2])
-        assert running.server.memory.housekeeping is not None
-        running.server.memory.housekeeping.reconcile()
+        running.server.memory.cache.housekeeping.reconcile()
     for action in ("verify", "gc", "stats"):
         assert main(["cache", action, "--home", str(home)]) == 0
     assert [path.read_text() for path in notes] == ["mine"] * 3

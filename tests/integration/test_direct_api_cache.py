@@ -94,9 +94,8 @@ def test_what_a_fork_shares_is_not_evicted(http: httpx.Client) -> None:
 
 def test_what_a_pinned_agent_reaches_is_pinned(http: httpx.Client, running: RunningServer) -> None:
     def num_pinned() -> int:
-        store = running.server.memory.store
-        assert store is not None
-        return sum(node.num_pins > 0 for node in store.nodes())
+        nodes = running.server.memory.cache.store.nodes()
+        return sum(node.num_pins > 0 for node in nodes)
 
     make(http, id="a", system=LONG)
     make(http, id="b", system=LONG)

@@ -44,8 +44,7 @@ def test_a_reload_larger_than_memory_is_right_and_warm_block_by_block(
     settings = make_settings(starter_home, memory_budget_mb=budget, **options)
     with run_server(settings) as running:
         again = ask(running, said)
-        store = running.server.memory.store
-        assert store is not None
+        store = running.server.memory.cache.store
         store.check_integrity()
         assert store.usage().used <= budget * 2**20
     assert again["choices"] == right["choices"]

@@ -6,7 +6,7 @@ Heavy imports (torch, mlx, transformers) happen on the device's thread, after th
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -22,7 +22,7 @@ from semantic.application.agents.cache_admin import CacheBudgets, CacheService
 from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
-from semantic.application.agents.turn_watch import TurnWatch
+from semantic.application.agents.turns import TurnWatch
 from semantic.application.engine.device_thread import DeviceThread, LoadedModel
 from semantic.application.engine.model_registry import ModelRegistry
 from semantic.application.engine.scheduler import EngineLimits
@@ -32,7 +32,7 @@ from semantic.application.requests.stateful import StatefulChat
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.reply_format import detect_reply_format
 from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ModelCacheSpec
-from semantic.entrypoints.agent_memory import AgentMemory
+from semantic.entrypoints.persistence import AgentMemory
 from semantic.ports.backend import ModelBackendPort
 from semantic.ports.text import TokenizerPort
 
@@ -102,7 +102,9 @@ def bootstrap(settings: Settings) -> Server:
     )
     models = ModelRegistry(device, model_id, backend_name, settings.model_aliases)
     budgets = CacheBudgets(settings.disk_budget_mb * 2**20, settings.write_queue_mb * 2**20)
-    cache = CacheService(memory.opened, memory.agents, device, watch, feed, memory.disk, budgets)
+    cache = CacheService(
+        lambda: memory.cache, memory.agents, device, watch, feed, memory.disk, budgets
+    )
     chat = StatefulChat(
         memory.agents,
         inference,
@@ -117,11 +119,11 @@ def bootstrap(settings: Settings) -> Server:
         inference=inference,
         models=models,
         memory=memory,
-        agents=AgentService(memory.agents, chat, cache, feed, _detokeniser(device)),
+        agents=AgentService(memory.agents, chat, cache, feed, device),
         chat=chat,
         cache=cache,
         transfer=AgentTransfer(
-            *(memory.agents, memory.opened, device, memory.disk),
+            *(memory.agents, lambda: memory.cache, device, memory.disk),
             *(AgentFile(memory.codec, _export_keys(settings)), feed),
         ),
         feed=feed,
@@ -137,16 +139,6 @@ def _choose_backend(settings: Settings) -> BackendName:
     if settings.backend != "auto":
         return settings.backend
     return "mlx" if mlx_runtime.is_preferred() and settings.device != "cpu" else "torch"
-
-
-def _detokeniser(device: DeviceThread) -> Callable[[Sequence[int]], str]:
-    def detokenise(tokens: Sequence[int]) -> str:
-        if device.model is None:
-            return ""
-        text = b"".join(map(device.model.tokenizer.token_bytes, tokens))
-        return text.decode("utf-8", "replace")
-
-    return detokenise
 
 
 def _prepare_directories(settings: Settings) -> None:

@@ -43,7 +43,7 @@ from semantic.adapters.inbound.http.middleware import (
 )
 from semantic.adapters.inbound.openai.routes import openai_router
 from semantic.adapters.inbound.responses.routes import responses_router
-from semantic.application.agents.turn_log import PastTurns
+from semantic.application.agents.turns import PastTurns
 from semantic.domain.errors import InvalidRequestError, ModelSwapError
 from semantic.entrypoints.bootstrap import Server
 from semantic.ports.inbound import ModelState

@@ -215,7 +215,7 @@ class MemoryRig:
         self.store = AgentCacheStore(
             self.pool,
             self.disk if self._has_disk else None,
-            on_moved=self.agents.move,
+            on_moved=self.agents.log.move,
             now=self.clock,
         )
         self.store.restore_index(state.parts)

@@ -1,5 +1,6 @@
 """The cache as those see it who look after it: figures, and what is done by hand."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -7,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.ledger import AgentLedger
-from semantic.application.agents.turn_watch import TurnWatch
+from semantic.application.agents.turns import TurnWatch
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.upkeep import Housekeeping
 from semantic.application.cache.writer import DiskTier
@@ -22,8 +23,8 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class OpenCache:
-    """What is there once a model is loaded."""
+class ModelCache:
+    """The blocks of the loaded model, and who looks after them."""
 
     store: AgentCacheStore
     housekeeping: Housekeeping
@@ -42,7 +43,7 @@ class CacheService:
 
     def __init__(
         self,
-        opened: Callable[[], OpenCache | None],
+        cache: Callable[[], ModelCache],
         agents: AgentLedger,
         device: DeviceThread,
         watch: TurnWatch,
@@ -50,7 +51,7 @@ class CacheService:
         disk: DiskTier | None,
         budgets: CacheBudgets,
     ) -> None:
-        self._opened = opened
+        self._cache = cache
         self._agents = agents
         self._device = device
         self._watch = watch
@@ -60,14 +61,14 @@ class CacheService:
 
     def state(self, agent: Agent) -> StateView:
         """See where an agent's state is; nowhere before the model is loaded."""
-        opened = self._opened()
-        return opened.housekeeping.footprint(agent) if opened else StateView()
+        with contextlib.suppress(ModelSwapError):
+            return self._cache().housekeeping.footprint(agent)
+        return StateView()
 
     def repin(self) -> None:
         """Let pins follow the agents that are pinned now."""
-        opened = self._opened()
-        if opened is not None:
-            opened.housekeeping.refresh_pins()
+        with contextlib.suppress(ModelSwapError):  # they are set when it is loaded
+            self._cache().housekeeping.refresh_pins()
 
     def prefetch(self, principal: Principal, agent_id: str) -> int:
         """Begin to read an agent's state into memory."""
@@ -99,19 +100,20 @@ class CacheService:
 
     def sample(self) -> tuple[CacheCounts, str]:
         """Read the counters and the memory's pressure."""
-        opened = self._opened()
-        if opened is None:
+        try:
+            store = self._cache().store
+        except ModelSwapError:
             return CacheCounts(), "none"
-        return replace(opened.store.counts), opened.store.usage().pressure.name.lower()
+        return replace(store.counts), store.usage().pressure.name.lower()
 
     def overview(self, principal: Principal) -> CacheOverview:
         """Read all figures."""
-        opened = self._ready()
-        usage = opened.store.usage()
+        cache = self._ready()
+        usage = cache.store.usage()
         counts, pressure = self.sample()
         num_replies, reuse = self._watch.totals
-        logical, unique, tiers = self._shared(opened, principal)
-        nodes = opened.store.nodes()
+        logical, unique, tiers = self._shared(cache, principal)
+        nodes = cache.store.nodes()
         files = [part.nbytes for node in nodes for part in tuple(node.files.values())]
         return CacheOverview(
             memory_budget=usage.total,
@@ -135,21 +137,18 @@ class CacheService:
             problem=self._disk.problem if self._disk else "",
         )
 
-    def _shared(self, opened: OpenCache, principal: Principal) -> tuple[int, int, dict[Tier, int]]:
+    def _shared(self, cache: ModelCache, principal: Principal) -> tuple[int, int, dict[Tier, int]]:
         """Bytes that agents reach, counted for each and counted once, and where agents are."""
         logical, unique = 0, dict[BlockName, int]()
         tiers = Counter(dict.fromkeys(Tier, 0))
         for agent in self._agents.agents(principal.tenant):
             pointer = self._agents.place(agent).pointer
-            tiers[opened.housekeeping.footprint(agent).tier] += 1
-            sizes = opened.store.sizes(pointer.block) if pointer else {}
+            tiers[cache.housekeeping.footprint(agent).tier] += 1
+            sizes = cache.store.sizes(pointer.block) if pointer else {}
             unique.update(sizes)
             logical += sum(sizes.values())
         return logical, sum(unique.values()), dict(tiers)
 
-    def _ready(self) -> OpenCache:
+    def _ready(self) -> ModelCache:
         self._device.ready_model()
-        opened = self._opened()
-        if opened is None:
-            raise ModelSwapError("the model is loading.", retry_after_s=2)
-        return opened
+        return self._cache()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from semantic.application.agents.turn_log import TurnLog, WriteChanges
+from semantic.application.agents.turns import TurnLog, WriteChanges
 from semantic.application.engine.request import common_prefix
 from semantic.domain.agents import (
     LOCAL_TENANT,
@@ -23,7 +23,6 @@ from semantic.domain.agents import (
     Turn,
     conversation_digest,
 )
-from semantic.domain.blocks import BlockName
 from semantic.domain.chat import Continuation, Message, Usage
 from semantic.domain.errors import AgentNotFoundError, ConflictError, QuotaExceededError
 from semantic.domain.sampling import FinishReason
@@ -171,17 +170,8 @@ class AgentLedger:
             if known is not None:
                 return known
             now = self._now()
-            ttl_s = ANONYMOUS_TTL_S if is_anonymous else None
-            return self._put(
-                Agent(
-                    agent_id,
-                    now,
-                    tenant=tenant,
-                    last_used=now,
-                    ttl_s=ttl_s,
-                    is_anonymous=is_anonymous,
-                )
-            )
+            made = Agent(agent_id, now, tenant=tenant, last_used=now)
+            return self._put(as_anonymous(made) if is_anonymous else made)
 
     def update(self, tenant: str, agent_id: str, edit: Callable[[Agent], Agent]) -> Agent:
         """Change an agent's settings; its id, owner and past stay.
@@ -284,10 +274,6 @@ class AgentLedger:
         """All tokens of an agent."""
         return self.log.tokens(agent.tenant, agent.head)
 
-    def tokens_at(self, tenant: str, turn_id: str) -> list[int]:
-        """All tokens up to a turn."""
-        return self.log.tokens(tenant, turn_id)
-
     def check_quota(self, agent: Agent) -> None:
         """See that an agent may have another turn.
 
@@ -338,10 +324,6 @@ class AgentLedger:
                 self._agents[(tenant, agent.id)] = agent
             return self.log.put(tenant, turn, agent)
 
-    def move(self, old: BlockName, new: BlockName) -> None:
-        """Let turns that point at one block point into another; never waits for the disk."""
-        self.log.move(old, new)
-
     # -- inside ---------------------------------------------------------------------------------
 
     def _put(self, agent: Agent) -> Agent:
@@ -353,9 +335,8 @@ class AgentLedger:
     def _rewound(self, agent: Agent, turn_id: str | None) -> Agent:
         if turn_id is None:
             return agent.rewind(None, 0, at=self._now())
-        for index, known_id in enumerate(
-            self.log.ancestry(agent.tenant, agent.head, until=turn_id)
-        ):
+        ancestry = self.log.ancestry(agent.tenant, agent.head, until=turn_id)
+        for index, known_id in enumerate(ancestry):
             if known_id == turn_id:
                 return agent.rewind(turn_id, agent.num_turns - index, at=self._now())
         raise AgentNotFoundError(f"agent {agent.id!r} has no turn {turn_id!r}.")

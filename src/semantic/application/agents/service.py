@@ -8,6 +8,7 @@ from dataclasses import replace
 from semantic.application.agents.cache_admin import CacheService
 from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.ledger import AgentLedger
+from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.requests.stateful import StatefulChat
 from semantic.domain.agents import Agent, Principal, Turn
 from semantic.domain.errors import ConflictError, InvalidRequestError
@@ -24,7 +25,6 @@ from semantic.ports.inbound import (
 
 _SHOWN_TOKENS = 24
 _PAST = ("head", "num_turns", "created_at", "last_used")
-Detokenise = Callable[[Sequence[int]], str]
 
 
 class AgentService:
@@ -36,7 +36,7 @@ class AgentService:
         chat: StatefulChat,
         cache: CacheService,
         feed: EventFeed,
-        detokenise: Detokenise,
+        device: DeviceThread,
     ) -> None:
         """Take the parts.
 
@@ -45,13 +45,13 @@ class AgentService:
             chat: Answers in their conversations.
             cache: Knows where their state is.
             feed: Is told what is done to them.
-            detokenise: Shows tokens to people; an empty text before the model is there.
+            device: Its model's tokenizer shows tokens to people.
         """
         self._agents = agents
         self._chat = chat
         self._cache = cache
         self._feed = feed
-        self._detokenise = detokenise
+        self._device = device
 
     # -- one agent ------------------------------------------------------------------------------
 
@@ -159,8 +159,8 @@ class AgentService:
         left = turn.divergence
         if left is None:
             return None
-        old = self._agents.tokens_at(agent.tenant, left.turn_id)
-        new = self._agents.tokens_at(agent.tenant, turn.id)
+        old = self._agents.log.tokens(agent.tenant, left.turn_id)
+        new = self._agents.log.tokens(agent.tenant, turn.id)
         start, end = max(0, left.index - _SHOWN_TOKENS), left.index + _SHOWN_TOKENS
         return DivergenceView(
             turn_id=left.turn_id,
@@ -169,6 +169,11 @@ class AgentService:
             expected=self._detokenise(old[left.index : end]),
             actual=self._detokenise(new[left.index : end]),
         )
+
+    def _detokenise(self, tokens: Sequence[int]) -> str:
+        model = self._device.model
+        pieces = map(model.tokenizer.token_bytes, tokens) if model else ()
+        return b"".join(pieces).decode("utf-8", "replace")
 
 
 def _matches(agent: Agent, query: AgentQuery) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from semantic.application.agents.cache_admin import OpenCache
+from semantic.application.agents.cache_admin import ModelCache
 from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.cache.index import BlockNode
@@ -21,11 +21,9 @@ from semantic.application.engine.device_thread import DeviceThread, LoadedModel
 from semantic.domain.agents import Agent, Pointer, Principal, Turn
 from semantic.domain.blocks import BlockName, unpack_tokens
 from semantic.domain.errors import (
-    AgentNotFoundError,
     CacheCorruptionError,
     ConflictError,
     InvalidRequestError,
-    ModelSwapError,
 )
 from semantic.domain.feed import AgentChanged, AgentDeed
 from semantic.domain.spec import LayerKind
@@ -51,14 +49,14 @@ class AgentTransfer:
     def __init__(
         self,
         agents: AgentLedger,
-        opened: Callable[[], OpenCache | None],
+        cache: Callable[[], ModelCache],
         device: DeviceThread,
         disk: DiskTier | None,
         files: AgentFilePort,
         feed: EventFeed,
     ) -> None:
         self._agents = agents
-        self._opened = opened
+        self._cache = cache
         self._device = device
         self._disk = disk
         self._files = files
@@ -81,10 +79,7 @@ class AgentTransfer:
 
     def _parts(self, pointer: Pointer) -> Iterator[ExportPart]:
         """The parts of all blocks on the way to a pointer, as far as they can be had."""
-        opened = self._opened()
-        if opened is None:
-            return
-        for node in opened.store.chain(pointer.block):
+        for node in self._cache().store.chain(pointer.block):
             kinds = [kind for kind in LayerKind if node.has(kind)]
             try:
                 payloads = [(kind, self._payload(node, kind)) for kind in kinds]
@@ -119,7 +114,8 @@ class AgentTransfer:
         arrival = _checked(self._files.read(open_file(), has_parts=is_trusted))
         known = arrival.head.agent
         known = known.named(new_id) if new_id else known
-        self._require_free(principal, known.id)
+        if self._agents.find(principal.tenant, known.id) is not None:
+            raise ConflictError(f"there is an agent {known.id!r} already.", param="id")
         names: dict[BlockName, BlockName] = {}
         root = BlockName()
         if not is_messages_only:
@@ -145,18 +141,9 @@ class AgentTransfer:
         reason = _reason(signer, is_messages_only=is_messages_only, has_state=bool(names))
         return ImportedAgent(made, has_state=bool(names), reason=reason)
 
-    def _require_free(self, principal: Principal, agent_id: str) -> None:
-        try:
-            self._agents.get(principal.tenant, agent_id)
-        except AgentNotFoundError:
-            return
-        raise ConflictError(f"there is an agent {agent_id!r} already.", param="id")
-
     def _seal(self, root: BlockName, items: Iterator[ExportItem]) -> dict[BlockName, BlockName]:
         """Keep blocks under names of their new owner; returns which became which."""
-        opened = self._opened()
-        if opened is None:
-            raise ModelSwapError("the model is loading.", retry_after_s=2)
+        store = self._cache().store
         parts = (item for item in items if isinstance(item, ExportPart))
         names: dict[BlockName, BlockName] = {}
         is_room = True
@@ -167,12 +154,12 @@ class AgentTransfer:
             if not is_room or parent is None:
                 continue
             payloads = [item.payload for item in block]
-            sealed = opened.store.seal(root, parent, unpack_tokens(part.tokens), payloads)
+            sealed = store.seal(root, parent, unpack_tokens(part.tokens), payloads)
             is_room = sealed is not None
             if sealed is not None:
                 names[name] = sealed
                 end = part.start + part.num_tokens
-                opened.store.settle([sealed], sealed, [end])
+                store.settle([sealed], sealed, [end])
         return names
 
 

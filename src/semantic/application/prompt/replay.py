@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from semantic.application.agents.turn_log import WriteChanges
+from semantic.application.agents.turns import WriteChanges
 from semantic.application.prompt.lru_cache import LruCache
 from semantic.domain.blocks import pack_tokens
 from semantic.domain.chat import (

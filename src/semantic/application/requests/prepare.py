@@ -1,9 +1,15 @@
-"""From a request to a job: render, identify, constrain and check, before anything is queued."""
+"""From a request to a job: render, identify, constrain and check, in threads of their own."""
 
+import asyncio
+import contextlib
+import contextvars
+import functools
 import secrets
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
+from typing import Any, ParamSpec, TypeVar
 
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.engine.device_thread import DeviceThread, LoadedModel
@@ -15,16 +21,26 @@ from semantic.application.requests.identity import Claim, Identities, Identity
 from semantic.application.requests.thinking_budget import ThinkingBudget, ThinkingSpan
 from semantic.domain.agents import Agent, Principal
 from semantic.domain.chat import ChatRequest, RawPrompt, Thinking, require_whole_characters
-from semantic.domain.errors import ContextLengthError, InvalidRequestError, StateQuotaError
+from semantic.domain.errors import (
+    ContextLengthError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    OverloadedError,
+    StateQuotaError,
+)
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.text import TokenConstraint
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+NUM_THREADS = 8
 _TAIL_TOKENS = 32  # enough to see a marker at the end of a prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRequest:
     """A request that is ready to run.
 
     Attributes:
@@ -72,7 +88,7 @@ class Preparation:
         principal: Principal,
         model: LoadedModel,
         claim: Claim,
-    ) -> Prepared:
+    ) -> PreparedRequest:
         """Render, identify, constrain and check; claims the agent, and writes nothing yet.
 
         Raises:
@@ -115,7 +131,9 @@ class Preparation:
         )
         span = _span(shape, model, visible)
         num_begun = prompt.num_begun
-        return Prepared(request, principal, model, job, shape, identity, span, day, num_begun)
+        return PreparedRequest(
+            request, principal, model, job, shape, identity, span, day, num_begun
+        )
 
     def count_tokens(self, request: ChatRequest, principal: Principal, model: LoadedModel) -> int:
         """Count the tokens of the prompt that `prepare` would make; changes nothing."""
@@ -123,7 +141,7 @@ class Preparation:
         prompt, _ = self._render(request, model, replays)
         return len(prompt.tokens)
 
-    def keep_day(self, prepared: Prepared) -> None:
+    def keep_day(self, prepared: PreparedRequest) -> None:
         """Let the agent of a request that was answered go on with the date it was shown."""
         if prepared.day is not None:
             self._dates.keep(prepared.job.root, prepared.request.asked, prepared.day)
@@ -288,3 +306,68 @@ def _block_ends(prompt: Prompt, spec: ModelCacheSpec) -> tuple[int, ...]:
     if spec.kinds == (LayerKind.FULL,):
         return (prompt.num_head,) if prompt.num_head else ()
     return prompt.boundaries
+
+
+class PreparationThreads:
+    """A few threads, with a deadline, never waited for at the end; used on the loop's thread.
+
+    A thread cannot be ended. One that does not come back keeps its place, its request is answered
+    with an error, and when all places are lost that way the server says that it is stuck.
+    """
+
+    def __init__(self, timeout_s: float, num_threads: int = NUM_THREADS) -> None:
+        self._timeout_s = timeout_s
+        self._num_threads = num_threads
+        self._places = asyncio.Semaphore(num_threads)
+        self._late: set[asyncio.Future[Any]] = set()
+
+    @property
+    def problem(self) -> str:
+        """What is wrong, for `/health`; empty if nothing is."""
+        if len(self._late) < self._num_threads:
+            return ""
+        return (
+            f"no request can be prepared: {len(self._late)} have taken more than "
+            f"{self._timeout_s:g} s each and are not done; restart the server"
+        )
+
+    async def run(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Do some work and return its result.
+
+        Raises:
+            OverloadedError: no thread became free in time.
+            GenerationTimeoutError: the work took too long; it goes on, and nobody hears of it.
+        """
+        try:
+            await asyncio.wait_for(self._places.acquire(), self._timeout_s)
+        except TimeoutError:
+            raise OverloadedError(
+                "too many requests are being prepared; try again.", retry_after_s=5
+            ) from None
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[_T] = loop.create_future()
+        result.add_done_callback(self._settled)
+
+        def do() -> None:
+            try:
+                settle = functools.partial(result.set_result, work(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001 - raised where it is waited for
+                settle = functools.partial(result.set_exception, error)
+            with contextlib.suppress(RuntimeError):  # the loop may be gone
+                loop.call_soon_threadsafe(settle)
+
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=[do], name="prepare", daemon=True).start()
+        done, _ = await asyncio.wait({result}, timeout=self._timeout_s)
+        if done:
+            return result.result()
+        self._late.add(result)
+        raise GenerationTimeoutError(
+            f"preparing this request (rendering, tokenising, compiling its schema) took more than "
+            f"{self._timeout_s:g} s; send a shorter conversation or a simpler schema."
+        )
+
+    def _settled(self, result: "asyncio.Future[Any]") -> None:
+        self._places.release()
+        self._late.discard(result)
+        result.exception()  # nobody may be left to look at it

@@ -8,8 +8,7 @@ from concurrent.futures import Future
 from typing import TypeAlias
 
 from semantic.application.agents.ledger import AgentLedger, Exchange
-from semantic.application.agents.turn_log import turn_id
-from semantic.application.agents.turn_watch import TurnWatch
+from semantic.application.agents.turns import TurnWatch, turn_id
 from semantic.application.engine.device_thread import DeviceThread, LoadedModel
 from semantic.application.parsing import ReplyParser
 from semantic.application.prompt.replay import (
@@ -19,9 +18,8 @@ from semantic.application.prompt.replay import (
     prompt_digest,
 )
 from semantic.application.requests.identity import BusyAgents, Claim, Identities
-from semantic.application.requests.prepare import Preparation, Prepared
+from semantic.application.requests.prepare import Preparation, PreparationThreads, PreparedRequest
 from semantic.application.requests.reply import FinishedReply, LiveReply, ReplyHub
-from semantic.application.requests.threads import PreparationThreads
 from semantic.domain.agents import Pointer, Principal, Turn
 from semantic.domain.chat import ChatRequest, Started, TextDelta, Usage
 from semantic.domain.errors import (
@@ -98,7 +96,7 @@ class InferenceService:
             claim.release()
             raise
 
-    def _submit(self, prepared: Prepared, claim: Claim) -> LiveReply:
+    def _submit(self, prepared: PreparedRequest, claim: Claim) -> LiveReply:
         job, shape = prepared.job, prepared.shape
         model, usage = prepared.model, Usage(prompt_tokens=len(job.tokens))
         started = Started(job.id, model.id, usage, job.sampling, model.system_fingerprint)
@@ -144,7 +142,7 @@ class InferenceService:
         require_served(request.model, model.id, model.aliases)
         return model
 
-    async def _log_turn(self, prepared: Prepared, finished: FinishedReply) -> bool | None:
+    async def _log_turn(self, prepared: PreparedRequest, finished: FinishedReply) -> bool | None:
         """Log a turn, and keep its tokens for when the client sends the reply again.
 
         Returns whether it is safe on disk; None where that is not promised.
@@ -166,7 +164,9 @@ class InferenceService:
             return await asyncio.to_thread(self._is_durable, tenant, turn.id)
         return False
 
-    def _commit(self, prepared: Prepared, finished: FinishedReply) -> tuple[Turn, Future[None]]:
+    def _commit(
+        self, prepared: PreparedRequest, finished: FinishedReply
+    ) -> tuple[Turn, Future[None]]:
         job, left, tenant = prepared.job, finished.put_away, prepared.principal.tenant
         self._remember(prepared, finished)
         block, request = left.block, prepared.request
@@ -195,7 +195,7 @@ class InferenceService:
         self._identities.note(tenant, identity.agent_id, turn)
         return turn, done
 
-    def _remember(self, prepared: Prepared, finished: FinishedReply) -> None:
+    def _remember(self, prepared: PreparedRequest, finished: FinishedReply) -> None:
         tokens, stop = finished.put_away.tokens, prepared.request.stop
         if finished.event.reason is FinishReason.STOP_SEQUENCE:
             tokens = emitted_tokens(tokens, finished.raw_text, prepared.model.tokenizer)

@@ -121,7 +121,7 @@ def test_a_client_that_goes_back_takes_its_agent_along(agents: AgentLedger) -> N
     assert (other.parent, other.tokens) == (first.id, (5, 6))
     assert other.divergence == Divergence(second.id, 2)
     assert agents.get("local", "a").num_turns == 2
-    assert agents.tokens_at("local", second.id) == [1, 2, 3, 4]
+    assert agents.log.tokens("local", second.id) == [1, 2, 3, 4]
 
 
 def test_what_went_elsewhere_is_not_logged(agents: AgentLedger) -> None:

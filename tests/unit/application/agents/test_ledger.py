@@ -110,13 +110,13 @@ def pointer_of(agents: AgentLedger, turn: Turn) -> BlockName:
 
 def test_a_turn_follows_its_block(agents: AgentLedger) -> None:
     turn = commit(agents, [1], [2])
-    agents.move(OLD, NEW)
+    agents.log.move(OLD, NEW)
     assert pointer_of(agents, turn) == NEW
 
 
 def test_a_turn_that_is_logged_after_its_block_moved_is_right_too(agents: AgentLedger) -> None:
-    agents.move(OLD, NEW)
-    agents.move(NEW, NEWER)
+    agents.log.move(OLD, NEW)
+    agents.log.move(NEW, NEWER)
     assert pointer_of(agents, commit(agents, [1], [2])) == NEWER
 
 
@@ -129,7 +129,7 @@ def test_a_turn_that_is_not_written_yet_follows_its_block(ledger: SqliteLedger) 
 
     agents = AgentLedger(ledger, ledger.load(), write)
     turn, _ = agents.commit(LOCAL_TENANT, "ann", exchange([1], [2]))
-    agents.move(OLD, NEW)
+    agents.log.move(OLD, NEW)
     assert pointer_of(agents, turn) == NEW
     for changes, done in queue:
         ledger.apply(changes, is_synced=False)

@@ -20,10 +20,9 @@ from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.prompt.renderer import render
 from semantic.application.prompt.replay import ReplayKey, ReplayStore
 from semantic.application.requests.identity import BusyAgents, Identities
-from semantic.application.requests.prepare import Preparation
+from semantic.application.requests.prepare import NUM_THREADS, Preparation
 from semantic.application.requests.reply import ReplyHub
 from semantic.application.requests.service import InferenceService
-from semantic.application.requests.threads import NUM_THREADS
 from semantic.domain.agents import Agent, Principal, Quota
 from semantic.domain.chat import (
     AgentHint,

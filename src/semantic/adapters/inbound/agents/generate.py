@@ -20,7 +20,7 @@ from semantic.adapters.inbound.http.streaming import (
     data,
     unless_disconnected,
 )
-from semantic.application.agents.turn_log import turn_id
+from semantic.application.agents.turns import turn_id
 from semantic.application.parsing import MessageFold
 from semantic.domain.agents import Principal, Reuse, Turn
 from semantic.domain.chat import (

@@ -15,7 +15,7 @@ from semantic.adapters.outbound.blocks.codec import KVCodec
 from semantic.adapters.outbound.blocks.directory import DirectoryLock, claim
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.application.agents.cache_admin import OpenCache
+from semantic.application.agents.cache_admin import ModelCache
 from semantic.application.agents.ledger import AgentLedger, write_at_once
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.upkeep import Housekeeping
@@ -24,7 +24,7 @@ from semantic.application.engine.device_thread import LoadedModel
 from semantic.application.engine.engine import BlockPoolBatchEngine, EventSink
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.prompt.replay import LedgerReplayStore
-from semantic.domain.errors import CachePersistenceError, DrainingError
+from semantic.domain.errors import CachePersistenceError, DrainingError, ModelSwapError
 from semantic.domain.pool import BlockPool
 from semantic.ports.storage import LedgerPort
 
@@ -39,8 +39,7 @@ class AgentMemory:
     Attributes:
         agents: All agents and their turns.
         replays: The tokens of their replies.
-        store: The blocks; None until a model is loaded.
-        housekeeping: Looks after both; None until a model is loaded.
+        disk: Writes and reads blocks; None if nothing is kept there.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -57,8 +56,7 @@ class AgentMemory:
         self._lock: DirectoryLock | None = None
         self._files: SafetensorsCache | None = None
         self.disk: DiskTier | None = None
-        self.store: AgentCacheStore | None = None
-        self.housekeeping: Housekeeping | None = None
+        self._cache: ModelCache | None = None
         directory = settings.effective_cache_dir if settings.durability != "none" else None
         if directory is not None:
             claim(directory)
@@ -92,11 +90,16 @@ class AgentMemory:
         """How attention state is written."""
         return self._codec
 
-    def opened(self) -> OpenCache | None:
-        """The blocks and who looks after them; None until a model is loaded."""
-        if self.store is None or self.housekeeping is None:
-            return None
-        return OpenCache(self.store, self.housekeeping)
+    @property
+    def cache(self) -> ModelCache:
+        """The blocks of the model, and who looks after them.
+
+        Raises:
+            ModelSwapError: the model is not loaded yet.
+        """
+        if self._cache is None:
+            raise ModelSwapError("the model is loading.", retry_after_s=2)
+        return self._cache
 
     @property
     def kv_format(self) -> str:
@@ -125,7 +128,7 @@ class AgentMemory:
         """
         settings = self._settings
         pool = BlockPool(model.backend.spec, settings.memory_budget_mb * 2**20)
-        store = AgentCacheStore(pool, self.disk, on_moved=self.agents.move)
+        store = AgentCacheStore(pool, self.disk, on_moved=self.agents.log.move)
         store.restore_index(self._parts)
         self._parts = ()
         store.roots.update(model.root(principal) for principal in self.agents.principals())
@@ -134,18 +137,18 @@ class AgentMemory:
         with self._closing:
             if self._is_closed:
                 raise DrainingError("the server is shutting down.")
-            self.store = store
+            housekeeping = Housekeeping(
+                store,
+                self.agents,
+                self.ledger,
+                self.disk,
+                files=self._files,
+                orphan_ttl_s=settings.orphan_ttl_h * 3600,
+            )
+            self._cache = ModelCache(store, housekeeping)
             if self.disk is not None:
                 self.disk.start(store.is_on_disk)
-        self.housekeeping = Housekeeping(
-            store,
-            self.agents,
-            self.ledger,
-            self.disk,
-            files=self._files,
-            orphan_ttl_s=settings.orphan_ttl_h * 3600,
-        )
-        self.housekeeping.start(settings.upkeep_interval_s, is_index_lost=self._is_index_lost)
+        housekeeping.start(settings.upkeep_interval_s, is_index_lost=self._is_index_lost)
         return BlockPoolBatchEngine(
             model.backend, model.tokenizer, store, limits, emit, on_ready=on_ready
         )
@@ -161,8 +164,9 @@ class AgentMemory:
 
         That the ledger was restored, or lacks something, is told until the next start.
         """
-        disk, upkeep = self.disk, self.housekeeping
-        known = (self._loss, disk.problem if disk else "", upkeep.problem if upkeep else "")
+        disk, cache = self.disk, self._cache
+        upkeep = cache.housekeeping.problem if cache else ""
+        known = (self._loss, disk.problem if disk else "", upkeep)
         return "; ".join(filter(None, known))
 
     def close(self, timeout_s: float) -> bool:
@@ -174,9 +178,9 @@ class AgentMemory:
             if self._is_closed:
                 return True
             self._is_closed = True
-        if self.housekeeping is not None:
-            self.housekeeping.stop(timeout_s)
-        if self.disk is None or self.store is None:
+        if self._cache is not None:
+            self._cache.housekeeping.stop(timeout_s)
+        if self.disk is None or self._cache is None:
             self._close_ledger()
             self._unlock()
             return True

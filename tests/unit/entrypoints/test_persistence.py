@@ -11,7 +11,7 @@ from semantic.application.engine.device_thread import LoadedModel
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace, BlockPart
-from semantic.entrypoints.agent_memory import AgentMemory
+from semantic.entrypoints.persistence import AgentMemory
 from tests.http_server import make_settings
 from tests.unit.application.engine_rig import make_job
 
@@ -34,11 +34,9 @@ def test_what_was_found_at_the_start_is_not_kept_beside_the_store(tmp_path: Path
     del memory, engine
 
     memory, _ = open_memory(tmp_path)
-    assert memory.store is not None
-    assert memory.housekeeping is not None
     assert "7 block files" in memory.summary
-    memory.housekeeping.collect(orphan_age_s=-1)
-    assert len(memory.store.nodes()) == 0
+    memory.cache.housekeeping.collect(orphan_age_s=-1)
+    assert len(memory.cache.store.nodes()) == 0
     assert memory.close(20)
     gc.collect()
     known = [part for part in gc.get_objects() if type(part) is BlockPart]

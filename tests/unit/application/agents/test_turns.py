@@ -6,7 +6,7 @@ import pytest
 
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.ledger import AgentLedger, Exchange, write_at_once
-from semantic.application.agents.turn_log import PastTurns, turn_id
+from semantic.application.agents.turns import PastTurns, turn_id
 from semantic.application.requests.identity import BusyAgents, Identities, Identity
 from semantic.domain.agents import Principal, Reuse
 from semantic.domain.chat import AgentHint, Continuation, Message, Role, TextPart, Usage

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from semantic.application.requests.threads import PreparationThreads
+from semantic.application.requests.prepare import PreparationThreads
 from semantic.domain.errors import GenerationTimeoutError, InvalidRequestError, OverloadedError
 
 pytestmark = pytest.mark.unit

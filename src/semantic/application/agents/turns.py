@@ -1,4 +1,4 @@
-"""Turns: on their way to the ledger, read again, and found by the request that made them.
+"""Turns: watched while they run, on their way to the ledger, read again, found by their request.
 
 A turn is read from memory while it waits to be written. It may be logged after the block it points
 at went into a longer one: then the row that would repoint it came too early. So what was replaced
@@ -13,9 +13,11 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TypeAlias
 
-from semantic.domain.agents import Agent, Principal, Turn
+from semantic.application.agents.feed import EventFeed
+from semantic.domain.agents import Agent, Principal, Reuse, Turn
 from semantic.domain.blocks import BlockName
-from semantic.domain.chat import Message, Role
+from semantic.domain.chat import Failed, Finished, Message, Role, Started
+from semantic.domain.feed import TurnEnded, TurnStarted
 from semantic.ports.inbound import PastTurn
 from semantic.ports.storage import LedgerPort, PutAgent, PutTurn, Repoint, TurnPlace
 
@@ -198,3 +200,50 @@ class PastTurns:
         turn = self._log.turn(principal.tenant, turn_id(request_id))
         is_told = turn is not None and bool(turn.messages)
         return turn if is_told and turn and turn.messages[-1].role is Role.ASSISTANT else None
+
+
+class TurnWatch:
+    """Counts what replies reused, and tells the feed when turns begin and end. Thread-safe."""
+
+    def __init__(self, feed: EventFeed) -> None:
+        self._feed = feed
+        self._lock = threading.Lock()
+        self._reuse = Reuse()
+        self._num_turns = 0
+
+    @property
+    def totals(self) -> tuple[int, Reuse]:
+        """How many replies were finished since the start, and where their prompts came from."""
+        with self._lock:
+            return self._num_turns, self._reuse
+
+    def begin(
+        self, started: Started, tenant: str, agent_id: str
+    ) -> Callable[[Finished | Failed, Reuse], None]:
+        """Tell that a turn began; returns what is to be called with its end."""
+        begun = TurnStarted(
+            tenant, agent_id, turn_id(started.request_id), started.usage.prompt_tokens
+        )
+        self._feed.publish(begun)
+        return lambda event, reuse: self._end(started, begun, event, reuse)
+
+    def _end(
+        self, started: Started, begun: TurnStarted, event: Finished | Failed, reuse: Reuse
+    ) -> None:
+        reason, usage = "failed", started.usage
+        if isinstance(event, Finished):
+            reason, usage = event.reason.value, event.usage
+            self._count(reuse)
+        names = begun.tenant, begun.agent_id, begun.turn_id
+        self._feed.publish(TurnEnded(*names, reason, usage, reuse))
+
+    def _count(self, more: Reuse) -> None:
+        with self._lock:
+            self._num_turns += 1
+            self._reuse = replace(
+                self._reuse,
+                hot=self._reuse.hot + more.hot,
+                pool=self._reuse.pool + more.pool,
+                disk=self._reuse.disk + more.disk,
+                computed=self._reuse.computed + more.computed,
+            )
