@@ -103,7 +103,9 @@ def bench(cache: Path, max_idle: int) -> Iterator[Bench]:
         events.extend(event for _, event in batch)
 
     with starter.backend(directory) as backend:
-        model = LoadedModel("starter", backend, HFTokenizer(directory), "bench", memory.kv_format)
+        model = LoadedModel(
+            "starter", backend, HFTokenizer(directory), "bench", memory.codec.kv_format
+        )
         limits = replace(EngineLimits(), max_idle=max_idle)
         engine = memory.make_engine(model, limits, emit, ready.set)
         yield Bench(memory, engine, backend, model, events, ready)

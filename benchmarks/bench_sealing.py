@@ -93,7 +93,7 @@ def _way(
     """An engine of its own over the one backend."""
     memory = AgentMemory(load_settings(given))
     stack.callback(memory.close, 60)
-    model = LoadedModel("starter", backend, HFTokenizer(directory), "bench", memory.kv_format)
+    model = LoadedModel("starter", backend, HFTokenizer(directory), "bench", memory.codec.kv_format)
     limits = EngineLimits(max_idle=0)
     engine = memory.make_engine(model, limits, lambda _: None, lambda: None)
     return lambda: turn(engine, model, prompt(), reply)

@@ -34,7 +34,6 @@ from semantic.domain.reply_format import detect_reply_format
 from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ModelCacheSpec
 from semantic.entrypoints.persistence import AgentMemory
 from semantic.ports.backend import ModelBackendPort
-from semantic.ports.text import TokenizerPort
 
 _log = structlog.get_logger(__name__)
 
@@ -83,7 +82,7 @@ def bootstrap(settings: Settings) -> Server:
     model_id = _served_id(settings, backend_name)
     hub = ReplyHub()
     device = DeviceThread(
-        load=lambda on_progress: _load(settings, memory, backend_name, on_progress),
+        load=lambda on_progress: _load(settings, memory.codec.kv_format, backend_name, on_progress),
         make_engine=memory.make_engine,
         limits=_limits(settings),
         emit=hub.emit,
@@ -190,7 +189,7 @@ def _served_id(settings: Settings, backend_name: BackendName) -> str:
 
 def _load(
     settings: Settings,
-    memory: AgentMemory,
+    kv_format: str,
     backend_name: BackendName,
     on_progress: Callable[[str], None],
 ) -> LoadedModel:
@@ -198,8 +197,26 @@ def _load(
         from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
 
         spec = fake_spec(block_tokens=DEFAULT_BLOCK_TOKENS)  # as all models
-        made = _loaded("fake", FakeBackend(spec), FakeTokenizer(), "fake", memory)
-        return replace(made, aliases=tuple(settings.model_aliases))
+        model = LoadedModel("fake", FakeBackend(spec), FakeTokenizer(), "fake", kv_format)
+    else:
+        model = _load_files(settings, kv_format, backend_name, on_progress)
+    from semantic.adapters.outbound.grammar.compiler import LLGuidanceGrammar
+
+    tokenizer = model.tokenizer
+    return replace(
+        model,
+        reply_format=detect_reply_format(tokenizer.chat_template, tokenizer.special_ids),
+        grammar=LLGuidanceGrammar(tokenizer),
+        aliases=tuple(settings.model_aliases),
+    )
+
+
+def _load_files(
+    settings: Settings,
+    kv_format: str,
+    backend_name: Literal["torch", "mlx"],
+    on_progress: Callable[[str], None],
+) -> LoadedModel:
     from semantic.adapters.outbound.models.fingerprint import fingerprint
     from semantic.adapters.outbound.models.generation_config import read_generation_config
     from semantic.adapters.outbound.models.source import LocalModelSource
@@ -214,30 +231,13 @@ def _load(
     backend = make(directory, ModelCacheSpec.from_config(config))
     if backend.traits.compute is not None:
         _log.info("model loaded", model=directory.name, **asdict(backend.traits.compute))
-    name = fingerprint(directory, settings.home_dir / "models" / "fingerprints.json")
-    served = _served_id(settings, backend_name)
-    made = _loaded(served, backend, HFTokenizer(directory), name, memory)
-    aliases, defaults = tuple(settings.model_aliases), read_generation_config(directory)
-    return replace(made, aliases=aliases, defaults=defaults)
-
-
-def _loaded(
-    model_id: str,
-    backend: ModelBackendPort,
-    tokenizer: TokenizerPort,
-    name: str,
-    memory: AgentMemory,
-) -> LoadedModel:
-    from semantic.adapters.outbound.grammar.compiler import LLGuidanceGrammar
-
     return LoadedModel(
-        id=model_id,
+        id=_served_id(settings, backend_name),
         backend=backend,
-        tokenizer=tokenizer,
-        fingerprint=name,
-        kv_format=memory.kv_format,
-        reply_format=detect_reply_format(tokenizer.chat_template, tokenizer.special_ids),
-        grammar=LLGuidanceGrammar(tokenizer),
+        tokenizer=HFTokenizer(directory),
+        fingerprint=fingerprint(directory, settings.home_dir / "models" / "fingerprints.json"),
+        kv_format=kv_format,
+        defaults=read_generation_config(directory),
     )
 
 

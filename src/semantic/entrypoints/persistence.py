@@ -1,4 +1,4 @@
-"""Puts together what keeps agents: the ledger, the disk behind the pool, and its upkeep.
+"""What keeps agents across restarts: the ledger, the disk behind the pool, and its upkeep.
 
 The ledger opens at once, so that a directory in use is refused before anything else; the store is
 made when the model's geometry is known.
@@ -39,6 +39,7 @@ class AgentMemory:
     Attributes:
         agents: All agents and their turns.
         replays: The tokens of their replies.
+        codec: How attention state is written.
         disk: Writes and reads blocks; None if nothing is kept there.
     """
 
@@ -50,7 +51,7 @@ class AgentMemory:
             CachePersistenceError: what is there cannot be opened.
         """
         self._settings = settings
-        self._codec = KVCodec(_FORMATS[settings.kv_bits])
+        self.codec = KVCodec(_FORMATS[settings.kv_bits])
         self._closing = threading.Lock()
         self._is_closed = False
         self._lock: DirectoryLock | None = None
@@ -74,7 +75,7 @@ class AgentMemory:
         self._parts = state.parts  # until the store has them
         self._is_index_lost = state.is_index_lost
         if directory is not None:
-            self._files = SafetensorsCache(directory, self._codec)
+            self._files = SafetensorsCache(directory, self.codec)
             self.disk = DiskTier(
                 self._files,
                 self.ledger,
@@ -86,11 +87,6 @@ class AgentMemory:
         self.replays = LedgerReplayStore(self.ledger, write)
 
     @property
-    def codec(self) -> KVCodec:
-        """How attention state is written."""
-        return self._codec
-
-    @property
     def cache(self) -> ModelCache:
         """The blocks of the model, and who looks after them.
 
@@ -100,11 +96,6 @@ class AgentMemory:
         if self._cache is None:
             raise ModelSwapError("the model is loading.", retry_after_s=2)
         return self._cache
-
-    @property
-    def kv_format(self) -> str:
-        """How attention state rests; part of the names of blocks."""
-        return self._codec.kv_format
 
     @property
     def summary(self) -> str:

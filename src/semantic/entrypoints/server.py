@@ -82,13 +82,10 @@ def create_app(server: Server) -> FastAPI:
     app.include_router(docs_router(app.openapi, server.models.models))
     principal = server.memory.agents.principal
     app.include_router(openai_router(server.inference, server.models, principal))
-    app.include_router(
-        responses_router(
-            server.inference, server.models, PastTurns(server.memory.agents.log), principal
-        )
-    )
+    past = PastTurns(server.memory.agents.log)
+    app.include_router(responses_router(server.inference, server.models, past, principal))
     app.include_router(health_router(server.models, server.problems))
-    app.include_router(anthropic_router(server.inference, server.memory.agents.principal))
+    app.include_router(anthropic_router(server.inference, principal))
     _add_agents(app, server)
     _add_middleware(app, server.settings)
     return app

@@ -34,13 +34,13 @@ class FinishedReply:
     """A reply that is complete.
 
     Attributes:
-        put_away: What it left behind.
+        state: What it left behind.
         event: Its last event.
         message: What it said.
         raw_text: The same as the model wrote it, markup included.
     """
 
-    put_away: PutAway
+    state: PutAway
     event: Finished
     message: Message
     raw_text: str
@@ -55,7 +55,7 @@ class LiveReply:
     """A `Reply` that is being made. Used on the event loop's thread.
 
     Attributes:
-        put_away: What the reply left behind, once that is known.
+        state: What the reply left behind, once that is known.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class LiveReply:
             span: Counts the tokens of its thinking; None if it has none.
             beginning: What the message begins with; the reader knows it.
         """
-        self.put_away: PutAway | None = None
+        self.state: PutAway | None = None
         self._parser = parser
         self._on_cancel = on_cancel
         self._log = log
@@ -110,9 +110,9 @@ class LiveReply:
             *events, last = self._parsed(event)
             for parsed in events:
                 self._add(parsed)
-            if self._log is not None and self.put_away is not None and isinstance(last, Finished):
+            if self._log is not None and self.state is not None and isinstance(last, Finished):
                 raw_text = "".join(self._raw)
-                finished = FinishedReply(self.put_away, event, self._fold.message(), raw_text)
+                finished = FinishedReply(self.state, event, self._fold.message(), raw_text)
                 last = replace(last, is_durable=await self._logged(self._log, finished))
             self._add(last)
         finally:
@@ -127,9 +127,9 @@ class LiveReply:
 
     def _counted(self, event: Finished) -> Finished:
         """Add how many of the tokens were thinking."""
-        if self._span is None or self.put_away is None:
+        if self._span is None or self.state is None:
             return event
-        for token in self.put_away.tokens:
+        for token in self.state.tokens:
             self._span.feed(token)
         usage = replace(event.usage, thinking_tokens=self._span.num_tokens)
         return replace(event, usage=usage)
@@ -157,7 +157,7 @@ class LiveReply:
     def _end(self, event: Finished | Failed) -> None:
         hooks, self._end_hooks = self._end_hooks, []
         for hook in hooks:
-            hook(event, self.put_away.reuse if self.put_away else Reuse())
+            hook(event, self.state.reuse if self.state else Reuse())
 
     async def __aiter__(self) -> AsyncGenerator[Event, None]:
         """Yield events up to the final one; leaving early cancels."""
@@ -232,7 +232,7 @@ class ReplyHub:
             if isinstance(event, Finished | Failed):
                 del self._replies[request_id]
             if isinstance(event, PutAway):
-                reply.put_away = event
+                reply.state = event
             elif isinstance(event, Finished):
                 task = asyncio.ensure_future(reply.finish(event))
                 self._finishing.add(task)

@@ -5,7 +5,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeAlias
 
 from semantic.application.agents.ledger import AgentLedger, Exchange
 from semantic.application.agents.turns import TurnWatch, turn_id
@@ -34,8 +33,6 @@ from semantic.domain.sampling import FinishReason
 _log = logging.getLogger(__name__)
 _PREPARE_S = 60  # the longest that may pass before a request is queued
 
-IsDurable: TypeAlias = Callable[[str, str], bool]
-
 
 class InferenceService:
     """`InferencePort` over one device. Used on the event loop's thread."""
@@ -48,7 +45,7 @@ class InferenceService:
         replays: ReplayStore,
         *,
         request_timeout_s: float,
-        is_durable: IsDurable | None = None,
+        is_durable: Callable[[str, str], bool] | None = None,
         watch: TurnWatch | None = None,
     ) -> None:
         """Prepare; nothing runs yet.
@@ -167,7 +164,7 @@ class InferenceService:
     def _commit(
         self, prepared: PreparedRequest, finished: FinishedReply
     ) -> tuple[Turn, Future[None]]:
-        job, left, tenant = prepared.job, finished.put_away, prepared.principal.tenant
+        job, left, tenant = prepared.job, finished.state, prepared.principal.tenant
         self._remember(prepared, finished)
         block, request = left.block, prepared.request
         said = () if request.raw_prompt else (*request.asked.messages, finished.message)
@@ -196,7 +193,7 @@ class InferenceService:
         return turn, done
 
     def _remember(self, prepared: PreparedRequest, finished: FinishedReply) -> None:
-        tokens, stop = finished.put_away.tokens, prepared.request.stop
+        tokens, stop = finished.state.tokens, prepared.request.stop
         if finished.event.reason is FinishReason.STOP_SEQUENCE:
             tokens = emitted_tokens(tokens, finished.raw_text, prepared.model.tokenizer)
         elif tokens and tokens[-1] in stop.token_ids:
