@@ -1,4 +1,4 @@
-"""Turns found again by their request, and agents by the turn they go on from."""
+"""Turns found again by their request."""
 
 from concurrent.futures import Future
 
@@ -7,9 +7,8 @@ import pytest
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.ledger import AgentLedger, Exchange, write_at_once
 from semantic.application.agents.turns import PastTurns, turn_id
-from semantic.application.requests.identity import BusyAgents, Identities, Identity
 from semantic.domain.agents import Principal, Reuse
-from semantic.domain.chat import AgentHint, Continuation, Message, Role, TextPart, Usage
+from semantic.domain.chat import Continuation, Message, Role, TextPart, Usage
 from semantic.ports.storage import LedgerChange
 
 pytestmark = pytest.mark.unit
@@ -139,51 +138,3 @@ def test_a_turn_after_an_unstored_one_holds_what_that_does_not(agents: AgentLedg
     assert past is not None
     assert past.messages == messages
     assert agents.get("local", "a").num_turns == 3
-
-
-class TestWhoGoesOn:
-    def going_on(self, agents: AgentLedger, turn: str, *busy: str) -> Identity:
-        hint, requests = AgentHint(client_key="any", previous_turn=turn_id(turn)), BusyAgents()
-        for agent_id in busy:
-            requests.claim("local").share(agent_id)
-        return Identities(agents).identify("local", hint, [1], 0, requests.claim("local"))
-
-    @pytest.fixture
-    def known(self, agents: AgentLedger) -> AgentLedger:
-        messages = said("one", "two", "three", "four")
-        commit(agents, "a", "1", messages[:2])
-        commit(agents, "a", "2", messages)
-        return agents
-
-    def test_from_the_head_it_is_the_agent(self, known: AgentLedger) -> None:
-        assert self.going_on(known, "2").agent_id == "a"
-
-    def test_from_elsewhere_it_is_a_fork_that_stands_there(self, known: AgentLedger) -> None:
-        fork = self.going_on(known, "1").fork
-        assert fork is not None
-        assert fork.id != "a"
-        assert (fork.head, fork.num_turns) == (turn_id("1"), 1)
-        assert known.get("local", "a").head == turn_id("2")
-
-    def test_from_a_busy_head_it_is_a_fork(self, known: AgentLedger) -> None:
-        fork = self.going_on(known, "2", "a").fork
-        assert fork is not None
-        assert fork.id != "a"
-        assert fork.head == turn_id("2")
-
-    def test_a_fork_is_found_when_its_source_is_gone(self, known: AgentLedger) -> None:
-        known.fork("local", "a", ["b"], turn_id("1"))
-        known.delete("local", "a")
-        assert self.going_on(known, "1").agent_id == "b"
-
-    def test_from_a_turn_that_nobody_holds_it_is_somebody_new(self, known: AgentLedger) -> None:
-        known.delete("local", "a")
-        identity = self.going_on(known, "1")
-        assert identity.agent_id.startswith("anon-")
-        assert identity.fork is None
-
-    def test_a_name_decides_first(self, known: AgentLedger) -> None:
-        hint = AgentHint(agent_id="me", previous_turn=turn_id("2"))
-        claim = BusyAgents().claim("local")
-        identity = Identities(known).identify("local", hint, [1], 0, claim)
-        assert identity.agent_id == "me"

@@ -328,3 +328,58 @@ def test_agents_that_all_said_the_same_are_not_remembered_without_end() -> None:
         town.agents.delete("local", agent.id)
     town.who([*HEAD, 10, 11, 20])
     assert town.identities.num_known == 0
+
+
+# -- the turn that a request names ----------------------------------------------------------------
+
+
+@pytest.fixture
+def past() -> tuple[Town, str, str]:
+    """An agent of two turns, and their ids."""
+    town, heads = Town(), list[str]()
+    for prompt, reply in (([1], [2]), ([1, 2, 3], [4])):
+        town.talk(prompt, reply, AgentHint("a"))
+        heads.append(town.agents.get("local", "a").head or "")
+    first, second = heads
+    return town, first, second
+
+
+def following(town: Town, turn_id: str, name: str | None = None) -> Identity:
+    return town.who([1], AgentHint(name, client_key="any", previous_turn=turn_id), head=0)
+
+
+def test_from_the_head_it_is_the_agent(past: tuple[Town, str, str]) -> None:
+    town, _, second = past
+    assert following(town, second).agent_id == "a"
+    assert following(town, second, "me").agent_id == "me"  # a name decides first
+
+
+def test_from_elsewhere_it_is_a_fork_that_stands_there(past: tuple[Town, str, str]) -> None:
+    town, first, second = past
+    fork = following(town, first).fork
+    assert fork is not None
+    assert fork.id != "a"
+    assert (fork.head, fork.num_turns) == (first, 1)
+    assert town.agents.get("local", "a").head == second
+
+
+def test_from_a_busy_head_it_is_a_fork(past: tuple[Town, str, str]) -> None:
+    town, _, second = past
+    town.busy = {"a"}
+    fork = following(town, second).fork
+    assert fork is not None
+    assert fork.id != "a"
+    assert fork.head == second
+
+
+def test_when_an_agent_is_gone_its_fork_goes_on_or_somebody_new(
+    past: tuple[Town, str, str],
+) -> None:
+    town, first, _ = past
+    town.agents.fork("local", "a", ["b"], first)
+    town.agents.delete("local", "a")
+    assert following(town, first).agent_id == "b"
+    town.agents.delete("local", "b")
+    identity = following(town, first)
+    assert identity.agent_id.startswith("anon-")
+    assert identity.fork is None
