@@ -321,7 +321,7 @@ def test_turns_of_one_agent_run_in_the_order_they_came(
         for index in (1, 2, 3):
             threads.append(threading.Thread(target=ask, args=(index,)))
             threads[-1].start()
-            while running.server.chat.num_inside("local", "a") < index + 1:
+            while running.server.lanes.num_turns("local", "a") < index + 1:
                 time.sleep(0.001)
         for _ in lines:
             pass
@@ -343,7 +343,7 @@ def test_a_client_that_leaves_the_queue_takes_its_turn_with_it(
         next(lines)
         with pytest.raises(httpx.ReadTimeout):
             http.post("/v1/agents/a/generate", json={"message": "never"}, timeout=0.1)
-        while running.server.chat.num_inside("local", "a") > 1:
+        while running.server.lanes.num_turns("local", "a") > 1:
             time.sleep(0.001)
     say(http, "a", "q1")
 

@@ -22,7 +22,7 @@ from semantic.application.agents.cache_admin import CacheBudgets, CacheService
 from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
-from semantic.application.agents.turns import TurnWatch
+from semantic.application.agents.turns import TurnLanes, TurnWatch
 from semantic.application.engine.device_thread import DeviceThread, LoadedModel
 from semantic.application.engine.model_registry import ModelRegistry
 from semantic.application.engine.scheduler import EngineLimits
@@ -53,7 +53,7 @@ class Server:
     models: ModelRegistry
     memory: AgentMemory
     agents: AgentService
-    chat: StatefulChat
+    lanes: TurnLanes
     cache: CacheService
     transfer: AgentTransfer
     feed: EventFeed
@@ -104,12 +104,8 @@ def bootstrap(settings: Settings) -> Server:
     cache = CacheService(
         lambda: memory.cache, memory.agents, device, watch, feed, memory.disk, budgets
     )
-    chat = StatefulChat(
-        memory.agents,
-        inference,
-        max_waiting=settings.max_queue,
-        timeout_s=settings.request_timeout_s,
-    )
+    lanes = TurnLanes(max_waiting=settings.max_queue, timeout_s=settings.request_timeout_s)
+    chat = StatefulChat(memory.agents, lanes, inference)
     return Server(
         settings=settings,
         backend_name=backend_name,
@@ -118,8 +114,8 @@ def bootstrap(settings: Settings) -> Server:
         inference=inference,
         models=models,
         memory=memory,
-        agents=AgentService(memory.agents, chat, cache, feed, device),
-        chat=chat,
+        agents=AgentService(memory.agents, lanes, chat.generate, cache, feed, device),
+        lanes=lanes,
         cache=cache,
         transfer=AgentTransfer(
             *(memory.agents, lambda: memory.cache, device, memory.disk),

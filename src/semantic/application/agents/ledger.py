@@ -203,7 +203,7 @@ class AgentLedger:
             now = self._now()
             return [self.create(source.fork(new_id, at=now)) for new_id in new_ids]
 
-    def forked(self, agent: Agent, new_id: str, turn_id: str) -> Agent:
+    def preview_fork(self, agent: Agent, new_id: str, turn_id: str) -> Agent:
         """What a fork of an agent at one of its turns would be; it is not made.
 
         Raises:

@@ -2,14 +2,15 @@
 
 import base64
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from semantic.application.agents.cache_admin import CacheService
 from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.ledger import AgentLedger
+from semantic.application.agents.turns import TurnLanes
 from semantic.application.engine.device_thread import DeviceThread
-from semantic.application.requests.stateful import StatefulChat
 from semantic.domain.agents import Agent, Principal, Turn
 from semantic.domain.errors import ConflictError, InvalidRequestError
 from semantic.domain.feed import AgentChanged, AgentDeed
@@ -24,6 +25,7 @@ from semantic.ports.inbound import (
 )
 
 _SHOWN_TOKENS = 24
+Generate: TypeAlias = Callable[[Principal, str, NewTurn], Awaitable[Reply]]
 _PAST = ("head", "num_turns", "created_at", "last_used")
 
 
@@ -33,7 +35,8 @@ class AgentService:
     def __init__(
         self,
         agents: AgentLedger,
-        chat: StatefulChat,
+        lanes: TurnLanes,
+        generate: Generate,
         cache: CacheService,
         feed: EventFeed,
         device: DeviceThread,
@@ -42,13 +45,15 @@ class AgentService:
 
         Args:
             agents: All agents and turns.
-            chat: Answers in their conversations.
+            lanes: Their turns that run or wait.
+            generate: Answers in their conversations.
             cache: Knows where their state is.
             feed: Is told what is done to them.
             device: Its model's tokenizer shows tokens to people.
         """
         self._agents = agents
-        self._chat = chat
+        self._lanes = lanes
+        self._generate = generate
         self._cache = cache
         self._feed = feed
         self._device = device
@@ -87,14 +92,14 @@ class AgentService:
         """Remove an agent and end the turn that is running."""
         gone = self._agents.delete(principal.tenant, agent_id)
         # In this order: what ends between the two finds no agent to log it for.
-        self._chat.cancel(principal.tenant, agent_id)
+        self._lanes.cancel(principal.tenant, agent_id)
         if gone.is_pinned:
             self._cache.repin()
         self._tell(gone, AgentDeed.DELETED)
 
     async def generate(self, principal: Principal, agent_id: str, ask: NewTurn) -> Reply:
         """Answer new messages in an agent's conversation."""
-        return await self._chat.generate(principal, agent_id, ask)
+        return await self._generate(principal, agent_id, ask)
 
     # -- its past -------------------------------------------------------------------------------
 
@@ -111,7 +116,7 @@ class AgentService:
     def rewind(self, principal: Principal, agent_id: str, turn_id: str | None) -> AgentView:
         """Go back to an earlier turn and end the one that is running."""
         agent = self._agents.rewind(principal.tenant, agent_id, turn_id)
-        self._chat.cancel(principal.tenant, agent_id)
+        self._lanes.cancel(principal.tenant, agent_id)
         self._tell(agent, AgentDeed.REWOUND)
         return self._view(agent)
 
@@ -148,7 +153,7 @@ class AgentService:
     # -- inside ---------------------------------------------------------------------------------
 
     def _view(self, agent: Agent) -> AgentView:
-        is_busy = self._chat.num_inside(agent.tenant, agent.id) > 0
+        is_busy = self._lanes.num_turns(agent.tenant, agent.id) > 0
         num_tokens = self._agents.place(agent).num_tokens
         return AgentView(agent, num_tokens, self._cache.state(agent), is_busy)
 

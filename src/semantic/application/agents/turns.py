@@ -1,15 +1,17 @@
-"""Turns: watched while they run, on their way to the ledger, read again, found by their request.
+"""Turns: in line, watched, on their way to the ledger, read again, found by their request.
 
 A turn is read from memory while it waits to be written. It may be logged after the block it points
 at went into a longer one: then the row that would repoint it came too early. So what was replaced
 is remembered for a while.
 """
 
+import asyncio
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -17,12 +19,13 @@ from semantic.application.agents.feed import EventFeed
 from semantic.domain.agents import Agent, Principal, Reuse, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import Failed, Finished, Message, Role, Started
+from semantic.domain.errors import GenerationTimeoutError, OverloadedError
 from semantic.domain.feed import TurnEnded, TurnStarted
-from semantic.ports.inbound import PastTurn
+from semantic.ports.inbound import PastTurn, Reply
 from semantic.ports.storage import LedgerPort, PutAgent, PutTurn, Repoint, TurnPlace
 
 WriteChanges: TypeAlias = Callable[..., Future[None]]
-_Key: TypeAlias = tuple[str, str]  # tenant, turn
+_Key: TypeAlias = tuple[str, str]  # tenant, turn or agent
 _PAGE = 256
 _MAX_LINKS = 50_000
 _MAX_MOVES = 256  # a turn is logged right after its last block was sealed
@@ -247,3 +250,74 @@ class TurnWatch:
                 disk=self._reuse.disk + more.disk,
                 computed=self._reuse.computed + more.computed,
             )
+
+
+@dataclass(slots=True)
+class TurnLane:
+    """The turns of one agent in a conversation that the server keeps: one runs, others wait."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_turns: int = 0
+    num_cancels: int = 0
+    reply: Reply | None = None
+
+
+class TurnLanes:
+    """Agents' turns, one after another. On the event loop's thread, but for `cancel`."""
+
+    def __init__(self, *, max_waiting: int, timeout_s: float) -> None:
+        """Start with nobody waiting.
+
+        Args:
+            max_waiting: Turns of all agents that may wait for the ones before them.
+            timeout_s: The longest such a wait.
+        """
+        self._max_waiting = max_waiting
+        self._timeout_s = timeout_s
+        self._lanes: dict[_Key, TurnLane] = {}
+
+    def num_turns(self, tenant: str, agent_id: str) -> int:
+        """How many turns of an agent run or wait."""
+        lane = self._lanes.get((tenant, agent_id))
+        return lane.num_turns if lane else 0
+
+    def cancel(self, tenant: str, agent_id: str) -> None:
+        """End the turn that is running, if one is; safe on any thread."""
+        lane = self._lanes.get((tenant, agent_id))
+        if lane is None:
+            return
+        lane.num_cancels += 1
+        if (reply := lane.reply) is not None:
+            reply.cancel()
+
+    @contextlib.contextmanager
+    def lane(self, tenant: str, agent_id: str) -> Iterator[TurnLane]:
+        """Count as a turn that runs or waits.
+
+        Raises:
+            OverloadedError: too many wait already.
+        """
+        key = (tenant, agent_id)
+        num_waiting = sum(lane.num_turns - 1 for lane in self._lanes.values())
+        if key in self._lanes and num_waiting >= self._max_waiting:
+            raise OverloadedError("too many turns are waiting for those before.", retry_after_s=2)
+        lane = self._lanes.setdefault(key, TurnLane())
+        lane.num_turns += 1
+        try:
+            yield lane
+        finally:
+            lane.num_turns -= 1
+            if not lane.num_turns:
+                del self._lanes[key]
+
+    async def wait(self, lane: TurnLane) -> None:
+        """Wait for the turns before; takes the lane's lock.
+
+        Raises:
+            GenerationTimeoutError: they took too long.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await lane.lock.acquire()
+        except TimeoutError as error:
+            raise GenerationTimeoutError("the agent's turns before this one took long.") from error

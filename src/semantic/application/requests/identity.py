@@ -185,7 +185,7 @@ class Identities:
         turn = self._agents.turn(tenant, turn_id)
         owner = self._agents.find(tenant, turn.agent_id) if turn else None
         for agent in (*((owner,) if owner else ()), *agents[:_MAX_SEARCHED]):
-            if (fork := self._forked(agent, turn_id, claim)) is not None:
+            if (fork := self._fork(agent, turn_id, claim)) is not None:
                 return fork
         return None
 
@@ -237,12 +237,12 @@ class Identities:
             if agent.is_anonymous and claim.take(agent.id):
                 return Identity(agent.id, is_anonymous=True)
         latest = max(present, key=lambda agent: agent.last_used, default=None)
-        return self._forked(latest, turns[latest.id], claim) if latest else None
+        return self._fork(latest, turns[latest.id], claim) if latest else None
 
-    def _forked(self, agent: Agent, turn_id: str, claim: Claim) -> Identity | None:
+    def _fork(self, agent: Agent, turn_id: str, claim: Claim) -> Identity | None:
         """A fork that is made when its turn is logged: a request that is refused leaves none."""
         try:
-            fork = self._agents.forked(agent, _new_id(), turn_id)
+            fork = self._agents.preview_fork(agent, _new_id(), turn_id)
         except AgentNotFoundError:
             return None  # it went back before that turn meanwhile
         claim.share(fork.id)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.ledger import AgentLedger, write_at_once
+from semantic.application.agents.turns import TurnLanes
 from semantic.application.engine.device_thread import DeviceThread, LoadedModel
 from semantic.application.prompt.replay import ReplayStore
 from semantic.application.requests.reply import ReplyHub
@@ -40,13 +41,14 @@ class Rig:
     agents: AgentLedger
     device: DeviceThread
     hub: ReplyHub
+    lanes: TurnLanes = field(init=False)
 
-    def chat(self, **options: Any) -> StatefulChat:
+    def chat(self, max_waiting: int = 8, timeout_s: float = 60.0) -> StatefulChat:
         inference = InferenceService(
             self.device, self.hub, self.agents, ReplayStore(), request_timeout_s=60
         )
-        given = {"max_waiting": 8, "timeout_s": 60.0, **options}
-        return StatefulChat(self.agents, inference, **given)
+        self.lanes = TurnLanes(max_waiting=max_waiting, timeout_s=timeout_s)
+        return StatefulChat(self.agents, self.lanes, inference)
 
     def make(self, name: str = "a", **profile: Any) -> Agent:
         return self.agents.create(Agent(name, 1.0, profile=AgentProfile(**profile)))
@@ -102,7 +104,7 @@ async def test_a_conversation_that_is_too_long_is_refused(rig: Rig) -> None:
         await say(chat, "x" * 80)
 
     assert len(rig.turns()) == 5
-    assert chat.num_inside("local", "a") == 0
+    assert rig.lanes.num_turns("local", "a") == 0
 
 
 async def test_the_oldest_messages_go_where_the_agent_permits_it(rig: Rig) -> None:
@@ -247,7 +249,7 @@ async def test_turns_wait_for_those_before_and_see_them(rig: Rig) -> None:
 
     texts = [text for turn in reversed(rig.turns()) for text in said(turn)]
     assert texts == [text for i in range(5) for text in (f"q{i}", replies[i][0])]
-    assert chat.num_inside("local", "a") == 0
+    assert rig.lanes.num_turns("local", "a") == 0
 
 
 async def test_a_reply_that_nobody_reads_does_not_hold_up_the_next(rig: Rig) -> None:
@@ -266,7 +268,7 @@ async def test_whoever_gives_up_leaves_the_queue(rig: Rig) -> None:
     running = await chat.generate(ME, "a", ask("long", 200))
     waiting = asyncio.create_task(say(chat, "never"))
     await asyncio.sleep(0)
-    assert chat.num_inside("local", "a") == 2
+    assert rig.lanes.num_turns("local", "a") == 2
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -283,14 +285,14 @@ async def test_a_queue_that_is_full_refuses(rig: Rig) -> None:
     running = await chat.generate(ME, "a", ask("long", 200))
     waiting = asyncio.create_task(say(chat, "waits"))
     await asyncio.sleep(0)
-    assert chat.num_inside("local", "a") == 2
+    assert rig.lanes.num_turns("local", "a") == 2
 
     with pytest.raises(OverloadedError):
         await chat.generate(ME, "a", ask("too many"))
 
     await read(running)
     await waiting
-    assert chat.num_inside("local", "a") == 0
+    assert rig.lanes.num_turns("local", "a") == 0
 
 
 async def test_a_turn_that_never_comes_times_out(rig: Rig) -> None:
@@ -312,11 +314,11 @@ async def test_whoever_waits_for_an_agent_that_goes_is_told(rig: Rig) -> None:
     running = await chat.generate(ME, "a", ask("long", 500))
     waiting = [asyncio.create_task(say(chat, text)) for text in ("deleted", "and made anew")]
     await asyncio.sleep(0)
-    assert chat.num_inside("local", "a") == 3
+    assert rig.lanes.num_turns("local", "a") == 3
 
     rig.agents.delete("local", "a")
     rig.agents.create(replace(made, created_at=2.0))
-    chat.cancel("local", "a")
+    rig.lanes.cancel("local", "a")
 
     _, finished = await read(running)
     assert finished.reason is FinishReason.CANCELLED
