@@ -4,7 +4,8 @@ Both belong to one directory and to one process. Attention state may be lost at 
 harm; the ledger's agents and turns may not.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -191,6 +192,8 @@ LedgerChange: TypeAlias = (
     | MarkIndexWhole
     | PutReplay
 )
+# Makes changes in order, behind the caller's back; the future tells when they are written.
+WriteChanges: TypeAlias = Callable[..., Future[None]]
 
 
 @dataclass(frozen=True, slots=True)

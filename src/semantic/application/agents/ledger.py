@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from semantic.application.agents.turns import TurnLog, WriteChanges
+from semantic.application.agents.turns import TurnLog
 from semantic.application.engine.request import common_prefix
 from semantic.domain.agents import (
     LOCAL_TENANT,
@@ -35,6 +35,7 @@ from semantic.ports.storage import (
     PutTenant,
     Tenant,
     TurnPlace,
+    WriteChanges,
 )
 
 ANONYMOUS_TTL_S = 24 * 3600.0

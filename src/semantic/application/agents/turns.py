@@ -22,9 +22,15 @@ from semantic.domain.chat import Failed, Finished, Message, Role, Started
 from semantic.domain.errors import GenerationTimeoutError, OverloadedError
 from semantic.domain.feed import TurnEnded, TurnStarted
 from semantic.ports.inbound import PastTurn, Reply
-from semantic.ports.storage import LedgerPort, PutAgent, PutTurn, Repoint, TurnPlace
+from semantic.ports.storage import (
+    LedgerPort,
+    PutAgent,
+    PutTurn,
+    Repoint,
+    TurnPlace,
+    WriteChanges,
+)
 
-WriteChanges: TypeAlias = Callable[..., Future[None]]
 _Key: TypeAlias = tuple[str, str]  # tenant, turn or agent
 _PAGE = 256
 _MAX_LINKS = 50_000

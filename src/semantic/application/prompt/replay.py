@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from semantic.application.agents.turns import WriteChanges
 from semantic.application.prompt.lru_cache import LruCache
 from semantic.domain.blocks import pack_tokens
 from semantic.domain.chat import (
@@ -25,7 +24,7 @@ from semantic.domain.chat import (
     ToolUsePart,
 )
 from semantic.domain.errors import CachePersistenceError
-from semantic.ports.storage import LedgerPort, PutReplay
+from semantic.ports.storage import LedgerPort, PutReplay, WriteChanges
 from semantic.ports.text import TokenizerPort
 
 _PROMPT_TAG = b"semantic.replay.prompt.v1"

@@ -426,17 +426,6 @@ async def test_who_names_no_agent_is_known_by_what_it_says(
     assert agent.num_turns == 2
 
 
-async def test_a_session_key_that_cannot_name_an_agent_is_hashed(
-    service: InferenceService, agents: AgentLedger
-) -> None:
-    for session in ("plain-one", "white space / and more"):
-        request = replace(REQUEST, agent=AgentHint(session=session))
-        await read(await service.start(request, Principal()))
-    names = {agent.id for agent in agents.agents("local")}
-    assert "plain-one" in names
-    assert any(name.startswith("session-") for name in names)
-
-
 # -- whose turn it is, and what a request that is refused leaves behind -------------------------
 
 
