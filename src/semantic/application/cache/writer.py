@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias, assert_never
 
-from semantic.application.engine.row_writer import RowWriter
+from semantic.application.cache.row_writer import RowWriter
 from semantic.domain.agents import Pointer
 from semantic.domain.blocks import BlockPart
 from semantic.domain.errors import CachePersistenceError, DrainingError

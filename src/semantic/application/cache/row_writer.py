@@ -1,16 +1,20 @@
-"""Rows on their way to the ledger: none is lost because the ledger was busy, or another was bad."""
+"""Rows on their way to the ledger: none is lost because the ledger was busy, or another was bad.
+
+A turn whose row and blocks are all on disk is marked as durable.
+"""
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from semantic.application.agents.durable_turns import DurableTurns
 from semantic.domain.agents import Pointer
 from semantic.domain.errors import CachePersistenceError
-from semantic.ports.storage import LedgerChange, LedgerPort
+from semantic.ports.storage import LedgerChange, LedgerPort, MarkDurable, PutTurn, Repoint
 
 _log = logging.getLogger(__name__)
+_MAX_WAITING_TURNS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class RowWriter:
         self._ledger = ledger
         self._is_synced = is_synced
         self._report = report
-        self._turns = DurableTurns(is_on_disk)
+        self._turns = _UnsafeTurns(is_on_disk)
         self._unwritten: list[_Rows] = []
 
     @property
@@ -115,3 +119,33 @@ class RowWriter:
 def _fail(rows: _Rows, error: CachePersistenceError) -> None:
     if rows.done is not None:
         rows.done.set_exception(error)
+
+
+class _UnsafeTurns:
+    """Turns whose rows are written and whose blocks may not be yet."""
+
+    def __init__(self, is_on_disk: Callable[[Pointer], bool]) -> None:
+        self._is_on_disk = is_on_disk
+        self._waiting: OrderedDict[str, Pointer] = OrderedDict()
+
+    def note(self, change: LedgerChange) -> None:
+        """Follow a change that is about to be written."""
+        match change:
+            case PutTurn(_, turn) if turn.pointer is not None:
+                self._waiting[turn.id] = turn.pointer
+                # Old ones whose blocks were evicted before they were written never get there.
+                if len(self._waiting) > _MAX_WAITING_TURNS:
+                    self._waiting.popitem(last=False)
+            case Repoint(old, new):
+                for turn_id, pointer in self._waiting.items():
+                    if pointer.block == old:
+                        self._waiting[turn_id] = replace(pointer, block=new)
+            case _:
+                return
+
+    def take(self) -> list[MarkDurable]:
+        """Marks for the turns that are safe once what was noted so far is written."""
+        safe = [turn for turn, pointer in self._waiting.items() if self._is_on_disk(pointer)]
+        for turn_id in safe:
+            del self._waiting[turn_id]
+        return [MarkDurable(turn_id) for turn_id in safe]
