@@ -68,7 +68,6 @@ EventSink: TypeAlias = Callable[[EventBatch], None]
 _log = logging.getLogger(__name__)
 
 _RESTORE_BYTES = 32 * 2**20
-_IDLE_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +109,13 @@ class BlockPoolBatchEngine:
         self._store = store
         self._emit = emit
         self._clock = clock
-        self._sharing = PrefixSharing(backend, store, on_ready)
+        self._memory = WorkingMemory(backend, store)
         self._scheduler = ConcurrentScheduler(
             limits, window=backend.spec.window, has_state=backend.spec.num_state > 0
         )
-        self._memory = WorkingMemory(backend, store)
+        self._sharing = PrefixSharing(
+            backend, store, self._memory.idle, self._scheduler.budget, on_ready
+        )
         self._generations: dict[str, Generation] = {}
         self._flights: deque[_Flight] = deque()
         self._last_collect = 0.0
@@ -152,7 +153,7 @@ class BlockPoolBatchEngine:
                 ),
             )
             return
-        self._sharing.prefetch(generation, self._scheduler.budget.seconds_per_token)
+        self._sharing.prefetch(generation)
 
     @property
     def longest_sequence(self) -> int:
@@ -167,10 +168,7 @@ class BlockPoolBatchEngine:
 
     def close_idle(self, agent: str) -> None:
         """Close the working copies that stayed open for an agent."""
-        for copy in [copy for copy in self._sharing.idle if copy.agent == agent]:
-            self._backend.close(copy.seq)
-            self._memory.resize(copy.seq, 0)
-            self._sharing.idle.remove(copy.seq)
+        self._memory.close_idle_of(agent)
 
     def reconfigure(self, limits: EngineLimits) -> None:
         """Use other limits from the next step on."""
@@ -196,12 +194,8 @@ class BlockPoolBatchEngine:
     def abandon(self, error: SemanticError) -> None:
         """Fail every request and forget all sequences: at the end, or after a defect of ours."""
         self._flights.clear()
-        self._memory.clear()
-        for copy in self._sharing.idle:
-            self._backend.close(copy.seq)
-        self._sharing.idle.clear()
+        self._memory.close_all()
         for generation in list(self._generations.values()):
-            self._backend.close(generation.seq)
             generation.end_restore()
             generation.num_rows = 0
             if not generation.is_done:
@@ -221,7 +215,7 @@ class BlockPoolBatchEngine:
         self._scheduler.check_integrity()
         running = {g.seq for g in self._scheduler.running}
         lingering = {g.seq for g in self._generations.values() if g.is_done and g.num_rows}
-        idle = {copy.seq for copy in self._sharing.idle}
+        idle = {copy.seq for copy in self._memory.idle}
         if self._memory.sequences != running | lingering | idle:
             raise AssertionError("memory is reserved for other sequences than those that run")
 
@@ -256,7 +250,7 @@ class BlockPoolBatchEngine:
         """
         for generation in self._scheduler.running:
             while generation in self._scheduler.running and not self._memory.grow(generation):
-                if self._close_oldest_idle():
+                if self._memory.close_oldest_idle():
                     continue
                 victim = self._scheduler.victim()
                 # The only one ends when nothing more will make room for it.
@@ -284,18 +278,17 @@ class BlockPoolBatchEngine:
 
     def _admit(self, generation: Generation) -> bool:
         """Open a waiting request in the backend; False if memory is short."""
-        cost = self._scheduler.budget.seconds_per_token
         while True:
-            source = self._sharing.choose(generation, self._scheduler.running, cost)
+            source = self._sharing.choose(generation, self._scheduler.running)
             taken = source.seq if isinstance(source, TakeOver) else None
             seq = SequenceId(next(self._sequence_ids)) if taken is None else taken
             if self._memory.admit(seq, len(generation.tokens)):
                 break
-            if not self._close_oldest_idle(spared=taken):
+            if not self._memory.close_oldest_idle(spared=taken):
                 return False
         generation.seq = seq
         self._scheduler.admit(generation)
-        self._attempt(generation, lambda it: self._sharing.open(it, source, cost))
+        self._attempt(generation, lambda it: self._sharing.open(it, source))
         self._advance(generation)
         if generation.is_starved and len(self._scheduler.running) > 1:
             self._close(generation)
@@ -304,31 +297,8 @@ class BlockPoolBatchEngine:
         return True
 
     def _close(self, generation: Generation) -> None:
-        self._backend.close(generation.seq)
-        self._memory.resize(generation.seq, 0)
+        self._memory.close(generation.seq)
         generation.rewind()
-
-    def _close_oldest_idle(self, spared: SequenceId | None = None) -> bool:
-        """Give up the working copy that was idle longest; False if there is none."""
-        for copy in self._sharing.idle:
-            if copy.seq != spared:
-                self._backend.close(copy.seq)
-                self._memory.resize(copy.seq, 0)
-                self._sharing.idle.remove(copy.seq)
-                return True
-        return False
-
-    def _go_idle(self, generation: Generation) -> None:
-        """Leave a sequence open for its agent's next turn, within a share of the memory."""
-        self._memory.resize(generation.seq, generation.num_computed)
-        self._sharing.idle.add(generation)
-        budget = self._store.usage().total * _IDLE_SHARE
-        while self._sharing.idle:
-            lengths = [len(copy.tokens) for copy in self._sharing.idle]
-            is_few = len(lengths) <= self._scheduler.limits.max_idle
-            if is_few and self._backend.bytes_for(lengths) <= budget:
-                return
-            self._close_oldest_idle()
 
     # -- restore --------------------------------------------------------------------------------
 
@@ -357,7 +327,7 @@ class BlockPoolBatchEngine:
     def _advance(self, generation: Generation) -> None:
         """Load more of a sequence; working copies give way if its next part finds no room."""
         self._attempt(generation, self._load_more)
-        while generation.is_starved and self._close_oldest_idle():
+        while generation.is_starved and self._memory.close_oldest_idle():
             self._attempt(generation, self._load_more)
 
     def _load_more(self, generation: Generation) -> None:
@@ -518,7 +488,7 @@ class BlockPoolBatchEngine:
             self._sharing.seal_tail(generation)
             is_finished = isinstance(generation.final, Finished)
             if is_sound and is_finished and generation.num_computed:
-                self._go_idle(generation)
+                self._memory.go_idle(generation, self._scheduler.limits.max_idle)
             else:
                 self._close(generation)
         if isinstance(generation.final, Finished):

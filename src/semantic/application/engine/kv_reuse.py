@@ -12,9 +12,10 @@ from typing import TypeAlias
 
 from semantic.application.cache.restore_plan import RestorePlan
 from semantic.application.cache.store import AgentCacheStore
-from semantic.application.engine.idle_copies import IdleCopies
+from semantic.application.engine.memory import IdleCopies
 from semantic.application.engine.request import Generation
 from semantic.application.engine.restore import Restore
+from semantic.application.engine.scheduler import ChunkBudget
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CacheCorruptionError
@@ -54,32 +55,39 @@ class PrefixSharing:
     """Moves state between the backend's sequences and the store.
 
     Attributes:
-        idle: Working copies that stay open after their turn.
         can_cut_anywhere: Whether state can be resumed at any token; window and state layers only
             where it was kept.
     """
 
     def __init__(
-        self, backend: ModelBackendPort, store: AgentCacheStore, on_ready: Callable[[], None]
+        self,
+        backend: ModelBackendPort,
+        store: AgentCacheStore,
+        idle: IdleCopies,
+        budget: ChunkBudget,
+        on_ready: Callable[[], None],
     ) -> None:
         """Start with nothing open.
 
         Args:
             backend: Holds the sequences.
             store: Holds the blocks.
+            idle: Sequences that stay open after their turn.
+            budget: Knows what computing a token costs.
             on_ready: Called, on any thread, when something a request waits for has been read.
         """
         self._backend = backend
         self._store = store
         self._on_ready = on_ready
-        self.idle = IdleCopies()
+        self._idle = idle
+        self._budget = budget
         self.can_cut_anywhere = backend.spec.kinds == (LayerKind.FULL,)
 
     # -- start ----------------------------------------------------------------------------------
 
-    def prefetch(self, generation: Generation, seconds_per_token: float) -> None:
+    def prefetch(self, generation: Generation) -> None:
         """Begin to read what a queued request will need from disk."""
-        parts = self._plan(generation, seconds_per_token).parts
+        parts = self._plan(generation).parts
         generation.prefetched.update(wanted.key for wanted in self._store.prefetch(parts))
 
     def should_wait(self, generation: Generation, running: Sequence[Generation]) -> bool:
@@ -101,13 +109,11 @@ class PrefixSharing:
                 return True
         return False
 
-    def choose(
-        self, generation: Generation, running: Sequence[Generation], seconds_per_token: float
-    ) -> Source:
+    def choose(self, generation: Generation, running: Sequence[Generation]) -> Source:
         """Find the source that spares a request most work."""
         best: Source = Load()
-        num_tokens = self._plan(generation, seconds_per_token).end
-        idle = self.idle.best_for(generation)
+        num_tokens = self._plan(generation).end
+        idle = self._idle.best_for(generation)
         if idle is not None and idle[1] >= num_tokens:
             copy, num_tokens = idle
             is_whole = num_tokens == len(copy.tokens)
@@ -121,16 +127,16 @@ class PrefixSharing:
                 best = ForkFrom(other.seq, shared)
         return best
 
-    def open(self, generation: Generation, source: Source, seconds_per_token: float) -> None:
+    def open(self, generation: Generation, source: Source) -> None:
         """Open a sequence from a source; a load is finished by `advance`. Mutates it.
 
         Raises:
             InvalidRequestError: the backend refuses its tokens.
         """
         # Planned anew: room for the sequence may have been made by evicting blocks.
-        plan = self._plan(generation, seconds_per_token)
+        plan = self._plan(generation)
         if isinstance(source, TakeOver):
-            self.idle.remove(source.seq)
+            self._idle.remove(source.seq)
             reached = self._backend.truncate(source.seq, source.num_tokens)
             if reached == source.num_tokens:
                 self._resume_hot(generation, reached, plan)
@@ -213,9 +219,10 @@ class PrefixSharing:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _plan(self, generation: Generation, seconds_per_token: float = 0.0) -> RestorePlan:
+    def _plan(self, generation: Generation) -> RestorePlan:
         tokens = generation.tokens[:-1]  # the last one is computed in any case
-        return self._store.plan(generation.job.root, tokens, seconds_per_token=seconds_per_token)
+        seconds = self._budget.seconds_per_token
+        return self._store.plan(generation.job.root, tokens, seconds_per_token=seconds)
 
     def _begin_restore(self, generation: Generation, plan: RestorePlan) -> None:
         self._backend.open(generation.seq, generation.tokens)
