@@ -15,8 +15,8 @@ from benchmarks.starter import backend, prompt_tokens, starter_directory
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.application.cache.store import AgentCacheStore
-from semantic.application.engine.engine import BlockPoolBatchEngine, EventBatch
-from semantic.application.engine.request import Job
+from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.request import EventBatch, Job
 from semantic.application.engine.scheduler import ChunkBudget, EngineLimits
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.chat import Failed, Finished, TextDelta

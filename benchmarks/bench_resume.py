@@ -28,8 +28,8 @@ from semantic.adapters.config.settings import load_settings
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.application.engine.device_thread import LoadedModel
-from semantic.application.engine.engine import BlockPoolBatchEngine, EventBatch
-from semantic.application.engine.request import Job
+from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.request import EventBatch, Job
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.agents import Principal
 from semantic.domain.chat import Finished, TextDelta

@@ -13,13 +13,8 @@ from semantic.application.cache.index import BlockNode
 from semantic.application.cache.restore_plan import WantedPart
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
-from semantic.application.engine.engine import (
-    BlockPoolBatchEngine,
-    EngineEvent,
-    EventBatch,
-    PutAway,
-)
-from semantic.application.engine.request import Job
+from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.request import EngineEvent, EventBatch, Job, ReplyState
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockNamespace, BlockPart
@@ -160,7 +155,7 @@ class MemoryBench:
 
     def reuse(self, name: str) -> Reuse:
         """Where the tokens of a prompt came from."""
-        (left,) = [e for e in self.events[name] if isinstance(e, PutAway)]
+        (left,) = [e for e in self.events[name] if isinstance(e, ReplyState)]
         final = self.events[name][-1]
         assert isinstance(final, Finished)
         assert final.usage.cache_read_tokens == left.reuse.reused

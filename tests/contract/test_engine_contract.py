@@ -6,8 +6,8 @@ import pytest
 
 from semantic.adapters.outbound.backends.fake import FakeTokenizer
 from semantic.application.cache.store import AgentCacheStore
-from semantic.application.engine.engine import BlockPoolBatchEngine, EngineEvent, EventBatch
-from semantic.application.engine.request import Job
+from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.request import EngineEvent, EventBatch, Job
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.chat import Failed, Finished, TextDelta

@@ -11,8 +11,8 @@ from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.grammar.compiler import LLGuidanceGrammar
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.application.cache.store import AgentCacheStore
-from semantic.application.engine.engine import BlockPoolBatchEngine, EngineEvent, EventBatch
-from semantic.application.engine.request import Job
+from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.request import EngineEvent, EventBatch, Job
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.chat import Finished, TextDelta

@@ -23,8 +23,7 @@ from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
 from semantic.application.agents.turns import TurnLanes, TurnWatch
-from semantic.application.engine.device_thread import DeviceThread, LoadedModel
-from semantic.application.engine.model_registry import ModelRegistry
+from semantic.application.engine.device_thread import DeviceThread, LoadedModel, ModelRegistry
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.requests.reply import ReplyHub
 from semantic.application.requests.service import InferenceService

@@ -21,7 +21,8 @@ from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.upkeep import Housekeeping
 from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.application.engine.device_thread import LoadedModel
-from semantic.application.engine.engine import BlockPoolBatchEngine, EventSink
+from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.request import EventSink
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.prompt.replay import LedgerReplayStore
 from semantic.domain.errors import CachePersistenceError, DrainingError, ModelSwapError

@@ -6,8 +6,8 @@ from typing import Literal, TypedDict, Unpack
 
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
 from semantic.application.cache.store import AgentCacheStore
-from semantic.application.engine.engine import BlockPoolBatchEngine, EngineEvent, EventBatch
-from semantic.application.engine.request import Job
+from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.request import EngineEvent, EventBatch, Job
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.chat import Failed, Finished, ServiceClass, TextDelta

@@ -12,13 +12,13 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
-from semantic.application.engine.engine import BlockPoolBatchEngine, EventBatch, EventSink
-from semantic.application.engine.request import Job
+from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.request import EventBatch, EventSink, Job
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.agents import Principal
 from semantic.domain.blocks import BlockName, BlockNamespace
@@ -30,10 +30,11 @@ from semantic.domain.errors import (
     OverloadedError,
     SemanticError,
 )
+from semantic.domain.model_names import require_served
 from semantic.domain.reply_format import ReplyFormat
 from semantic.domain.sampling import SamplingDefaults
 from semantic.ports.backend import ModelBackendPort
-from semantic.ports.inbound import ModelState
+from semantic.ports.inbound import ModelState, ModelStatus
 from semantic.ports.text import GrammarPort, TokenizerPort
 
 _log = logging.getLogger(__name__)
@@ -403,3 +404,40 @@ class DeviceThread:
             _log.error("%s; %d requests are failed", problem, len(waiting))
         for name in waiting:
             self._commands.put(_Cancel(name))
+
+
+class ModelRegistry:
+    """`ModelManagementPort` over the device's one model. Safe on any thread."""
+
+    def __init__(
+        self,
+        device: DeviceThread,
+        model_id: str,
+        backend_name: str,
+        aliases: Sequence[str] = (),
+    ) -> None:
+        self._device = device
+        self._model_id = model_id
+        self._backend_name = backend_name
+        self._aliases = tuple(aliases)
+        self._created_at = time.time()
+
+    def models(self) -> tuple[ModelStatus, ...]:
+        """The model this server serves or is loading."""
+        model = self._device.model
+        return (
+            ModelStatus(
+                id=self._model_id,
+                backend=self._backend_name,
+                state=self._device.state,
+                detail=self._device.detail,
+                max_context=model.backend.spec.max_context if model else 0,
+                created_at=self._created_at,
+                compute=model.backend.traits.compute if model else None,
+            ),
+        )
+
+    def find(self, name: str) -> ModelStatus:
+        """The model that a name stands for."""
+        require_served(name, self._model_id, self._aliases)
+        return self.models()[0]

@@ -12,17 +12,22 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias, assert_never
+from typing import assert_never
 
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.kv_reuse import PrefixSharing, TakeOver
 from semantic.application.engine.memory import WorkingMemory
-from semantic.application.engine.request import Clock, Generation, Job, monotonic
+from semantic.application.engine.request import (
+    Clock,
+    EventBatch,
+    EventSink,
+    Generation,
+    Job,
+    monotonic,
+)
 from semantic.application.engine.scheduler import ConcurrentScheduler, EngineLimits
 from semantic.application.engine.text import TextAssembler
-from semantic.domain.agents import Reuse
-from semantic.domain.blocks import BlockName
-from semantic.domain.chat import Event, Failed, Finished, PrefillProgress, TextDelta
+from semantic.domain.chat import Failed, Finished, PrefillProgress, TextDelta
 from semantic.domain.errors import (
     BackendError,
     GenerationTimeoutError,
@@ -42,28 +47,6 @@ from semantic.ports.backend import (
     Ticket,
 )
 from semantic.ports.text import TokenizerPort
-
-
-@dataclass(frozen=True, slots=True)
-class PutAway:
-    """What a reply left behind; comes right before `Finished`, for the log of turns.
-
-    Attributes:
-        tokens: The reply's ids.
-        block: Where its state ends; None if nothing was kept.
-        num_sealed: Tokens of prompt and reply whose state was kept.
-        reuse: Where the prompt's state came from.
-    """
-
-    tokens: tuple[int, ...]
-    block: BlockName | None
-    num_sealed: int
-    reuse: Reuse
-
-
-EngineEvent: TypeAlias = Event | PutAway
-EventBatch: TypeAlias = list[tuple[str, EngineEvent]]
-EventSink: TypeAlias = Callable[[EventBatch], None]
 
 _log = logging.getLogger(__name__)
 
@@ -360,8 +343,8 @@ class BlockPoolBatchEngine:
             self._isolate(rows, error)
             return
         for generation, chunk in rows:
-            if not generation.is_reuse_told:
-                generation.is_reuse_told = True
+            if not generation.is_reuse_reported:
+                generation.is_reuse_reported = True
                 self._say(generation, generation.progress)
             generation.num_launched += chunk.num_tokens
             generation.num_rows += 1
@@ -492,7 +475,7 @@ class BlockPoolBatchEngine:
             else:
                 self._close(generation)
         if isinstance(generation.final, Finished):
-            self._events.append((generation.job.id, _put_away(generation)))
+            self._events.append((generation.job.id, generation.reply_state))
         if generation.final is not None:
             self._events.append((generation.job.id, generation.final))
 
@@ -515,15 +498,6 @@ class BlockPoolBatchEngine:
         if self._events:
             events, self._events = self._events, []
             self._emit(events)
-
-
-def _put_away(generation: Generation) -> PutAway:
-    return PutAway(
-        tokens=tuple(generation.tokens[generation.num_prompt :]),
-        block=generation.pointer,
-        num_sealed=generation.num_sealed if generation.pointer else 0,
-        reuse=generation.reuse,
-    )
 
 
 def _as_backend_error(error: Exception) -> SemanticError:

@@ -88,7 +88,7 @@ class PrefixSharing:
     def prefetch(self, generation: Generation) -> None:
         """Begin to read what a queued request will need from disk."""
         parts = self._plan(generation).parts
-        generation.prefetched.update(wanted.key for wanted in self._store.prefetch(parts))
+        generation.prefetched_parts.update(wanted.key for wanted in self._store.prefetch(parts))
 
     def should_wait(self, generation: Generation, running: Sequence[Generation]) -> bool:
         """Whether an older sequence is computing a prefix this one can use (single flight)."""
@@ -176,8 +176,8 @@ class PrefixSharing:
         restore = generation.restore
         if restore is None:
             return
-        if restore.loaded is not None and self.can_cut_anywhere:
-            self._resume_restored(generation, restore, restore.loaded)
+        if restore.loaded_plan is not None and self.can_cut_anywhere:
+            self._resume_restored(generation, restore, restore.loaded_plan)
             return
         generation.end_restore()
         self._backend.close(generation.seq)
@@ -215,7 +215,7 @@ class PrefixSharing:
         if self._backend.spec.num_window:
             boundaries = [*generation.job.boundaries, generation.num_prompt, end]
             last = generation.pointer or generation.chain
-            self._store.settle(generation.sealed, last, boundaries)
+            self._store.settle(generation.sealed_blocks, last, boundaries)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class PrefixSharing:
             generation.count_reuse(Reuse(computed=generation.num_prompt))
             return
         generation.restore = Restore(
-            generation.seq, plan, self._store.loader, generation.prefetched, self._on_ready
+            generation.seq, plan, self._store.loader, generation.prefetched_parts, self._on_ready
         )
 
     def _resume_restored(self, generation: Generation, restore: Restore, plan: RestorePlan) -> None:
@@ -287,7 +287,7 @@ class PrefixSharing:
         job, tokens = generation.job, generation.tokens[start:end]
         name = self._store.seal(job.root, generation.chain, tokens, payloads)
         if name is not None:
-            generation.sealed.append(name)
+            generation.sealed_blocks.append(name)
         return name
 
     def _snapshots(

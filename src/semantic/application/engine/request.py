@@ -1,15 +1,15 @@
-"""One request inside the engine: what was asked, and how far it got."""
+"""One request inside the engine: what was asked, how far it got, and what its reader is told."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, TypeAlias
 
 from semantic.application.engine.restore import Restore
 from semantic.application.engine.text import TextAssembler
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockName, PartKey, block_end
-from semantic.domain.chat import Failed, Finished, PrefillProgress, ServiceClass, Usage
+from semantic.domain.chat import Event, Failed, Finished, PrefillProgress, ServiceClass, Usage
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, SequenceId
 from semantic.ports.text import TokenConstraint
@@ -54,6 +54,28 @@ class Job:
     max_kept: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ReplyState:
+    """What a reply left behind; comes right before `Finished`, for the log of turns.
+
+    Attributes:
+        tokens: The reply's ids.
+        block: Where its state ends; None if nothing was kept.
+        num_sealed: Tokens of prompt and reply whose state was kept.
+        reuse: Where the prompt's state came from.
+    """
+
+    tokens: tuple[int, ...]
+    block: BlockName | None
+    num_sealed: int
+    reuse: Reuse
+
+
+EngineEvent: TypeAlias = Event | ReplyState
+EventBatch: TypeAlias = list[tuple[str, EngineEvent]]
+EventSink: TypeAlias = Callable[[EventBatch], None]
+
+
 @dataclass(slots=True, eq=False)
 class Generation:
     """A job on its way. Owned by the engine's thread.
@@ -72,12 +94,12 @@ class Generation:
         num_sealed: Positions whose full blocks are in the store.
         last_sealed: Where the last block that it sealed itself begins.
         chain: Name of the last of them.
-        sealed: Names of the blocks this request has sealed.
+        sealed_blocks: Names of the blocks this request has sealed.
         pointer: Name of the block its state ends in, once it was put away.
         restore: Loads its beginning; until it is done nothing of it can run.
         num_failed_restores: How often what was found could not be loaded.
-        prefetched: Parts that were read for it while it waited.
-        is_reuse_told: Whether its reader knows what was found.
+        prefetched_parts: Parts that were read for it while it waited.
+        is_reuse_reported: Whether its reader knows how much was reused.
         is_sealing: False once a block could not be kept; what follows it is of no use then.
         final: Its last event, once it ended.
         retry_until: After a failed step: run alone until this position is computed.
@@ -98,14 +120,14 @@ class Generation:
     num_sealed: int = 0
     last_sealed: int = 0
     chain: BlockName = field(init=False)
-    sealed: list[BlockName] = field(default_factory=list)
+    sealed_blocks: list[BlockName] = field(default_factory=list)
     pointer: BlockName | None = None
     restore: Restore | None = None
     num_failed_restores: int = 0
-    prefetched: set[PartKey] = field(default_factory=set)
+    prefetched_parts: set[PartKey] = field(default_factory=set)
     reuse: Reuse = field(default_factory=Reuse)
     is_sealing: bool = True
-    is_reuse_told: bool = False
+    is_reuse_reported: bool = False
     is_done: bool = False
     final: Finished | Failed | None = None
     retry_until: int | None = None
@@ -158,6 +180,14 @@ class Generation:
         """How much of the prompt is computed."""
         done = min(self.num_computed, self.num_prompt)
         return PrefillProgress(done, self.num_prompt, self.reuse.reused)
+
+    @property
+    def reply_state(self) -> ReplyState:
+        """What the reply leaves behind, once it was put away."""
+        num_sealed = self.num_sealed if self.pointer else 0
+        return ReplyState(
+            tuple(self.tokens[self.num_prompt :]), self.pointer, num_sealed, self.reuse
+        )
 
     def block_at(self, position: int) -> tuple[int, int]:
         """Where the block that holds `position`, which is not sealed yet, begins and ends."""

@@ -110,7 +110,7 @@ class Restore:
         return self._is_refused and not is_waiting and not self.is_ready
 
     @property
-    def loaded(self) -> RestorePlan | None:
+    def loaded_plan(self) -> RestorePlan | None:
         """What is loaded so far, as if no more had been planned; None if nothing is."""
         if not self._loaded:
             return None

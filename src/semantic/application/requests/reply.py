@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from semantic.application.engine.engine import EventBatch, PutAway
+from semantic.application.engine.request import EventBatch, ReplyState
 from semantic.application.parsing import MessageFold, ReplyParser
 from semantic.application.requests.thinking_budget import ThinkingSpan
 from semantic.domain.agents import Reuse
@@ -40,7 +40,7 @@ class FinishedReply:
         raw_text: The same as the model wrote it, markup included.
     """
 
-    state: PutAway
+    state: ReplyState
     event: Finished
     message: Message
     raw_text: str
@@ -78,7 +78,7 @@ class LiveReply:
             span: Counts the tokens of its thinking; None if it has none.
             beginning: What the message begins with; the reader knows it.
         """
-        self.state: PutAway | None = None
+        self.state: ReplyState | None = None
         self._parser = parser
         self._on_cancel = on_cancel
         self._log = log
@@ -231,7 +231,7 @@ class ReplyHub:
                 continue
             if isinstance(event, Finished | Failed):
                 del self._replies[request_id]
-            if isinstance(event, PutAway):
+            if isinstance(event, ReplyState):
                 reply.state = event
             elif isinstance(event, Finished):
                 task = asyncio.ensure_future(reply.finish(event))

@@ -20,8 +20,8 @@ from semantic.application.cache.restore_plan import WantedPart
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.application.engine import restore
-from semantic.application.engine.engine import BlockPoolBatchEngine, EventBatch, PutAway
-from semantic.application.engine.request import Job
+from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.request import EventBatch, Job, ReplyState
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockPart
@@ -116,7 +116,7 @@ class Bench:
             match event:
                 case TextDelta():
                     self.text[name] = self.text.get(name, "") + event.text
-                case PutAway():
+                case ReplyState():
                     self.reuse[name] = event.reuse
                 case Finished() | Failed():
                     self.final[name] = event

@@ -10,7 +10,8 @@ import pytest
 from semantic.adapters.outbound.backends.fake import FakeTokenizer, fake_spec
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.device_thread import Command, DeviceThread, LoadedModel
-from semantic.application.engine.engine import BlockPoolBatchEngine, EngineEvent, EventBatch
+from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.request import EngineEvent, EventBatch
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.chat import Failed, Finished
 from semantic.domain.errors import (

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from semantic.adapters.outbound.backends.fake import fake_spec
-from semantic.application.engine.engine import PutAway
+from semantic.application.engine.request import ReplyState
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.chat import ServiceClass
 from semantic.ports.backend import SequenceId
@@ -173,5 +173,5 @@ def test_a_quota_ends_sealing_and_not_the_reply() -> None:
     rig.run()
     assert rig.text("a") == alone(job)
     assert rig.store.usage().num_blocks == 2
-    (left,) = [event for event in rig.events["a"] if isinstance(event, PutAway)]
+    (left,) = [event for event in rig.events["a"] if isinstance(event, ReplyState)]
     assert left.num_sealed == 16

@@ -11,7 +11,8 @@ from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
-from semantic.application.engine.engine import BlockPoolBatchEngine, EventBatch
+from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.request import EventBatch
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.chat import TextDelta
 from semantic.domain.pool import BlockPool

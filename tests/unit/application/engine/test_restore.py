@@ -119,7 +119,7 @@ def is_starved(restore: Restore) -> bool:
 
 def loaded_end(restore: Restore) -> int:
     """Positions that are loaded, from which sealing can go on."""
-    loaded = restore.loaded
+    loaded = restore.loaded_plan
     if loaded is None:
         return 0
     assert loaded.chain == loaded.parts[-1].node.name

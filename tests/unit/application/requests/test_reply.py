@@ -3,7 +3,7 @@ from collections.abc import Callable
 
 import pytest
 
-from semantic.application.engine.engine import EventBatch, PutAway
+from semantic.application.engine.request import EventBatch, ReplyState
 from semantic.application.parsing import ReplyParser
 from semantic.application.requests.reply import LiveReply, ReplyHub
 from semantic.domain.agents import Reuse
@@ -106,7 +106,7 @@ async def test_the_end_is_told_once_and_before_it_is_read(end: Finished | Failed
     reply.on_end(lambda event, _: ends.append(event))
     reply.on_end(lambda _, reuse: ends.append(reuse))
     reuse = Reuse(computed=7)
-    hub.emit([("a", PutAway((1,), None, 0, reuse)), ("a", end)])
+    hub.emit([("a", ReplyState((1,), None, 0, reuse)), ("a", end)])
 
     async for event in reply:
         assert ends == ([end, reuse] if event is not STARTED else [])

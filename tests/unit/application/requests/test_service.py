@@ -14,8 +14,7 @@ from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer
 from semantic.adapters.outbound.grammar.compiler import LLGuidanceGrammar
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.ledger import AgentLedger, write_at_once
-from semantic.application.engine.device_thread import DeviceThread, LoadedModel
-from semantic.application.engine.model_registry import ModelRegistry
+from semantic.application.engine.device_thread import DeviceThread, LoadedModel, ModelRegistry
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.prompt.renderer import render
 from semantic.application.prompt.replay import ReplayKey, ReplayStore
