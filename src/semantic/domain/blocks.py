@@ -137,3 +137,20 @@ def block_end(start: int, block_tokens: int, boundaries: Sequence[int] = ()) -> 
         [4, 5, 9]
     """
     return min([start + block_tokens, *(b for b in boundaries if b > start)])
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the longest common prefix.
+
+    Example:
+        >>> common_prefix([1, 2, 3], [1, 2, 4, 5])
+        2
+    """
+    stride, start, end = 512, 0, min(len(left), len(right))
+    # Whole slices are compared in C; only the one that differs is walked.
+    while start < end and left[start : start + stride] == right[start : start + stride]:
+        start += stride
+    for index in range(start, end):
+        if left[index] != right[index]:
+            return index
+    return end

@@ -6,7 +6,7 @@ Nothing here computes with logits; backends do, by these parameters.
 import enum
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -176,6 +176,10 @@ class StopRules:
             )
         if any(not text for text in self.strings):
             raise InvalidRequestError("a stop string must not be empty.", param="stop")
+
+    def is_end(self, token: int, eos_ids: Collection[int]) -> bool:
+        """Whether a token ends the reply; `eos_ids` are the model's end tokens."""
+        return token in self.token_ids or (token in eos_ids and not self.ignore_eos)
 
 
 @dataclass(frozen=True, slots=True)

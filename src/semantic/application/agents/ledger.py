@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from semantic.application.agents.turns import TurnLog
-from semantic.application.engine.request import common_prefix
 from semantic.domain.agents import (
     LOCAL_TENANT,
     Agent,
@@ -23,6 +22,7 @@ from semantic.domain.agents import (
     Turn,
     conversation_digest,
 )
+from semantic.domain.blocks import common_prefix
 from semantic.domain.chat import Continuation, Message, Usage
 from semantic.domain.errors import AgentNotFoundError, ConflictError, QuotaExceededError
 from semantic.domain.sampling import FinishReason

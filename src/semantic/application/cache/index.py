@@ -146,9 +146,14 @@ class Match:
 
 
 class BlockIndex:
-    """All known blocks, found by name, by parent or by what they hold."""
+    """All known blocks, found by name, by parent or by what they hold.
+
+    Attributes:
+        version: Grows when a node, a file or, by whoever keeps it there, a payload comes or goes.
+    """
 
     def __init__(self) -> None:
+        self.version = 0
         # The least recently used first; of a chain, its end before its beginning.
         self._nodes: OrderedDict[BlockName, BlockNode] = OrderedDict()
         self._followers: dict[BlockName, _Siblings] = {}
@@ -191,12 +196,14 @@ class BlockIndex:
         """Note a node's part on disk."""
         self.pop_file(node, part.kind)
         node.files[part.kind] = part
+        self.version += 1
         self._disk_bytes[node.root] += part.nbytes
 
     def pop_file(self, node: BlockNode, kind: LayerKind) -> BlockPart | None:
         """Forget a node's part on disk, and return it."""
         part = node.files.pop(kind, None)
         if part is not None:
+            self.version += 1
             self._disk_bytes[node.root] -= part.nbytes
         return part
 
@@ -207,6 +214,7 @@ class BlockIndex:
         if node is None:
             node = BlockNode(root, name, parent, start, tokens)
             self._nodes[name] = node
+            self.version += 1
             self._followers.setdefault(parent, _Siblings()).add(node)
         return node
 
@@ -214,6 +222,7 @@ class BlockIndex:
         """Forget a node; those that follow it stay, for it may be made again."""
         if self._nodes.pop(node.name, None) is None:
             return
+        self.version += 1
         siblings = self._followers[node.parent]
         siblings.remove(node)
         if not siblings.by_tokens:

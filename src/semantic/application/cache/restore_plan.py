@@ -78,7 +78,8 @@ def worth_reading(
     plan: RestorePlan,
     root: BlockName,
     spec: ModelCacheSpec,
-    is_worth: Callable[[int, int], bool],
+    is_read_in: Callable[[int, float], bool],
+    seconds_per_token: float,
 ) -> RestorePlan:
     """Leave out of a plan what would take longer to read than to compute.
 
@@ -86,12 +87,13 @@ def worth_reading(
         plan: What can be restored.
         root: Where the chain begins.
         spec: Which kinds of layers must be restored.
-        is_worth: Whether so many bytes are read faster than so many tokens are computed.
+        is_read_in: Whether so many bytes are read in so many seconds.
+        seconds_per_token: What computing costs.
     """
     unread = [w for w in plan.parts if w.kind not in w.node.payloads]
     nbytes = sum(w.node.files[w.kind].nbytes for w in unread if w.kind in w.node.files)
     first = min((w.node.start for w in unread), default=plan.end)
-    if is_worth(nbytes, plan.end - first):
+    if is_read_in(nbytes, (plan.end - first) * seconds_per_token):
         return plan
     if spec.kinds != (LayerKind.FULL,):
         return RestorePlan.nothing(root)

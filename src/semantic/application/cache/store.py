@@ -86,8 +86,7 @@ class AgentCacheStore:
         Args:
             root: Root of the tenant's names.
             tokens: The prompt, less the tokens that must be computed anyway.
-            seconds_per_token: What computing costs; what is slower to read is left out. 0 if it
-                is not known.
+            seconds_per_token: What computing costs, if known; what is slower to read is left out.
             is_used: Whether that makes it young again.
         """
         packed = pack_tokens(tokens)
@@ -102,15 +101,15 @@ class AgentCacheStore:
             )
             plan = plan_restore(root, match, spec, ends)
             if disk is not None and seconds_per_token:
-                plan = worth_reading(
-                    plan,
-                    root,
-                    spec,
-                    lambda nbytes, n: disk.is_read_in(nbytes, n * seconds_per_token),
-                )
+                plan = worth_reading(plan, root, spec, disk.is_read_in, seconds_per_token)
             if is_used:
-                self._touch(plan.parts)
+                self.use(plan.parts)
             return plan
+
+    @property
+    def version(self) -> int:
+        """Changes whenever a plan may: a block, or a part of one, came or went."""
+        return self._index.version
 
     def prefetch(
         self, parts: Sequence[WantedPart], max_bytes: int | None = None
@@ -179,10 +178,20 @@ class AgentCacheStore:
             self._tiers.free_tails(node)
             return node.name
 
+    def use(self, parts: Sequence[WantedPart]) -> None:
+        """Mark parts as just used, of a chain the end first."""
+        with self._lock:
+            now = self._now()
+            self._pool.touch(wanted.key for wanted in parts)
+            self._index.touch([wanted.node for wanted in parts], now)
+            for wanted in parts:
+                if wanted.kind is not LayerKind.FULL:
+                    wanted.node.last_kept = now
+
     def touch(self, name: BlockName) -> None:
         """Mark all that leads to a block as just used."""
         with self._lock:
-            self._touch([WantedPart(node, LayerKind.FULL) for node in self._index.chain(name)])
+            self.use([WantedPart(node, LayerKind.FULL) for node in self._index.chain(name)])
 
     def add(self, name: BlockName, payloads: Sequence[KVPayload]) -> None:
         """Keep further parts of a block, as far as there is room."""
@@ -486,14 +495,5 @@ class AgentCacheStore:
             return False
         node.last_used = self._now()
         is_kept = self._keep(node, payloads, chain)
-        self._touch([WantedPart(link, LayerKind.FULL) for link in (*chain, node)])
+        self.use([WantedPart(link, LayerKind.FULL) for link in (*chain, node)])
         return is_kept
-
-    def _touch(self, parts: Sequence[WantedPart]) -> None:
-        """Mark parts as just used, of a chain the end first."""
-        now = self._now()
-        self._pool.touch(wanted.key for wanted in parts)
-        self._index.touch([wanted.node for wanted in parts], now)
-        for wanted in parts:
-            if wanted.kind is not LayerKind.FULL:
-                wanted.node.last_kept = now

@@ -66,6 +66,7 @@ class BlockTiers:
         sizes = {(node.name, kind): payload.nbytes for kind, payload in new.items()}
         self._forget(self.pool.put(sizes, before))
         node.payloads.update(new)
+        self.index.version += len(new)
         return list(new)
 
     def has_room(self, nbytes: int, *, unused_since: float) -> bool:
@@ -96,6 +97,7 @@ class BlockTiers:
             node = self.index.get(name)
             assert node is not None  # noqa: S101 - what is in memory is known
             del node.payloads[kind]
+            self.index.version += 1
             self.counts.evicted += 1
             self.index.prune(node)
 

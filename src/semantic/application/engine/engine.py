@@ -309,12 +309,12 @@ class BlockPoolBatchEngine:
 
     def _advance(self, generation: Generation) -> None:
         """Load more of a sequence; working copies give way if its next part finds no room."""
-        self._attempt(generation, self._load_more)
+        if generation.restore is None:
+            return
+        max_bytes = self._restore_bytes()
+        self._attempt(generation, lambda it: self._sharing.advance(it, max_bytes))
         while generation.is_starved and self._memory.close_oldest_idle():
-            self._attempt(generation, self._load_more)
-
-    def _load_more(self, generation: Generation) -> None:
-        self._sharing.advance(generation, self._restore_bytes())
+            self._attempt(generation, lambda it: self._sharing.advance(it, max_bytes))
 
     def _attempt(self, generation: Generation, work: Callable[[Generation], None]) -> None:
         """Do something for a request that ends it if it fails."""
@@ -426,15 +426,11 @@ class BlockPoolBatchEngine:
         generation.tokens.append(row.token)
         if generation.job.constraint is not None:
             generation.job.constraint.accept(row.token)
-        stop = generation.job.stop
-        is_end = row.token in stop.token_ids or (
-            row.token in self._tokenizer.eos_ids and not stop.ignore_eos
-        )
-        if not is_end:
-            self._say(generation, generation.assembler.feed(row.token, row.logprob))
-        if is_end:
+        if generation.job.stop.is_end(row.token, self._tokenizer.eos_ids):
             self._finish(generation, FinishReason.END_TURN)
-        elif generation.assembler.stop is not None:
+            return
+        self._say(generation, generation.assembler.feed(row.token, row.logprob))
+        if generation.assembler.stop is not None:
             self._finish(generation, FinishReason.STOP_SEQUENCE)
         elif len(generation.tokens) >= self._backend.spec.max_context:
             self._finish(generation, FinishReason.CONTEXT_FULL)
@@ -481,12 +477,7 @@ class BlockPoolBatchEngine:
 
     def _expire(self) -> None:
         now = self._clock()
-        late = [
-            g
-            for g in self._generations.values()
-            if g.job.deadline is not None and now >= g.job.deadline and not g.is_done
-        ]
-        for generation in late:
+        for generation in [g for g in self._generations.values() if g.is_late(now)]:
             self._fail(generation, self._lateness(generation))
 
     def _lateness(self, generation: Generation) -> SemanticError:

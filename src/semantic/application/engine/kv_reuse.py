@@ -112,7 +112,9 @@ class PrefixSharing:
     def choose(self, generation: Generation, running: Sequence[Generation]) -> Source:
         """Find the source that spares a request most work."""
         best: Source = Load()
-        num_tokens = self._plan(generation).end
+        plan = self._plan(generation)
+        self._store.use(plan.parts)  # room for the sequence is made at others' expense
+        num_tokens = plan.end
         idle = self._idle.best_for(generation)
         if idle is not None and idle[1] >= num_tokens:
             copy, num_tokens = idle
@@ -133,8 +135,7 @@ class PrefixSharing:
         Raises:
             InvalidRequestError: the backend refuses its tokens.
         """
-        # Planned anew: room for the sequence may have been made by evicting blocks.
-        plan = self._plan(generation)
+        plan = self._plan(generation)  # blocks may have been evicted to make room
         if isinstance(source, TakeOver):
             self._idle.remove(source.seq)
             reached = self._backend.truncate(source.seq, source.num_tokens)
@@ -220,9 +221,16 @@ class PrefixSharing:
     # -- inside ---------------------------------------------------------------------------------
 
     def _plan(self, generation: Generation) -> RestorePlan:
-        tokens = generation.tokens[:-1]  # the last one is computed in any case
-        seconds = self._budget.seconds_per_token
-        return self._store.plan(generation.job.root, tokens, seconds_per_token=seconds)
+        """What can be restored of a request; planned anew once the index or its tokens changed."""
+        basis = (self._store.version, len(generation.tokens))
+        if generation.plan is None or generation.plan_basis != basis:
+            tokens = generation.tokens[:-1]  # the last one is computed in any case
+            seconds = self._budget.seconds_per_token
+            generation.plan = self._store.plan(
+                generation.job.root, tokens, seconds_per_token=seconds
+            )
+            generation.plan_basis = basis
+        return generation.plan
 
     def _begin_restore(self, generation: Generation, plan: RestorePlan) -> None:
         self._backend.open(generation.seq, generation.tokens)

@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
+from semantic.application.cache.restore_plan import RestorePlan
 from semantic.application.engine.restore import Restore
 from semantic.application.engine.text import TextAssembler
 from semantic.domain.agents import Reuse
-from semantic.domain.blocks import BlockName, PartKey, block_end
+from semantic.domain.blocks import BlockName, PartKey, block_end, common_prefix
 from semantic.domain.chat import Event, Failed, Finished, PrefillProgress, ServiceClass, Usage
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, SequenceId
@@ -96,6 +97,8 @@ class Generation:
         chain: Name of the last of them.
         sealed_blocks: Names of the blocks this request has sealed.
         pointer: Name of the block its state ends in, once it was put away.
+        plan: What can be restored of it; as of the store's version and its length in
+            `plan_basis`.
         restore: Loads its beginning; until it is done nothing of it can run.
         num_failed_restores: How often what was found could not be loaded.
         prefetched_parts: Parts that were read for it while it waited.
@@ -122,6 +125,8 @@ class Generation:
     chain: BlockName = field(init=False)
     sealed_blocks: list[BlockName] = field(default_factory=list)
     pointer: BlockName | None = None
+    plan: RestorePlan | None = None
+    plan_basis: tuple[int, int] = (0, 0)
     restore: Restore | None = None
     num_failed_restores: int = 0
     prefetched_parts: set[PartKey] = field(default_factory=set)
@@ -174,6 +179,11 @@ class Generation:
     def is_last_draw_launched(self) -> bool:
         """Whether the reply's last permitted token is already on its way."""
         return self.num_generated + self.num_draws >= self.job.max_tokens
+
+    def is_late(self, now: float) -> bool:
+        """Whether its deadline passed before it ended."""
+        deadline = self.job.deadline
+        return deadline is not None and now >= deadline and not self.is_done
 
     @property
     def progress(self) -> PrefillProgress:
@@ -244,20 +254,3 @@ class Generation:
         self.usage = replace(
             self.usage, cache_read_tokens=reuse.reused, cache_creation_tokens=reuse.computed
         )
-
-
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the longest common prefix.
-
-    Example:
-        >>> common_prefix([1, 2, 3], [1, 2, 4, 5])
-        2
-    """
-    stride, start, end = 512, 0, min(len(left), len(right))
-    # Whole slices are compared in C; only the one that differs is walked.
-    while start < end and left[start : start + stride] == right[start : start + stride]:
-        start += stride
-    for index in range(start, end):
-        if left[index] != right[index]:
-            return index
-    return end

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from semantic.adapters.outbound.backends.fake import fake_spec
-from semantic.application.cache.restore_plan import WantedPart
+from semantic.application.cache.restore_plan import RestorePlan, WantedPart
+from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits
 from semantic.domain.agents import LOCAL_TENANT
 from semantic.domain.errors import PoolExhaustedError
@@ -46,6 +47,7 @@ class AgentLives(RuleBasedStateMachine):
         self.rig = MemoryRig(spec=SPECS[spec], limits=limits)
         self.said: dict[str, list[int]] = {}
         self.turns: dict[str, list[tuple[str, int]]] = {}
+        self.plans: dict[str, tuple[AgentCacheStore, int, list[int], RestorePlan]] = {}
         self.reserved = self.used = 0
 
     def teardown(self) -> None:
@@ -225,6 +227,20 @@ class AgentLives(RuleBasedStateMachine):
         for name, tokens in self.said.items():
             agent = rig.agents.get(LOCAL_TENANT, name)
             assert rig.agents.tokens(agent) == tokens, "a conversation was lost"
+
+    @invariant()
+    def a_plan_holds_as_long_as_the_version_does(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        store = self.rig.store
+        for name, tokens in self.said.items():
+            version = store.version
+            plan = store.plan(ROOT, tokens, is_used=False)
+            if store.version == version and name in self.plans:
+                *basis, known = self.plans[name]
+                is_same = basis == [store, version, tokens]
+                assert plan == known or not is_same, "a plan changed and the version did not"
+            self.plans[name] = (store, version, tokens, plan)
 
 
 TestAgentLives = AgentLives.TestCase
