@@ -5,6 +5,7 @@ import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -38,6 +39,24 @@ def test_recall_makes_a_block_young_again() -> None:
     store.seal(ROOT, ROOT, [3] * 8, payload(0, 8))
     assert store.plan(ROOT, [1] * 8).end == 8
     assert store.plan(ROOT, [2] * 8).end == 0
+
+
+def test_the_version_changes_with_what_a_plan_depends_on_and_nothing_else() -> None:
+    store = store_of(2)
+    versions = [store.version]
+    name = store.seal(ROOT, ROOT, [1] * 8, payload(0, 8))
+    assert name is not None
+    versions.append(store.version)
+    (full,) = payload(0, 8)
+    store.add(name, [replace(full, kind=LayerKind.STATE)])
+    versions.append(store.version)
+    plan = store.plan(ROOT, [1] * 8)
+    store.use(plan.parts)
+    store.touch(name)
+    assert store.version == versions[-1]
+    assert store.drop_payloads(plan.parts) == 1
+    versions.append(store.version)
+    assert len(set(versions)) == 4
 
 
 def test_of_two_known_beginnings_the_longer_is_taken() -> None:
