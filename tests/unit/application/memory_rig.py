@@ -314,7 +314,7 @@ class MemoryRig:
                     break
         except CacheCorruptionError:
             restore.close()
-            self.store.discard(restore.suspects[:1])
+            self.store.discard(restore.suspect_parts[:1])
             return None
         restore.close()
         return loader.loaded

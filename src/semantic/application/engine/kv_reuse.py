@@ -160,7 +160,7 @@ class PrefixSharing:
         except CacheCorruptionError as error:
             _log.warning("sealed blocks could not be loaded: %s", error.message)
             generation.end_restore()
-            self._store.discard(restore.suspects)
+            self._store.discard(restore.suspect_parts)
             generation.num_failed_restores += 1
             # What is left of it may still be worth loading; not for ever, for not all can go.
             is_hopeless = generation.num_failed_restores > _MAX_FAILED_RESTORES

@@ -43,7 +43,7 @@ class PartSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Ahead:
+class _PendingPart:
     """A part that was asked for and is not loaded yet."""
 
     held: HeldPart
@@ -63,7 +63,7 @@ class Restore:
 
     Attributes:
         plan: What is loaded.
-        suspects: After a failure, the parts that may be to blame.
+        suspect_parts: After a failure, the parts that may be to blame.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class Restore:
             on_ready: Called, on any thread, when something that was waited for has been read.
         """
         self.plan = plan
-        self.suspects: list[WantedPart] = []
+        self.suspect_parts: list[WantedPart] = []
         self._seq = seq
         self._source = source
         self._prefetched = prefetched
         self._on_ready = on_ready
         self._wanted = deque(plan.parts)
-        self._ahead: deque[_Ahead] = deque()
+        self._pending: deque[_PendingPart] = deque()
         self._is_refused = False
         self._is_closed = False
         self._loaded: list[WantedPart] = []
@@ -106,7 +106,7 @@ class Restore:
     @property
     def is_starved(self) -> bool:
         """Whether it waits for nothing but room for its next part."""
-        is_waiting = any(not ahead.is_ready for ahead in self._ahead)
+        is_waiting = any(not pending.is_ready for pending in self._pending)
         return self._is_refused and not is_waiting and not self.is_ready
 
     @property
@@ -128,7 +128,7 @@ class Restore:
         Raises:
             CacheCorruptionError: a part could not be read or loaded; the sequence is of no use.
         """
-        while self._wanted or self._ahead:
+        while self._wanted or self._pending:
             self._read_ahead()
             batch = self._batch(max_bytes)
             if not batch:
@@ -142,9 +142,9 @@ class Restore:
         if self._is_closed:
             return
         self._is_closed = True
-        for ahead in self._ahead:
-            self._source.let_go(ahead.held)
-        self._ahead.clear()
+        for pending in self._pending:
+            self._source.let_go(pending.held)
+        self._pending.clear()
         self._wanted.clear()
         self._source.end_lease(self.plan.parts)
 
@@ -153,12 +153,12 @@ class Restore:
     def _read_ahead(self) -> None:
         """Ask for the next parts, as long as there is room and they are not too many."""
         self._is_refused = False
-        num_bytes = sum(ahead.held.nbytes for ahead in self._ahead)
+        num_bytes = sum(pending.held.nbytes for pending in self._pending)
         while self._wanted:
             # Those that are not full are loaded together, however many they are.
             is_rest = self._wanted[0].kind is not LayerKind.FULL
-            is_needed = is_rest and not any(ahead.is_full for ahead in self._ahead)
-            is_much = len(self._ahead) >= _AHEAD_PARTS and num_bytes >= _AHEAD_BYTES
+            is_needed = is_rest and not any(pending.is_full for pending in self._pending)
+            is_much = len(self._pending) >= _AHEAD_PARTS and num_bytes >= _AHEAD_BYTES
             if is_much and not is_needed:
                 return
             held = self._source.hold(self._wanted[0])
@@ -168,49 +168,49 @@ class Restore:
             num_bytes += held.nbytes
             is_new = self._wanted.popleft().key in self._prefetched
             # What was there at once came from memory; the rest is being read.
-            self._ahead.append(_Ahead(held, held.future.done() and not is_new))
+            self._pending.append(_PendingPart(held, held.future.done() and not is_new))
             if not held.future.done():
                 held.future.add_done_callback(lambda _: self._on_ready())
 
-    def _batch(self, max_bytes: int) -> list[_Ahead]:
+    def _batch(self, max_bytes: int) -> list[_PendingPart]:
         """What can be loaded now: full parts in order, and when they are through all others."""
-        batch: list[_Ahead] = []
-        for ahead in self._ahead:
-            if not ahead.is_full:
+        batch: list[_PendingPart] = []
+        for pending in self._pending:
+            if not pending.is_full:
                 break
-            if max_bytes <= 0 or not ahead.is_ready:
+            if max_bytes <= 0 or not pending.is_ready:
                 return batch
-            batch.append(ahead)
-            max_bytes -= ahead.held.nbytes
-        rest = list(self._ahead)[len(batch) :]
-        if not self._wanted and all(ahead.is_ready for ahead in rest):
+            batch.append(pending)
+            max_bytes -= pending.held.nbytes
+        rest = list(self._pending)[len(batch) :]
+        if not self._wanted and all(pending.is_ready for pending in rest):
             batch += rest
         return batch
 
-    def _load(self, backend: ModelBackendPort, batch: Sequence[_Ahead]) -> int:
+    def _load(self, backend: ModelBackendPort, batch: Sequence[_PendingPart]) -> int:
         """Load parts and let go of them; returns their bytes."""
-        payloads = [self._payload(ahead.held) for ahead in batch]
-        self.suspects = [ahead.held.wanted for ahead in batch]
-        left = [ahead.held.wanted for ahead in self._ahead][len(batch) :] or self._wanted
+        payloads = [self._payload(pending.held) for pending in batch]
+        self.suspect_parts = [pending.held.wanted for pending in batch]
+        left = [pending.held.wanted for pending in self._pending][len(batch) :] or self._wanted
         is_full_loaded = not left or left[0].kind is not LayerKind.FULL
         if LayerKind.FULL in backend.spec.kinds or not left:
             # Models without full attention have empty full parts, for the sake of the chain.
             parts = [payload for payload in payloads if payload.buffers]
             backend.load(self._seq, parts, self.plan.end if is_full_loaded else payloads[-1].end)
-        self.suspects = []
-        for ahead in batch:
-            self._ahead.popleft()
-            self._count(ahead)
-            self._source.let_go(ahead.held)
+        self.suspect_parts = []
+        for pending in batch:
+            self._pending.popleft()
+            self._count(pending)
+            self._source.let_go(pending.held)
         return sum(payload.nbytes for payload in payloads)
 
-    def _count(self, ahead: _Ahead) -> None:
-        wanted = ahead.held.wanted
-        if not ahead.is_full:
+    def _count(self, pending: _PendingPart) -> None:
+        wanted = pending.held.wanted
+        if not pending.is_full:
             return
         self._loaded.append(wanted)
         num_tokens = min(wanted.node.end, self.plan.end) - wanted.node.start
-        if ahead.was_in_memory:
+        if pending.was_in_memory:
             self._num_pool += num_tokens
         else:
             self._num_disk += num_tokens
@@ -220,7 +220,7 @@ class Restore:
         try:
             return held.future.result()
         except Exception as error:
-            self.suspects = [held.wanted]
+            self.suspect_parts = [held.wanted]
             if isinstance(error, CacheCorruptionError):
                 raise
             raise CacheCorruptionError(f"a block could not be read: {error}") from error

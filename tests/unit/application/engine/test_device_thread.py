@@ -9,7 +9,12 @@ import pytest
 
 from semantic.adapters.outbound.backends.fake import FakeTokenizer, fake_spec
 from semantic.application.cache.store import AgentCacheStore
-from semantic.application.engine.device_thread import Command, DeviceThread, LoadedModel
+from semantic.application.engine.device_thread import (
+    Command,
+    DeviceThread,
+    LoadedModel,
+    ModelRegistry,
+)
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.request import EngineEvent, EventBatch
 from semantic.application.engine.scheduler import EngineLimits
@@ -371,3 +376,10 @@ def test_limits_can_be_changed() -> None:
         assert made.thread.limits == new
         made.thread.submit(make_job("a"))
         assert isinstance(made.final("a"), Finished)
+
+
+def test_the_registry_reports_the_model() -> None:
+    with device() as made:
+        made.await_state(ModelState.READY)
+        (status,) = ModelRegistry(made.thread, "fake", "fake").models()
+    assert (status.id, status.state, status.max_context) == ("fake", ModelState.READY, 131_072)

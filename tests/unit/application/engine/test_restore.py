@@ -258,7 +258,7 @@ def test_the_part_that_could_not_be_read_is_the_suspect() -> None:
     setting.fail(1, OSError("gone"))
     with pytest.raises(CacheCorruptionError):
         restore.advance(setting.backend, 10**9)
-    assert restore.suspects == [setting.plan.parts[1]]
+    assert restore.suspect_parts == [setting.plan.parts[1]]
 
 
 def test_parts_that_the_backend_refuses_are_all_suspects() -> None:
@@ -269,7 +269,7 @@ def test_parts_that_the_backend_refuses_are_all_suspects() -> None:
     assert not restore.advance(setting.backend, 1)
     with pytest.raises(CacheCorruptionError):
         restore.advance(setting.backend, 10**9)
-    assert restore.suspects == list(setting.plan.parts[1:])
+    assert restore.suspect_parts == list(setting.plan.parts[1:])
 
 
 def test_a_cancelled_read_is_a_failure() -> None:

@@ -14,7 +14,7 @@ from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer
 from semantic.adapters.outbound.grammar.compiler import LLGuidanceGrammar
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.ledger import AgentLedger, write_at_once
-from semantic.application.engine.device_thread import DeviceThread, LoadedModel, ModelRegistry
+from semantic.application.engine.device_thread import DeviceThread, LoadedModel
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.prompt.renderer import render
 from semantic.application.prompt.replay import ReplayKey, ReplayStore
@@ -54,7 +54,7 @@ from semantic.domain.errors import (
 )
 from semantic.domain.reply_format import Markers, ReplyFormat, ReplyShape, ToolFormat
 from semantic.domain.sampling import UNSET_SAMPLING, SamplingDefaults, SamplingParams, StopRules
-from semantic.ports.inbound import ModelState, Reply
+from semantic.ports.inbound import Reply
 from semantic.ports.storage import LedgerChange
 from tests.unit.application.device_rig import running_device
 
@@ -342,11 +342,6 @@ async def test_a_raw_prompt_is_checked_early(
     with pytest.raises(InvalidRequestError) as caught:
         await service.start(ChatRequest("fake", (), raw_prompt=RawPrompt(content)), Principal())
     assert caught.value.param == "prompt"
-
-
-def test_the_registry_reports_the_model(device: tuple[DeviceThread, ReplyHub]) -> None:
-    (status,) = ModelRegistry(device[0], "fake", "fake").models()
-    assert (status.id, status.state, status.max_context) == ("fake", ModelState.READY, 131_072)
 
 
 async def test_turns_of_a_named_agent_are_logged(
