@@ -304,8 +304,10 @@ class DeviceThread:
         except Exception as error:  # noqa: BLE001 - nobody may wait for ever for our defect
             _log.exception("the engine failed")
             failure = BackendError(f"the engine failed: {type(error).__name__}: {error}")
+            with self._lock:
+                affected = set(self._live)  # and not those who are sent while these are answered
             engine.abandon(failure)
-            for name in self._fail_live(failure):
+            for name in self._fail_live(failure, affected):
                 self._commands.put(_Cancel(name))  # whoever is answered must not run later
         finally:
             with self._lock:
@@ -366,10 +368,11 @@ class DeviceThread:
         if wanted:
             self._emit(wanted)
 
-    def _fail_live(self, error: SemanticError) -> set[str]:
-        """Answer everyone who still waits; returns who that was."""
+    def _fail_live(self, error: SemanticError, affected: set[str] | None = None) -> set[str]:
+        """Answer everyone who waits, or those of them who are affected; returns who that was."""
         with self._lock:
-            waiting, self._live = self._live, set()
+            waiting = self._live if affected is None else self._live & affected
+            self._live = self._live - waiting
         if waiting:
             self._emit([(name, Failed(error)) for name in waiting])
         return waiting

@@ -95,10 +95,13 @@ class Device:
     ) -> None:
         self.events: queue.SimpleQueue[tuple[str, EngineEvent]] = queue.SimpleQueue()
         self.finals: dict[str, Finished | Failed] = {}
+        self.on_failure: Callable[[], None] = lambda: None
 
         def emit(batch: EventBatch) -> None:
             for item in batch:
                 self.events.put(item)
+            if any(isinstance(event, Failed) for _, event in batch):
+                self.on_failure()
 
         def make(
             model: LoadedModel,
@@ -318,6 +321,22 @@ def test_a_defect_of_the_engine_ends_requests_and_not_the_thread() -> None:
         assert isinstance(final, Failed)
         backend.is_broken = False
         made.thread.submit(make_job("b"))
+        assert isinstance(made.final("b"), Finished)
+
+
+def test_a_request_sent_when_a_defect_is_told_is_not_failed_by_it() -> None:
+    backend = BrokenBackend(fake_spec(block_tokens=8))
+    with device(backend) as made:
+        made.await_state(ModelState.READY)
+        backend.is_broken = True
+
+        def send_another() -> None:
+            backend.is_broken = False
+            made.thread.submit(make_job("b"))
+
+        made.on_failure = send_another
+        made.thread.submit(make_job("a"))
+        assert isinstance(made.final("a"), Failed)
         assert isinstance(made.final("b"), Finished)
 
 
