@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
+from semantic.adapters.outbound.backends.common import sort_parts
 from semantic.adapters.outbound.backends.fake import FakeBackend, fake_spec
-from semantic.adapters.outbound.backends.payload_parts import sort_parts
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.ledger import AgentLedger, Exchange
 from semantic.application.cache.restore_plan import RestorePlan, WantedPart

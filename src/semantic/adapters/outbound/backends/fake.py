@@ -16,15 +16,13 @@ from typing import Literal
 
 import numpy as np
 
-from semantic.adapters.outbound.backends.eager import EagerBackend, PayloadTicket, StepTicket
-from semantic.adapters.outbound.backends.payload_parts import sort_parts
-from semantic.adapters.outbound.backends.sampler import Logits, sample
-from semantic.adapters.outbound.backends.step_rows import (
-    check_ids,
+from semantic.adapters.outbound.backends.common import (
+    EagerBackend,
+    PayloadTicket,
+    StepTicket,
     make_rows,
-    sequence_of,
-    tokens_of,
 )
+from semantic.adapters.outbound.backends.sampler import Logits, sample
 from semantic.domain.chat import JsonObject
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
@@ -96,6 +94,14 @@ class _Sequence:
     def length(self) -> int:
         return len(self.full)
 
+    @property
+    def window_start(self) -> int:
+        return self.length - len(self.window)
+
+    @property
+    def has_state(self) -> bool:
+        return self.state is not None
+
     def append(self, tokens: Sequence[int], window_size: int) -> None:
         start = self.length
         self.known[start : start + len(tokens)] = tokens
@@ -120,80 +126,46 @@ class _Sequence:
 
     def buffer(self, start: int, end: int, kind: LayerKind) -> HostBuffer:
         """Copy the entries of ``[start, end)``, or the state at `end`."""
-        first_kept = self.length - len(self.window)
         if kind is LayerKind.FULL:
             return _ids_buffer("full", self.full[start:end])
-        if kind is LayerKind.WINDOW and start >= first_kept:
-            return _ids_buffer("window", self.window[start - first_kept : end - first_kept])
-        if kind is LayerKind.STATE and end == self.length and self.state is not None:
-            return HostBuffer("state", (1,), "u64", struct.pack("<Q", self.state))
-        raise ValueError(f"the {kind.value} at {end} is gone")
+        if kind is LayerKind.WINDOW:
+            first = self.window_start
+            return _ids_buffer("window", self.window[start - first : end - first])
+        return HostBuffer("state", (1,), "u64", struct.pack("<Q", self.state))
 
     def copy(self) -> "_Sequence":
         return replace(self, known=list(self.known), full=list(self.full))
 
 
-class FakeBackend(EagerBackend):
+class FakeBackend(EagerBackend[_Sequence]):
     """`ModelBackendPort` over token ids; see the module."""
 
     def __init__(
         self, spec: ModelCacheSpec | None = None, *, pipeline_depth: Literal[0, 1] = 0
     ) -> None:
-        self._spec = spec or fake_spec()
-        kinds = {layer.kind for layer in self._spec.layers}
-        self._window = max((layer.window for layer in self._spec.layers), default=0)
-        self._has_state = LayerKind.STATE in kinds
-        abi = f"fake.v2.{self._window}.{int(self._has_state)}"
-        self._traits = Traits(pipeline_depth, is_unified_memory=True, kv_abi=abi)
-        self._sequences: dict[SequenceId, _Sequence] = {}
-
-    @property
-    def spec(self) -> ModelCacheSpec:
-        """Geometry of the attention state."""
-        return self._spec
-
-    @property
-    def traits(self) -> Traits:
-        """What the engine must know."""
-        return self._traits
+        spec = spec or fake_spec()
+        abi = f"fake.v2.{spec.window}.{int(spec.num_state > 0)}"
+        traits = Traits(pipeline_depth, is_unified_memory=True, kv_abi=abi)
+        super().__init__(spec, traits, _Sequence)
 
     @property
     def num_open(self) -> int:
         """How many sequences are open; for tests of cleaning up."""
         return len(self._sequences)
 
-    def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
-        """Begin a sequence."""
-        if seq in self._sequences:
-            raise ValueError(f"sequence {seq} is open")
-        check_ids(tokens, VOCAB_SIZE)
-        self._sequences[seq] = _Sequence(list(tokens))
-
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
         """Append state from payloads."""
-        sequence = self._sequences[seq]
-        found = sort_parts(parts, sequence.length, end, self._spec, self._traits.kv_abi)
-        if end > len(sequence.known):
-            raise CacheCorruptionError(f"only {len(sequence.known)} of {end} tokens are known")
-        full = [entry for part in found.full for entry in _entries(part)]
-        window = [entry for part in found.window for entry in _entries(part)]
-        state = _state_of(found.state) if found.state else None
+        sequence, by_kind = self._sequences[seq], self._sort_parts(seq, parts, end)
+        full = [entry for part in by_kind.full for entry in _entries(part)]
+        window = [entry for part in by_kind.window for entry in _entries(part)]
+        state = _state_of(by_kind.state) if by_kind.state else None
         if end > sequence.length:
             sequence.keep(full[: end - sequence.length])
             sequence.window, sequence.state = [], None
-        if found.window:
-            sequence.window = window[: end - found.window[0].start][-self._window :]
+        if by_kind.window:
+            sequence.window = window[: end - by_kind.window[0].start][-self._window :]
         if state is not None:
             sequence.state = state
-
-    def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
-        """Open a sequence with another's first tokens."""
-        source = self._sequences[src]
-        if not 0 <= num_tokens <= source.length or not self._can_cut(source, num_tokens):
-            return False
-        self.open(dst, source.known[:num_tokens])
-        self._cut(self._sequences[dst], source, num_tokens)
-        return True
 
     def launch(self, step: Step) -> Ticket:
         """Compute a step at once."""
@@ -202,30 +174,10 @@ class FakeBackend(EagerBackend):
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
         """Copy state."""
         sequence = self._sequences[seq]
-        if not 0 <= start < end <= sequence.length or kind not in self._spec.kinds:
-            raise ValueError(f"{kind.value} layers do not hold [{start}, {end})")
-        if kind is LayerKind.WINDOW:
-            start = max(start, end - self._window)
+        start = self._snapshot_start(sequence, start, end, kind)
         return PayloadTicket(
             KVPayload(self._traits.kv_abi, kind, start, end, (sequence.buffer(start, end, kind),))
         )
-
-    def truncate(self, seq: SequenceId, num_tokens: int) -> int:
-        """Cut a sequence back."""
-        sequence = self._sequences[seq]
-        if num_tokens < 0:
-            raise ValueError(f"a sequence cannot have {num_tokens} tokens")
-        if num_tokens >= sequence.length:
-            return sequence.length
-        reached = num_tokens if self._can_cut(sequence, num_tokens) else 0
-        # The tokens up to the cut stay known: state may be loaded for them again.
-        self._sequences[seq] = _Sequence(sequence.known[:num_tokens])
-        self._cut(self._sequences[seq], sequence, reached)
-        return reached
-
-    def close(self, seq: SequenceId) -> None:
-        """Drop a sequence."""
-        self._sequences.pop(seq, None)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
         """Four bytes a token and layer, as the spec says."""
@@ -243,8 +195,8 @@ class FakeBackend(EagerBackend):
 
     def _run(self, chunk: Chunk) -> Row:
         """Work on a copy, so that a row that fails changes nothing."""
-        sequence = sequence_of(chunk, self._sequences, self._is_whole).copy()
-        sequence.append(tokens_of(chunk, sequence.last_sampled, VOCAB_SIZE), self._window)
+        sequence = self._continued(chunk).copy()
+        sequence.append(self._tokens_of(chunk, sequence.last_sampled), self._window)
         row: Row = Computed(chunk.seq)
         if chunk.draw is not None:
             history = sequence.known[: sequence.length]
@@ -266,25 +218,19 @@ class FakeBackend(EagerBackend):
         logits[START_TOKEN] = -10
         return logits
 
-    # -- checks ---------------------------------------------------------------------------------
+    # -- lengths --------------------------------------------------------------------------------
 
-    def _is_whole(self, sequence: _Sequence) -> bool:
-        """Whether window and state are those of the sequence's end."""
-        has_window = len(sequence.window) == min(self._window, sequence.length)
-        return has_window and (not self._has_state or sequence.state is not None)
+    def _copy(self, source: _Sequence, target: _Sequence, num_tokens: int) -> None:
+        target.keep(source.full[:num_tokens])
+        target.window = source.window[: max(0, num_tokens - source.window_start)]
+        target.state = source.state
 
-    def _can_cut(self, sequence: _Sequence, num_tokens: int) -> bool:
-        if num_tokens in (0, sequence.length):
-            return True
-        first_kept = sequence.length - len(sequence.window) if self._window else 0
-        return not self._has_state and max(0, num_tokens - self._window) >= first_kept
-
-    def _cut(self, cut: _Sequence, source: _Sequence, num_tokens: int) -> None:
-        """Give `cut` the first tokens' state of `source`; it can be cut there."""
-        cut.keep(source.full[:num_tokens])
-        kept = len(source.window) - (source.length - num_tokens)
-        cut.window = source.window[: max(0, kept)]
-        cut.state = source.state if num_tokens else 1
+    def _cut(self, sequence: _Sequence, num_tokens: int) -> None:
+        kept = sequence.copy()
+        sequence.full, sequence.full_hash, sequence.window, sequence.state = [], 1, [], 1
+        if num_tokens:
+            self._copy(kept, sequence, num_tokens)
+        sequence.last_sampled = None
 
 
 _LETTERS = np.frombuffer((string.ascii_lowercase + "  ").encode(), np.uint8)

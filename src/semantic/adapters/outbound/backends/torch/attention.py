@@ -43,9 +43,10 @@ class TorchSequence:
         """Tokens the buffers have room for."""
         return self.keys.shape[2] if self.keys.dim() == 4 else 0
 
-    def has_window(self, num_tokens: int, window: int) -> bool:
-        """Whether window layers hold what a continuation after `num_tokens` looks at."""
-        return not window or self.window_start <= max(0, num_tokens - window)
+    @property
+    def has_state(self) -> bool:
+        """Models with recurrent layers are refused."""
+        return True
 
     def copy_state(self, source: "TorchSequence", num_tokens: int) -> None:
         """Take over another's first tokens; the buffers must have room."""

@@ -14,19 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from semantic.adapters.outbound.backends.eager import (
+from semantic.adapters.outbound.backends.common import (
     EagerBackend,
     PayloadTicket,
     StepTicket,
-)
-from semantic.adapters.outbound.backends.payload_parts import sort_parts
-from semantic.adapters.outbound.backends.sampler import Logits, sample
-from semantic.adapters.outbound.backends.step_rows import (
-    check_ids,
     make_rows,
-    sequence_of,
-    tokens_of,
 )
+from semantic.adapters.outbound.backends.sampler import Logits, sample
 from semantic.adapters.outbound.backends.torch import loading as torch_loading
 from semantic.adapters.outbound.backends.torch.attention import Span, TorchSequence
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
@@ -53,7 +47,7 @@ _BITS = {2: np.int16, 4: np.int32}
 _GROWTH = 256  # tokens by which a sequence's buffers grow
 
 
-class TorchBackend(EagerBackend):
+class TorchBackend(EagerBackend[TorchSequence]):
     """`ModelBackendPort` over a Hugging Face model directory."""
 
     def __init__(
@@ -71,7 +65,6 @@ class TorchBackend(EagerBackend):
         self._model: Any = torch_loading.load_model(
             directory, spec, self._dtype, self._device, options.weights
         )
-        self._spec = spec
         layer = spec.layers[0]
         self._layers = {kind: _layers_of(kind, spec) for kind in spec.kinds}
         self._shape = (spec.num_layers, layer.num_kv_heads)
@@ -81,32 +74,14 @@ class TorchBackend(EagerBackend):
             name = f"{name}.{options.weights}"
         is_unified, num_bits = self._device.type == "cpu", self._dtype.itemsize * 8
         compute = torch_loading.describe(self._device, self._dtype, options.weights, reason)
-        self._traits = Traits(0, is_unified, f"torch.v1.{name}", num_bits, compute)
-        self._sequences: dict[SequenceId, TorchSequence] = {}
+        traits = Traits(0, is_unified, f"torch.v1.{name}", num_bits, compute)
+        super().__init__(spec, traits, TorchSequence)
         self._check_model()
-
-    @property
-    def spec(self) -> ModelCacheSpec:
-        """Geometry of the attention state."""
-        return self._spec
-
-    @property
-    def traits(self) -> Traits:
-        """What the engine must know."""
-        return self._traits
-
-    def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
-        """Begin a sequence."""
-        check_ids(tokens, self._spec.vocab_size)
-        self._add(seq, TorchSequence(list(tokens)))
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
         """Append state from payloads."""
-        sequence = self._sequences[seq]
-        found = sort_parts(parts, sequence.length, end, self._spec, self._traits.kv_abi)
-        if end > len(sequence.known):
-            raise CacheCorruptionError(f"only {len(sequence.known)} of {end} tokens are known")
-        contents = [(part, self._arrays(part)) for part in (*found.full, *found.window)]
+        sequence, by_kind = self._sequences[seq], self._sort_parts(seq, parts, end)
+        contents = [(part, self._arrays(part)) for part in (*by_kind.full, *by_kind.window)]
         self._grow(sequence, end)
         for part, (keys, values) in contents:
             self._put(sequence.keys, keys, part, end)
@@ -114,22 +89,8 @@ class TorchBackend(EagerBackend):
         if end > sequence.length:
             sequence.length, sequence.last_sampled = end, None
             sequence.window_start = end
-        if found.window:
-            sequence.window_start = found.window[0].start
-
-    def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
-        """Open a sequence with a copy of another's first tokens."""
-        source = self._sequences[src]
-        if not 0 <= num_tokens <= source.length or not source.has_window(
-            num_tokens, self._spec.window
-        ):
-            return False
-        target = TorchSequence(source.known[:num_tokens], num_tokens)
-        self._grow(target, num_tokens)
-        target.copy_state(source, num_tokens)
-        target.window_start = source.window_start
-        self._add(dst, target)
-        return True
+        if by_kind.window:
+            sequence.window_start = by_kind.window[0].start
 
     def launch(self, step: Step) -> Ticket:
         """Compute a step at once."""
@@ -146,33 +107,13 @@ class TorchBackend(EagerBackend):
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
         """Copy state to the host; window layers keep all tokens that were computed here."""
         sequence = self._sequences[seq]
-        if kind is LayerKind.WINDOW:
-            start = max(start, end - self._spec.window)
-        is_held = kind in self._layers and 0 <= start < end <= sequence.length
-        if not is_held or (kind is LayerKind.WINDOW and start < sequence.window_start):
-            raise ValueError(f"{kind.value} layers do not hold [{start}, {end})")
+        start = self._snapshot_start(sequence, start, end, kind)
         layers = self._layers[kind]
         buffers = (
             _host_buffer("keys", sequence.keys[layers, :, start:end]),
             _host_buffer("values", sequence.values[layers, :, start:end]),
         )
         return PayloadTicket(KVPayload(self._traits.kv_abi, kind, start, end, buffers))
-
-    def truncate(self, seq: SequenceId, num_tokens: int) -> int:
-        """Cut a sequence back; to nothing where its windows were not restored that far back."""
-        sequence = self._sequences[seq]
-        if num_tokens < 0:
-            raise ValueError(f"a sequence cannot have {num_tokens} tokens")
-        if num_tokens < sequence.length:
-            is_cut = sequence.has_window(num_tokens, self._spec.window)
-            sequence.length, sequence.last_sampled = num_tokens if is_cut else 0, None
-            sequence.window_start = sequence.window_start if is_cut else 0
-            del sequence.known[num_tokens:]
-        return sequence.length
-
-    def close(self, seq: SequenceId) -> None:
-        """Drop a sequence."""
-        self._sequences.pop(seq, None)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
         """Buffers grow in steps, and every layer keeps every token."""
@@ -199,16 +140,13 @@ class TorchBackend(EagerBackend):
 
         def place(chunk: Chunk) -> Span:
             nonlocal offset
-            sequence = sequence_of(chunk, self._sequences, self._is_whole)
-            tokens = tokens_of(chunk, sequence.last_sampled, self._spec.vocab_size)
+            sequence = self._continued(chunk)
+            tokens = self._tokens_of(chunk, sequence.last_sampled)
             self._grow(sequence, sequence.length + len(tokens))
             offset += len(tokens)
             return Span(chunk, sequence, tokens, offset - len(tokens))
 
         return make_rows(step, place)
-
-    def _is_whole(self, sequence: TorchSequence) -> bool:
-        return sequence.has_window(sequence.length, self._spec.window)
 
     def _forward(self, spans: Sequence[Span]) -> Logits:
         """Run the model over the packed row; returns the logits after each span."""
@@ -243,10 +181,21 @@ class TorchBackend(EagerBackend):
             roomier.copy_state(sequence, sequence.length)
         sequence.keys, sequence.values = roomier.keys, roomier.values
 
-    def _add(self, seq: SequenceId, sequence: TorchSequence) -> None:
-        if seq in self._sequences:
-            raise ValueError(f"sequence {seq} is open")
-        self._sequences[seq] = sequence
+    # -- lengths --------------------------------------------------------------------------------
+
+    def _first_kept(self, sequence: TorchSequence) -> int:
+        """Window layers keep all tokens that were computed here."""
+        return sequence.window_start
+
+    def _copy(self, source: TorchSequence, target: TorchSequence, num_tokens: int) -> None:
+        self._grow(target, num_tokens)
+        target.copy_state(source, num_tokens)
+        target.length, target.window_start = num_tokens, source.window_start
+
+    def _cut(self, sequence: TorchSequence, num_tokens: int) -> None:
+        sequence.length, sequence.last_sampled = num_tokens, None
+        if num_tokens == 0:
+            sequence.window_start = 0
 
     # -- checks ---------------------------------------------------------------------------------
 

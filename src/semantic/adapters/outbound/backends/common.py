@@ -1,0 +1,314 @@
+"""What all backends share: which sequences are open, the rules of length, window and state.
+
+A sequence goes on where its state ends. Layers with full attention can be cut at any token; window
+layers only as far back as they hold a window, recurrent ones only at nothing and at the end. A row
+that cannot run fails alone and changes nothing. Looks at positions and kinds alone: arrays, shapes
+and bytes are each backend's own business.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
+from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.ports.backend import (
+    LAST_SAMPLED,
+    Chunk,
+    KVPayload,
+    RowFailed,
+    SequenceId,
+    Step,
+    StepOutput,
+    Ticket,
+    Traits,
+)
+
+RowT = TypeVar("RowT")
+
+
+class BackendSequence(Protocol):
+    """A sequence of any backend."""
+
+    known: list[int]
+
+    @property
+    def length(self) -> int:
+        """Tokens whose state is held, the first of the known ones."""
+        ...
+
+    @property
+    def window_start(self) -> int:
+        """Before this position window layers hold nothing: it was not restored."""
+        ...
+
+    @property
+    def has_state(self) -> bool:
+        """Whether recurrent layers hold the state at `length`."""
+        ...
+
+
+SequenceT = TypeVar("SequenceT", bound=BackendSequence)
+
+
+class SequenceBackend(ABC, Generic[SequenceT]):
+    """The half of `ModelBackendPort` that is the same wherever state is kept."""
+
+    def __init__(
+        self, spec: ModelCacheSpec, traits: Traits, new_sequence: Callable[[list[int]], SequenceT]
+    ) -> None:
+        self._spec = spec
+        self._window = spec.window
+        self._has_state = spec.num_state > 0
+        self._traits = traits
+        self._new_sequence = new_sequence
+        self._sequences: dict[SequenceId, SequenceT] = {}
+
+    @property
+    def spec(self) -> ModelCacheSpec:
+        """Geometry of the attention state."""
+        return self._spec
+
+    @property
+    def traits(self) -> Traits:
+        """What the engine must know."""
+        return self._traits
+
+    def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
+        """Begin a sequence."""
+        _check_ids(tokens, self._spec.vocab_size)
+        self._add(seq, self._new_sequence(list(tokens)))
+
+    def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
+        """Open a sequence with another's first tokens."""
+        source = self._sequences[src]
+        if not 0 <= num_tokens <= source.length or not self._can_cut(source, num_tokens):
+            return False
+        target = self._new_sequence(source.known[:num_tokens])
+        if num_tokens:
+            self._copy(source, target, num_tokens)
+        self._add(dst, target)
+        return True
+
+    def truncate(self, seq: SequenceId, num_tokens: int) -> int:
+        """Cut a sequence back; to nothing where windows or states do not reach back that far."""
+        sequence = self._sequences[seq]
+        if num_tokens < 0:
+            raise ValueError(f"a sequence cannot have {num_tokens} tokens")
+        if num_tokens < sequence.length:
+            self._cut(sequence, num_tokens if self._can_cut(sequence, num_tokens) else 0)
+            # The tokens up to the cut stay known: state may be loaded for them again.
+            del sequence.known[num_tokens:]
+        return sequence.length
+
+    def close(self, seq: SequenceId) -> None:
+        """Drop a sequence."""
+        self._sequences.pop(seq, None)
+
+    # -- for backends ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def _copy(self, source: SequenceT, target: SequenceT, num_tokens: int) -> None:
+        """Give a new sequence the state of another's first tokens; it can be cut there."""
+
+    @abstractmethod
+    def _cut(self, sequence: SequenceT, num_tokens: int) -> None:
+        """Drop the state after some tokens; it can be cut there."""
+
+    def _first_kept(self, sequence: SequenceT) -> int:
+        """The first position whose keys and values window layers still hold."""
+        return max(sequence.window_start, sequence.length - self._window)
+
+    def _has_window(self, sequence: SequenceT, num_tokens: int) -> bool:
+        """Whether window layers hold what a continuation after some tokens looks at."""
+        if not self._window:
+            return True
+        return self._first_kept(sequence) <= max(0, num_tokens - self._window)
+
+    def _can_cut(self, sequence: SequenceT, num_tokens: int) -> bool:
+        is_end = num_tokens in (0, sequence.length)
+        return is_end or (not self._has_state and self._has_window(sequence, num_tokens))
+
+    def _sort_parts(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> "SortedParts":
+        """Check and sort what is to bring a sequence to `end`.
+
+        Raises:
+            CacheCorruptionError: see `ModelBackendPort.load`.
+        """
+        sequence = self._sequences[seq]
+        by_kind = sort_parts(parts, sequence.length, end, self._spec, self._traits.kv_abi)
+        if end > len(sequence.known):
+            raise CacheCorruptionError(f"only {len(sequence.known)} of {end} tokens are known")
+        return by_kind
+
+    def _snapshot_start(self, sequence: SequenceT, start: int, end: int, kind: LayerKind) -> int:
+        """Where a snapshot of ``[start, end)`` begins: of windows only the last one is taken.
+
+        Raises:
+            ValueError: the range is not held (any more), or the model has no such layers.
+        """
+        is_held = kind in self._spec.kinds and 0 <= start < end <= sequence.length
+        if kind is LayerKind.WINDOW:
+            start = max(start, end - self._window)
+            is_held = is_held and start >= self._first_kept(sequence)
+        if kind is LayerKind.STATE:
+            is_held = is_held and end == sequence.length and sequence.has_state
+        if not is_held:
+            raise ValueError(f"the {kind.value} layers do not hold [{start}, {end}), or it is gone")
+        return start
+
+    def _continued(self, chunk: Chunk) -> SequenceT:
+        """The sequence that a chunk continues.
+
+        Raises:
+            InvalidRequestError: it is not open, ends elsewhere, or lacks parts of its state.
+        """
+        sequence = self._sequences.get(chunk.seq)
+        if sequence is None:
+            raise InvalidRequestError(f"sequence {chunk.seq} is not open")
+        if chunk.start != sequence.length:
+            raise InvalidRequestError(f"the chunk is at {chunk.start}, not {sequence.length}")
+        is_whole = self._has_window(sequence, sequence.length)
+        if not is_whole or (self._has_state and not sequence.has_state):
+            raise InvalidRequestError("its window or state parts are not loaded")
+        return sequence
+
+    def _check_tokens(self, chunk: Chunk, *, has_sampled: bool) -> None:
+        """Check what a chunk brings, where `has_sampled` says if its sequence has a token to go on.
+
+        Raises:
+            InvalidRequestError: nothing, or ids that are none.
+        """
+        if chunk.tokens is LAST_SAMPLED:
+            if not has_sampled:
+                raise InvalidRequestError("nothing was sampled here")
+        elif not chunk.tokens:
+            raise InvalidRequestError("the chunk is empty")
+        else:
+            _check_ids(chunk.tokens, self._spec.vocab_size)
+
+    def _add(self, seq: SequenceId, sequence: SequenceT) -> None:
+        if seq in self._sequences:
+            raise ValueError(f"sequence {seq} is open")
+        self._sequences[seq] = sequence
+
+
+# -- backends that compute a step the moment it is launched ----------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepTicket:
+    """A step that is computed."""
+
+    output: StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadTicket:
+    """A snapshot that is taken."""
+
+    payload: KVPayload
+
+
+class EagerBackend(SequenceBackend[SequenceT]):
+    """Hands over what is there; the token that was sampled last is on the host."""
+
+    def collect(self, ticket: Ticket) -> StepOutput:
+        """Return what `launch` computed."""
+        if not isinstance(ticket, StepTicket):
+            raise TypeError("not the ticket of a step of this backend")
+        return ticket.output
+
+    def payload(self, ticket: Ticket) -> KVPayload:
+        """Return what `snapshot` copied."""
+        if not isinstance(ticket, PayloadTicket):
+            raise TypeError("not the ticket of a snapshot of this backend")
+        return ticket.payload
+
+    def _tokens_of(self, chunk: Chunk, last_sampled: int | None) -> tuple[int, ...]:
+        """The ids of a chunk.
+
+        Raises:
+            InvalidRequestError: see `_check_tokens`.
+        """
+        self._check_tokens(chunk, has_sampled=last_sampled is not None)
+        if chunk.tokens is LAST_SAMPLED:
+            return () if last_sampled is None else (last_sampled,)
+        return chunk.tokens
+
+
+# -- steps and payloads ----------------------------------------------------------------------------
+
+
+def make_rows(step: Step, make: Callable[[Chunk], RowT]) -> list[RowT | RowFailed]:
+    """Make a row of each chunk, or say why it failed: what `make` raised, or it is there twice."""
+    rows: list[RowT | RowFailed] = []
+    seen: set[SequenceId] = set()
+    for chunk in step.chunks:
+        try:
+            if chunk.seq in seen:
+                raise InvalidRequestError("the sequence is in the step already")
+            seen.add(chunk.seq)
+            rows.append(make(chunk))
+        except (InvalidRequestError, BackendError) as error:
+            rows.append(RowFailed(chunk.seq, error.message))
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class SortedParts:
+    """Payloads by kind, in order of position."""
+
+    full: tuple[KVPayload, ...] = ()
+    window: tuple[KVPayload, ...] = ()
+    state: KVPayload | None = None
+
+
+def sort_parts(
+    parts: Sequence[KVPayload], length: int, end: int, spec: ModelCacheSpec, abi: str
+) -> SortedParts:
+    """Sort what brings a sequence of `length` tokens to `end`.
+
+    Raises:
+        CacheCorruptionError: a part is foreign, or positions are missing; see
+            `ModelBackendPort.load`.
+    """
+    for part in parts:
+        if part.abi != abi:
+            raise CacheCorruptionError(f"a payload of {part.abi} cannot be loaded")
+        if part.kind not in spec.kinds or not 0 <= part.start < part.end:
+            raise CacheCorruptionError(f"a {part.kind.value} payload does not belong here")
+    full = tuple(part for part in parts if part.kind is LayerKind.FULL)
+    window = tuple(part for part in parts if part.kind is LayerKind.WINDOW)
+    state = next((part for part in parts if part.kind is LayerKind.STATE), None)
+    if full and full[0].start != length:
+        raise CacheCorruptionError(f"a payload from {full[0].start} does not follow {length}")
+    if full or LayerKind.FULL in spec.kinds:
+        _check_run(full, length, end)
+    if window or (end > length and LayerKind.FULL not in spec.kinds and spec.window):
+        _check_run(window, max(0, end - spec.window), end)
+    if state is not None and state.end != end:
+        raise CacheCorruptionError(f"the state at {state.end} is not that of {end}")
+    return SortedParts(full, window, state)
+
+
+def _check_run(parts: Sequence[KVPayload], start: int, end: int) -> None:
+    """See that parts cover ``[start, end)`` without a gap and without one too many."""
+    position = min(start, parts[0].start) if parts else start
+    for part in parts:
+        if part.start != position or position >= end:
+            raise CacheCorruptionError(f"a payload from {part.start} does not follow {position}")
+        position = part.end
+    if position < end:
+        raise CacheCorruptionError(f"payloads reach {position} and not {end}")
+
+
+def _check_ids(tokens: Sequence[int], vocab_size: int) -> None:
+    """Check that ids are in the vocabulary.
+
+    Raises:
+        InvalidRequestError: one is not.
+    """
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        raise InvalidRequestError(f"a token id is not in [0, {vocab_size})", param="tokens")
