@@ -25,7 +25,7 @@ from benchmarks.starter import (
     starter_directory,
 )
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
-from semantic.adapters.outbound.backends.torch.linear import Weights, speed_up
+from semantic.adapters.outbound.backends.torch.cpu import Weights, speed_up
 from semantic.domain.sampling import SamplingParams
 from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, SequenceId, Step
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from semantic.adapters.config.settings import STARTER_MODEL, load_settings
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
-from semantic.adapters.outbound.backends.torch.linear import Weights
+from semantic.adapters.outbound.backends.torch.cpu import Weights
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.models.source import LocalModelSource
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import (
@@ -12,11 +14,12 @@ from semantic.adapters.outbound.backends.torch.loading import (
     choose_device,
     choose_dtype,
     choose_threads,
+    shorten_calls,
 )
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import Compute
 from tests.contract.driver import begin, prompt
-from tests.contract.models import TinyModel
+from tests.contract.models import FAMILIES, TinyModel
 from tests.number_formats import HAS_BFLOAT16, needs_bfloat16
 
 pytestmark = pytest.mark.contract
@@ -69,3 +72,33 @@ def test_quantised_weights_run_and_have_state_of_their_own(
         backend = TorchBackend(model.directory, model.spec, options)
         assert backend.traits.kv_abi == f"torch.v1.bfloat16.{weights}"
         assert len(begin(backend, 0, prompt(12)).finish(4)) == 4
+
+
+# -- calls -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_whose_modules_are_called_directly_computes_the_very_same(
+    tiny_model: Callable[[str], TinyModel], family: str
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(family).directory).eval()
+    tokens = torch.tensor([prompt(40)])
+    with torch.inference_mode():
+        expected = model(tokens).logits
+        shorten_calls(model)
+        assert torch.equal(model(tokens).logits, expected)
+
+
+def test_a_child_replaced_later_is_the_one_called() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    shorten_calls(model)
+    model[0] = nn.Identity()
+    assert list(model.children()) == [model[0]]
+    assert torch.equal(model(torch.ones(2)), torch.ones(2))
+
+
+def test_a_forward_set_on_a_module_is_the_one_called() -> None:
+    model = nn.Identity()
+    shorten_calls(model)
+    model.forward = torch.neg  # type: ignore[method-assign]
+    assert torch.equal(model(torch.ones(2)), -torch.ones(2))

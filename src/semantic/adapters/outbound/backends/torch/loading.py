@@ -8,21 +8,21 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from semantic.adapters.outbound.backends.torch import linear as torch_linear
+from semantic.adapters.outbound.backends.torch import cpu
 from semantic.adapters.outbound.backends.torch.attention import ATTENTION_NAME, packed_attention
-from semantic.adapters.outbound.backends.torch.calls import shorten_calls
-from semantic.adapters.outbound.backends.torch.linear import Weights
-from semantic.adapters.outbound.backends.torch.rounding import round_less
+from semantic.adapters.outbound.backends.torch.cpu import Weights
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import Compute, LayerKind, ModelCacheSpec
 
@@ -101,7 +101,7 @@ def describe(device: torch.device, dtype: torch.dtype, weights: Weights, reason:
 
 
 def _is_packable(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cpu" and dtype == torch.bfloat16 and torch_linear.is_supported()
+    return device.type == "cpu" and dtype == torch.bfloat16 and cpu.has_bfloat16()
 
 
 def load_model(
@@ -139,9 +139,9 @@ def load_model(
         raise refusal(spec, reason)
     model.to(device).eval()
     if is_rounded:
-        round_less(model)
+        cpu.round_less(model)
     if is_packable:
-        torch_linear.speed_up(model, weights)
+        cpu.speed_up(model, weights)
     shorten_calls(model)
     return model
 
@@ -169,6 +169,32 @@ def _rope_types(config: Any) -> set[str]:
     parameters = getattr(config, "rope_parameters", None) or {}
     per_layer_type = [entry for entry in parameters.values() if isinstance(entry, dict)]
     return {str(entry.get("rope_type")) for entry in (parameters, *per_layer_type)}
+
+
+def shorten_calls(model: nn.Module) -> None:
+    """Give each module a class whose call is its `forward`, without the machinery for hooks.
+
+    With one row an operation takes microseconds, and calling its module takes as long: a decode
+    step makes several hundred of these calls. What is computed stays the library's.
+    """
+    for module in model.modules():
+        # Found here, children are not searched for among parameters and buffers first.
+        vars(module).update(module.named_children())
+        module.__class__ = _direct(type(module))  # type: ignore[arg-type]  # a class is hashable
+
+
+class _Direct:
+    """Calls `forward` and nothing else."""
+
+    forward: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+
+@cache
+def _direct(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (_Direct, kind), {"__module__": kind.__module__})
 
 
 def _fastest_dtype(*dtypes: torch.dtype) -> tuple[torch.dtype, str]:

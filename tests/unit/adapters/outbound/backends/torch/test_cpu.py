@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 
-from semantic.adapters.outbound.backends.torch.huge_pages import collapse
+from semantic.adapters.outbound.backends.torch.cpu import collapse
 
 SIZE = 5 << 20
 
