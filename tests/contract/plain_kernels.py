@@ -36,7 +36,7 @@ class PlainKernels:
     def _attend(self, queries: Any, groups: Any, plan: Any, scale: float) -> Any:
         import mlx.core as mx
 
-        from semantic.adapters.outbound.backends.mlx.cuda.plan import MAX_GROUPS
+        from semantic.adapters.outbound.backends.mlx.cuda.attention import MAX_GROUPS
 
         self.calls["attend"] += 1
         rows = []
@@ -73,7 +73,7 @@ class PlainKernels:
     ) -> Any:
         import mlx.core as mx
 
-        from semantic.adapters.outbound.backends.mlx.cuda.plan import MAX_GROUPS
+        from semantic.adapters.outbound.backends.mlx.cuda.attention import MAX_GROUPS
         from semantic.adapters.outbound.backends.mlx.cuda.rope import turned_by
 
         self.calls["keep_and_attend"] += 1

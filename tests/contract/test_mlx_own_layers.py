@@ -197,7 +197,7 @@ def test_norms_of_another_format_stay_the_librarys(
     require_mlx()
     import mlx.core as mx
 
-    from semantic.adapters.outbound.backends.mlx.cuda.layers import use_own_blocks
+    from semantic.adapters.outbound.backends.mlx.cuda.tuning import use_own_blocks
 
     PlainKernels(monkeypatch)
     model = _load(tmp_path, LlamaConfig(**SIZES))._runner._model
@@ -230,7 +230,7 @@ def test_all_kernels_are_compiled_while_a_model_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_mlx()
-    from semantic.adapters.outbound.backends.mlx.cuda.plan import MAX_GROUPS
+    from semantic.adapters.outbound.backends.mlx.cuda.attention import MAX_GROUPS
 
     kernels = PlainKernels(monkeypatch)
     _load(tmp_path, LlamaConfig(**SIZES))

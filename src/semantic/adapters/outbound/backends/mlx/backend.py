@@ -16,14 +16,13 @@ import mlx.core as mx
 
 from semantic.adapters.outbound.backends.common import SequenceBackend, make_rows
 from semantic.adapters.outbound.backends.mlx import loading, payloads
+from semantic.adapters.outbound.backends.mlx.caches import capacity_for, why_unlike
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
-from semantic.adapters.outbound.backends.mlx.layout import capacity_for, why_unlike
 from semantic.adapters.outbound.backends.mlx.loading import LoadedMlx, MlxOptions
 from semantic.adapters.outbound.backends.mlx.payloads import SnapshotTicket
-from semantic.adapters.outbound.backends.mlx.runner import MlxRunner
-from semantic.adapters.outbound.backends.mlx.sampling import PendingRow, check_draw
-from semantic.adapters.outbound.backends.mlx.steps import run_rows
+from semantic.adapters.outbound.backends.mlx.runner import MlxRunner, PendingRow
+from semantic.adapters.outbound.backends.mlx.sampling import check_draw
 from semantic.domain.errors import BackendError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
@@ -120,7 +119,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         """Enqueue a step."""
         try:
             rows = make_rows(step, self._pending)
-            outputs = run_rows(self._runner, [r for r in rows if isinstance(r, PendingRow)])
+            outputs = self._runner.run([r for r in rows if isinstance(r, PendingRow)])
             mx.async_eval([*outputs, *self._runner.groups.unsettled()])
             self._num_steps += 1
             if self._num_steps % _CLEAR_INTERVAL == 0:
@@ -170,9 +169,8 @@ class MlxBackend(SequenceBackend[MlxSequence]):
 
     def shutdown(self) -> None:
         """Drop everything, and what MLX keeps for this thread if it is a worker."""
-        for sequence in self._sequences.values():
-            sequence.group = None  # which refers to it in turn
-        self._sequences.clear()
+        while self._sequences:
+            self._sequences.popitem()[1].group = None  # which refers to it in turn
         self._runner.release()
         mx.synchronize()
         mx.clear_cache()

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from semantic.adapters.outbound.backends.mlx.caches import leaves, library
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda import tuning
-from semantic.adapters.outbound.backends.mlx.layout import leaves, library
 from semantic.adapters.outbound.backends.mlx.runtime import import_library
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import Compute, LayerKind, ModelCacheSpec

@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from semantic.adapters.outbound.backends.mlx.caches import Array, Layout, roll
 from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
-from semantic.adapters.outbound.backends.mlx.layout import Array, Layout, roll
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload

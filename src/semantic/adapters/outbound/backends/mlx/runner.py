@@ -7,19 +7,19 @@ alone: several groups in one pass, one group in a pass, or one row in a pass.
 import enum
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from semantic.adapters.outbound.backends.mlx.attention import wrap_attention
+from semantic.adapters.outbound.backends.mlx.caches import Array, Layout, capacity_for
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
-from semantic.adapters.outbound.backends.mlx.cuda.decode import views
-from semantic.adapters.outbound.backends.mlx.cuda.layers import give_back_blocks
-from semantic.adapters.outbound.backends.mlx.cuda.plan import MAX_GROUPS
-from semantic.adapters.outbound.backends.mlx.group_step import GroupStep
-from semantic.adapters.outbound.backends.mlx.groups import Group, MlxSequence, RowGroups
-from semantic.adapters.outbound.backends.mlx.last_token import keep_last_token
-from semantic.adapters.outbound.backends.mlx.layout import Array, Layout, capacity_for
+from semantic.adapters.outbound.backends.mlx.cuda.attention import MAX_GROUPS
+from semantic.adapters.outbound.backends.mlx.cuda.tuning import untune
+from semantic.adapters.outbound.backends.mlx.decode import views, wrap_attention
+from semantic.adapters.outbound.backends.mlx.groups import Group, GroupStep, MlxSequence, RowGroups
+from semantic.adapters.outbound.backends.mlx.sampling import PendingToken, draw_rows, fed_tokens
+from semantic.ports.backend import LAST_SAMPLED, Chunk, Computed, Row, Sampled
 
 _LOG = logging.getLogger(__name__)
 _TOLERANCES = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
@@ -31,6 +31,26 @@ class Batching(enum.Enum):
     GROUPS = "all rows"
     GROUP = "rows of like length"
     ALONE = "one row"
+
+
+@dataclass(slots=True, eq=False)
+class PendingRow:
+    """A chunk under way."""
+
+    chunk: Chunk
+    sequence: MlxSequence
+    token: PendingToken | None = None
+
+    def finish(self) -> Row:
+        """Wait for the row, and let the sequence know its token."""
+        if self.token is None:
+            return Computed(self.chunk.seq)
+        row = self.token.answer()
+        known, position = self.sequence.known, self.token.position
+        # The next step may have been launched with this token before it was known.
+        if isinstance(row, Sampled) and position < len(known) and known[position] < 0:
+            known[position] = row.token
+        return row
 
 
 class MlxRunner:
@@ -54,6 +74,40 @@ class MlxRunner:
         self.batching = self._choose_batching()
         if self.batching is not Batching.GROUPS:
             _LOG.info("mlx runs %s at a time with this model", self.batching.value)
+
+    def run(self, rows: Sequence[PendingRow]) -> list[Array]:
+        """Build the computation of a step; mutates the sequences.
+
+        Returns:
+            What must be computed.
+        """
+        outputs: list[Array] = []
+        by_sequence: dict[MlxSequence, PendingRow] = {}
+        last: dict[MlxSequence, int | PendingToken] = {}
+        for row in rows:
+            chunk, sequence = row.chunk, row.sequence
+            if chunk.draw is not None:
+                row.token = PendingToken(
+                    chunk.draw, chunk.seq, sequence.known, chunk.start + chunk.num_tokens
+                )
+            by_sequence[sequence] = row
+            tokens = _tokens_of(row)
+            if isinstance(tokens, PendingToken) or (len(tokens) == 1 and sequence.length):
+                last[sequence] = tokens if isinstance(tokens, PendingToken) else tokens[0]
+                continue
+            logits = self.extend(sequence, mx.array(tokens, mx.int32))
+            outputs += [array for part in sequence.held()[0].arrays for array in part]
+            if row.token is not None:
+                outputs += draw_rows(logits, [row.token])
+        if last:
+            order, logits = self.decode(
+                [*last], lambda given: fed_tokens([last[sequence] for sequence in given])
+            )
+            outputs += _draw(logits, [by_sequence[sequence].token for sequence in order])
+            outputs.append(logits)  # rows that ask for no token are computed by it
+        for row in rows:
+            row.sequence.last = row.token
+        return outputs
 
     def extend(self, sequence: MlxSequence, tokens: Array) -> Array:
         """Compute tokens of one sequence; returns the logits after the last one, lazily."""
@@ -133,7 +187,7 @@ class MlxRunner:
         if self._is_sound(Batching.GROUPS):
             self._warm_up()
             return Batching.GROUPS
-        if num_layers := give_back_blocks(self._model):
+        if num_layers := untune(self._model):
             _LOG.warning("our own kernels are wrong for %d layers: they are not used", num_layers)
             return self._choose_batching()
         return Batching.GROUP if self._is_sound(Batching.GROUP) else Batching.ALONE
@@ -174,6 +228,52 @@ class MlxRunner:
             self.extend(row, mx.arange(length))
         self.groups.alone(rows[-1], capacity_for(rows[-1].held()[0].capacity + 1))
         return rows
+
+
+def _tokens_of(row: PendingRow) -> tuple[int, ...] | PendingToken:
+    """A chunk's tokens, which its sequence knows from now on."""
+    chunk, sequence = row.chunk, row.sequence
+    if chunk.tokens is LAST_SAMPLED:
+        drawn = sequence.last
+        if drawn is None:
+            raise ValueError("nothing was sampled here")
+        sequence.known[chunk.start : chunk.start + 1] = [drawn.token_if_known()]
+        return drawn
+    sequence.known[chunk.start : chunk.start + len(chunk.tokens)] = chunk.tokens
+    return chunk.tokens
+
+
+def _draw(logits: Array, rows: Sequence[PendingToken | None]) -> list[Array]:
+    """Draw the rows that ask for it."""
+    places = [place for place, row in enumerate(rows) if row is not None]
+    drawn = [row for row in rows if row is not None]
+    if not drawn:
+        return []
+    return draw_rows(logits if len(places) == len(rows) else logits[mx.array(places)], drawn)
+
+
+def keep_last_token(model: Any) -> bool:
+    """Hand only the last token's hidden state from the layers to the head; mutates the model.
+
+    The library's models compute logits after every token: for a prompt of 512 tokens and a
+    vocabulary of 150,000 that is 150 MB, and for small models a good part of the work.
+
+    Returns:
+        Whether it has the usual shape, a module that holds the layers inside one with the head.
+        Others compute all logits as before.
+    """
+    body = next((m for m in model.modules() if m is not model and "layers" in m), None)
+    if body is None:
+        return False
+    kind = type(body)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden = kind.__call__(self, *args, **kwargs)
+        is_many = isinstance(hidden, mx.array) and hidden.ndim == 3 and hidden.shape[1] > 1
+        return hidden[:, -1:] if is_many else hidden
+
+    body.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+    return True
 
 
 def _is_close(logits: Array, expected: Array) -> bool:

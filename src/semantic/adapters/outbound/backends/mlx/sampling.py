@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
-from semantic.adapters.outbound.backends.mlx.layout import Array
+from semantic.adapters.outbound.backends.mlx.caches import Array
 from semantic.adapters.outbound.backends.sampler import sample
 from semantic.domain.errors import BackendError, InvalidRequestError
 from semantic.domain.sampling import SamplingParams, uniform
-from semantic.ports.backend import Chunk, Computed, Draw, Row, RowFailed, Sampled, SequenceId
+from semantic.ports.backend import Draw, RowFailed, Sampled, SequenceId
 
 _ALMOST_ONE = 1 - 2**-24  # the largest float32 below 1
 _COLDEST = 1e-30  # colder ones are zero in float32
@@ -43,10 +42,11 @@ class DeviceTokens:
 
 
 @dataclass(slots=True, eq=False)
-class Drawn:
+class PendingToken:
     """A row's token, wherever it is.
 
     Attributes:
+        known: The sequence's tokens.
         position: Of the token.
         device: Where the device draws it, with the others of its step; None if the host draws.
         index: The row there.
@@ -55,7 +55,7 @@ class Drawn:
 
     draw: Draw
     seq: SequenceId
-    sequence: MlxSequence
+    known: list[int]
     position: int
     device: DeviceTokens | None = None
     index: int = 0
@@ -84,30 +84,10 @@ class Drawn:
             return Sampled(self.seq, token) if token >= 0 else RowFailed(self.seq, _NOT_NUMBERS)
         logits = np.array(self.logits, np.float32)
         try:
-            token, logprob = sample(logits, self.draw, self.sequence.known[: self.position])
+            token, logprob = sample(logits, self.draw, self.known[: self.position])
         except BackendError as error:
             return RowFailed(self.seq, error.message)
         return Sampled(self.seq, token, logprob)
-
-
-@dataclass(slots=True, eq=False)
-class PendingRow:
-    """A chunk under way."""
-
-    chunk: Chunk
-    sequence: MlxSequence
-    drawn: Drawn | None = None
-
-    def finish(self) -> Row:
-        """Wait for the row, and let the sequence know its token."""
-        if self.drawn is None:
-            return Computed(self.chunk.seq)
-        row = self.drawn.answer()
-        known, position = self.sequence.known, self.drawn.position
-        # The next step may have been launched with this token before it was known.
-        if isinstance(row, Sampled) and position < len(known) and known[position] < 0:
-            known[position] = row.token
-        return row
 
 
 def is_drawn_on_device(draw: Draw) -> bool:
@@ -132,7 +112,7 @@ def check_draw(draw: Draw, vocab_size: int) -> None:
         raise InvalidRequestError("a sampled row needs a seed")
 
 
-def draw_rows(logits: Array, rows: Sequence[Drawn]) -> list[Array]:
+def draw_rows(logits: Array, rows: Sequence[PendingToken]) -> list[Array]:
     """Draw each row from its logits ``[rows, vocabulary]``; returns what must be computed."""
     outputs: list[Array] = []
     on_device = [i for i, row in enumerate(rows) if is_drawn_on_device(row.draw)]
@@ -152,7 +132,7 @@ def draw_rows(logits: Array, rows: Sequence[Drawn]) -> list[Array]:
     return outputs
 
 
-def _choose(logits: Array, rows: Sequence[Drawn]) -> Array:
+def _choose(logits: Array, rows: Sequence[PendingToken]) -> Array:
     best = mx.argmax(logits, axis=-1).astype(mx.int32)
     params = [row.draw.params for row in rows]
     if all(p.is_greedy for p in params):
@@ -174,18 +154,18 @@ def _number(params: SamplingParams, position: int) -> float:
     return 0.0 if params.seed is None else min(uniform(params.seed, position), _ALMOST_ONE)
 
 
-def fed_tokens(sources: Sequence[int | Drawn]) -> Array:
+def fed_tokens(sources: Sequence[int | PendingToken]) -> Array:
     """The rows' next tokens as one array, straight from the device where they are there."""
     first = sources[0]
-    device = first.device if isinstance(first, Drawn) else None
-    places = [(s.device, s.index) if isinstance(s, Drawn) else None for s in sources]
+    device = first.device if isinstance(first, PendingToken) else None
+    places = [(s.device, s.index) if isinstance(s, PendingToken) else None for s in sources]
     if device is not None and places == [(device, i) for i in range(device.tokens.shape[0])]:
         return device.tokens
     return mx.concatenate([_fed_token(source) for source in sources])
 
 
-def _fed_token(source: int | Drawn) -> Array:
-    if isinstance(source, Drawn) and source.device is not None:
+def _fed_token(source: int | PendingToken) -> Array:
+    if isinstance(source, PendingToken) and source.device is not None:
         return source.device.tokens[source.index : source.index + 1]
-    token = source.token_if_known() if isinstance(source, Drawn) else source
+    token = source.token_if_known() if isinstance(source, PendingToken) else source
     return mx.array([token], mx.int32)

@@ -1,23 +1,30 @@
-"""A matrix times a few rows, as a kernel of our own for MLX's CUDA build.
+"""Linear layers as they are fastest on MLX's CUDA build: a kernel of our own, and layers joined.
 
 With one row MLX has a kernel for it. With two and more it asks cuBLAS, which is as fast on the
 device but costs the host half as much again, and it is the host that a step waits for. Here a block
 of threads takes a strip of the matrix and all rows at once: its warps share the strip's columns
 among them, and add up what they found at the end. What models do to the rows just before or just
 after is done on the way, where asked for: it would be an operation of its own otherwise.
+
+Small matrices leave the memory idle, so layers that are given the same input are joined to one. The
+model's code stays as it is: it still calls each layer, and the first call computes for the others.
 """
 
 import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from semantic.adapters.outbound.backends.mlx.caches import Array
 from semantic.adapters.outbound.backends.mlx.cuda.device import HEADER, make_kernel
-from semantic.adapters.outbound.backends.mlx.layout import Array
+from semantic.adapters.outbound.backends.mlx.runtime import import_library
 
 MAX_ROWS = 8  # the columns of a tensor core's tile
 
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # of one input
 _HEIGHT = 16  # of a strip: a tile's
 _WARPS = 8
 _STEP = 32  # columns that a warp takes at once
@@ -183,3 +190,122 @@ def _kernel(eps: float | None, is_added: bool, is_bias: bool, is_gated: bool) ->
         "".join(lines) + _SOURCE,
         header=HEADER + _PRODUCT,
     )
+
+
+# -- a model's layers ----------------------------------------------------------------------------
+
+
+class JoinedLinears:
+    """The weights of several layers below each other."""
+
+    def __init__(self, whole: Any, sizes: Sequence[int]) -> None:
+        self.whole = whole
+        self.ends = list(itertools.accumulate(sizes))
+        self._input: Array | None = None
+        self._outputs: dict[int, Array] = {}
+
+    def output(self, index: int, given: Array) -> Array:
+        """What a layer makes of an input; right for any, once for all layers if they share it."""
+        if self._input is not given or index not in self._outputs:
+            pieces = mx.split(self.whole(given), self.ends[:-1], axis=-1)
+            self._input, self._outputs = given, dict(enumerate(pieces))
+        output = self._outputs.pop(index)
+        if not self._outputs:
+            self._input = None  # nothing is kept beyond the last call
+        return output
+
+
+class LinearPart:
+    """Stands for one of the layers."""
+
+    def __init__(self, joined: JoinedLinears, index: int) -> None:
+        self._joined = joined
+        self._index = index
+
+    def __call__(self, given: Array) -> Array:
+        """Apply the layer."""
+        return self._joined.output(self._index, given)
+
+    @property
+    def whole(self) -> Any:
+        """The joined layer."""
+        return self._joined.whole
+
+    @property
+    def weight(self) -> Array:
+        """The layer's rows of the joined weights."""
+        start, end = [0, *self._joined.ends][self._index : self._index + 2]
+        return self._joined.whole.weight[start:end]
+
+
+def use_own_kernel(model: Any) -> None:
+    """Let unquantised layers, the head included, multiply a few rows by our own kernel."""
+    kinds = _own_kinds()
+    for module in model.modules():
+        if type(module) in kinds:
+            module.__class__ = kinds[type(module)]
+
+
+def join_linears(model: Any) -> int:
+    """Join what a model keeps apart, one set at a time so that memory does not double.
+
+    Quantised layers stay as they are.
+
+    Returns:
+        How many sets were joined.
+    """
+    # Only those above the layers, so that this list keeps no weights alive.
+    parents = [
+        (module, names)
+        for _, module in model.named_modules()
+        for names in _SIBLINGS
+        if all(name in module for name in names) and _can_join(module, names)
+    ]
+    for module, names in parents:
+        _join(module, names)
+    return len(parents)
+
+
+def _can_join(module: Any, names: Sequence[str]) -> bool:
+    layers = [module[name] for name in names]
+    if any(type(layer) is not _linear() for layer in layers):
+        return False
+    kinds = {(x.weight.shape[1], x.weight.dtype, "bias" in x) for x in layers}
+    return len(kinds) == 1
+
+
+def _join(module: Any, names: Sequence[str]) -> None:
+    layers = [module[name] for name in names]
+    whole = _linear()(1, 1, bias="bias" in layers[0])
+    for name in whole.parameters():
+        whole[name] = mx.concatenate([layer[name] for layer in layers])
+    mx.eval(whole.parameters())
+    joined = JoinedLinears(whole, [layer.weight.shape[0] for layer in layers])
+    for index, name in enumerate(names):
+        setattr(module, name, LinearPart(joined, index))
+    module["_".join(names)] = whole  # among the model's parameters
+
+
+@functools.cache
+def _linear() -> Any:
+    return import_library("mlx.nn").Linear
+
+
+@functools.cache
+def _own_kinds() -> dict[type, type]:
+    nn = import_library("mlx.nn")
+
+    class FewRowsLinear(nn.Linear):  # type: ignore[misc, name-defined]
+        def __call__(self, x: Array) -> Array:
+            if not can_multiply(x, self.weight):
+                return super().__call__(x)
+            out = multiply(x, self.weight)
+            return out + self.bias if "bias" in self else out
+
+    class FewRowsEmbedding(nn.Embedding):  # type: ignore[misc, name-defined]
+        def as_linear(self, x: Array) -> Array:
+            if not can_multiply(x, self.weight):
+                return super().as_linear(x)
+            return multiply(x, self.weight)
+
+    return {nn.Linear: FewRowsLinear, nn.Embedding: FewRowsEmbedding}

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from semantic.adapters.outbound.backends.mlx.layout import Array
+from semantic.adapters.outbound.backends.mlx.caches import Array
 
 # Thread (g, c) of a warp holds dimensions 8c to 8c + 7 of each 32 of query head g, and so both
 # halves of the pairs that are turned together. A new key is turned by one thread a pair.

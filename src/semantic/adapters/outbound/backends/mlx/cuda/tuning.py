@@ -1,16 +1,214 @@
-"""Rearranges a loaded model as it is fastest on the device."""
+"""Rearranges a loaded model as it is fastest on MLX's CUDA build, down to whole layers.
 
+A decode step there waits for the host, which pays for every operation. The library's code of one
+layer is some thirty of them; the same by our own kernels is six. It stands in for layers that are
+known to compute just that, and only for one token each of a few rows: all else, prompts included,
+runs through the library's code.
+"""
+
+import functools
+import logging
+from dataclasses import dataclass, replace
 from typing import Any
 
+import mlx.core as mx
+
+from semantic.adapters.outbound.backends.mlx.caches import Array
+from semantic.adapters.outbound.backends.mlx.cuda import attention as cuda_attention
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
-from semantic.adapters.outbound.backends.mlx.cuda.layers import use_own_blocks
-from semantic.adapters.outbound.backends.mlx.cuda.linears import join_linears, use_own_kernel
+from semantic.adapters.outbound.backends.mlx.cuda import linear as cuda_linear
+from semantic.adapters.outbound.backends.mlx.cuda import rope as cuda_rope
+from semantic.adapters.outbound.backends.mlx.cuda.linear import MAX_ROWS, LinearPart, Norm
+from semantic.adapters.outbound.backends.mlx.cuda.rope import HeadNorms
+from semantic.adapters.outbound.backends.mlx.decode import AttentionView
+from semantic.adapters.outbound.backends.mlx.runtime import import_library
+
+_LOG = logging.getLogger(__name__)
+
+_FAMILIES = ("llama", "qwen2", "qwen3")  # whose layers are alike but for biases and norms of heads
+_FAR = 12_345  # a position at which modules that turn by other angles are told apart
 
 
 def tune(model: Any) -> None:
     """On CUDA, where it was seen to pay, join what can be joined and take our own kernels."""
     if cuda.is_in_use():
-        join_linears(model)
+        cuda_linear.join_linears(model)
     if cuda.is_available():
-        use_own_kernel(model)
+        cuda_linear.use_own_kernel(model)
         use_own_blocks(model)
+
+
+def untune(model: Any) -> int:
+    """Let all layers run by the library's code again; returns how many did not."""
+    libraries = {own: base for base, own in _own_kinds().items()}
+    ours = [module for module in model.modules() if type(module) in libraries]
+    for module in ours:
+        module.__class__ = libraries[type(module)]
+        del module.own_weights
+    return len(ours)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """What a layer is computed from.
+
+    Attributes:
+        rope: The library's module; the same object in all layers that turn alike.
+    """
+
+    first_norm: Norm
+    heads: Array
+    heads_bias: Array | None
+    head_norms: HeadNorms | None
+    rope: Any
+    num_heads: int
+    num_key_heads: int
+    scale: float
+    attended: Array
+    second_norm: Norm
+    inner: Array
+    outer: Array
+
+    @property
+    def dim(self) -> int:
+        """Of a head."""
+        return int(self.heads.shape[0]) // (self.num_heads + 2 * self.num_key_heads)
+
+
+def run_layer(weights: LayerWeights, given: Array, view: AttentionView) -> Array:
+    """One layer of one token each of some rows ``[rows, 1, hidden]``."""
+    w, multiply = weights, cuda_linear.multiply
+    heads = multiply(given, w.heads, norm=w.first_norm, added=w.heads_bias)
+    heads = heads.reshape(given.shape[0], -1, 1, w.dim)
+    attended = view.keep_and_attend(heads, w.rope, w.head_norms, w.scale)
+    hidden = multiply(attended.reshape(given.shape[0], 1, -1), w.attended, added=given)
+    inner = multiply(hidden, w.inner, norm=w.second_norm, is_gated=True)
+    return multiply(inner, w.outer, added=hidden)
+
+
+def use_own_blocks(model: Any) -> int:
+    """Let the layers that are known run by our own kernels.
+
+    Returns:
+        How many there are.
+    """
+    ropes: list[Any] = []
+    found = 0
+    for module in model.modules():
+        kind = _own_kinds().get(type(module))
+        weights = None if kind is None else _judged(module)
+        if weights is not None:
+            module.__class__ = kind
+            module.own_weights = replace(weights, rope=_one_of(ropes, weights))
+            found += 1
+    return found
+
+
+def _judged(layer: Any) -> LayerWeights | None:
+    """What a layer is computed from, if our kernels can; a layer that is odd is the library's."""
+    try:
+        weights = _weights_of(layer)
+        return weights if weights is not None and _can_run(weights) else None
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        _LOG.debug("a layer stays the library's: %s", error)
+        return None
+
+
+def _weights_of(layer: Any) -> LayerWeights | None:
+    """What a layer is computed from; None if it has more to it."""
+    attention, mlp = layer.self_attn, layer.mlp
+    heads, inner = attention.q_proj, mlp.gate_proj
+    if "q_norm" in attention and attention.q_norm.eps != attention.k_norm.eps:
+        return None
+    if not (isinstance(heads, LinearPart) and isinstance(inner, LinearPart)):
+        return None
+    if any("bias" in linear for linear in (attention.o_proj, inner.whole, mlp.down_proj)):
+        return None
+    norms = (
+        HeadNorms(attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps)
+        if "q_norm" in attention
+        else None
+    )
+    return LayerWeights(
+        first_norm=_norm(layer.input_layernorm),
+        heads=heads.whole.weight,
+        heads_bias=heads.whole.get("bias"),
+        head_norms=norms,
+        rope=attention.rope,
+        num_heads=attention.n_heads,
+        num_key_heads=attention.n_kv_heads,
+        scale=attention.scale,
+        attended=attention.o_proj.weight,
+        second_norm=_norm(layer.post_attention_layernorm),
+        inner=inner.whole.weight,
+        outer=mlp.down_proj.weight,
+    )
+
+
+def _can_run(weights: LayerWeights) -> bool:
+    """Whether the kernels take such a layer."""
+    w, dtype = weights, weights.heads.dtype
+    queries, keys = (mx.zeros((1, n, 1, w.dim), dtype) for n in (w.num_heads, w.num_key_heads))
+    vectors = [w.first_norm.factors, w.second_norm.factors, w.heads_bias]
+    if w.head_norms is not None:
+        vectors += [w.head_norms.query_factors, w.head_norms.key_factors]
+    return (
+        dtype != mx.float16  # which rows could leave before their norm brings them back
+        and all(vector is None or vector.dtype == dtype for vector in vectors)
+        and cuda_attention.can_attend(queries, keys, keys)
+        and all(
+            cuda_linear.can_multiply(mx.zeros((MAX_ROWS, 1, m.shape[1]), dtype), m)
+            for m in (w.heads, w.attended, w.inner, w.outer)
+        )
+        and _turns_halves(w)
+    )
+
+
+def _turns_halves(weights: LayerWeights) -> bool:
+    """Whether the library turns heads as our kernel does, with angles that we are told."""
+    positions = mx.array([1, _FAR])
+    heads = mx.random.normal((2, 1, 1, weights.dim), key=mx.random.key(0))
+    angles = cuda_rope.angles_at(weights.rope, positions, weights.dim)
+    expected = weights.rope(heads[...], offset=positions)
+    return bool(mx.allclose(cuda_rope.turned_by(angles, heads), expected, atol=1e-3).item())
+
+
+def _one_of(ropes: list[Any], weights: LayerWeights) -> Any:
+    """The first module seen that turns by the same angles."""
+    positions = mx.array([1, _FAR])
+
+    def angles(rope: Any) -> Array:
+        return cuda_rope.angles_at(rope, positions, weights.dim)
+
+    for rope in ropes:
+        if mx.array_equal(angles(rope), angles(weights.rope)).item():
+            return rope
+    ropes.append(weights.rope)
+    return weights.rope
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight, module.eps)
+
+
+@functools.cache
+def _own_kinds() -> dict[type, type]:
+    """By the library's class of a layer, ours."""
+    return {base: _own_kind(base) for base in map(_library_kind, _FAMILIES)}
+
+
+def _library_kind(family: str) -> Any:
+    return import_library(f"mlx_lm.models.{family}").TransformerBlock
+
+
+def _own_kind(base: Any) -> type:
+    class FewRowsBlock(base):  # type: ignore[misc]
+        own_weights: LayerWeights
+
+        def __call__(self, x: Array, mask: Any = None, cache: Any = None) -> Array:
+            is_step = isinstance(cache, AttentionView) and not cache.part.window
+            if is_step and x.shape[0] <= MAX_ROWS and x.shape[1] == 1:
+                return run_layer(self.own_weights, x, cache)
+            return super().__call__(x, mask, cache)
+
+    return FewRowsBlock

@@ -1,4 +1,7 @@
-"""What our own multiplication takes; the kernel itself where there is a GPU for it."""
+"""Layers with the same input joined to one, and what our own multiplication takes.
+
+The kernel itself where there is a GPU for it; what models compute is in the contract suite.
+"""
 
 from typing import Any
 
@@ -8,8 +11,10 @@ from semantic.adapters.outbound.backends.mlx import runtime
 
 runtime.prepare(num_threads=1)
 mx = pytest.importorskip("mlx.core")
+nn = pytest.importorskip("mlx.nn")
 mlx_cuda = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.device")
 mlx_cuda_linear = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.linear")
+join_linears = mlx_cuda_linear.join_linears
 
 pytestmark = pytest.mark.unit
 
@@ -86,3 +91,81 @@ def test_what_comes_before_and_after_is_done_on_the_way(
     expected = expected if added is None else expected + rows
     assert out.shape == expected.shape
     assert mx.allclose(out.astype(mx.float32), expected, rtol=2e-2, atol=6e-2).item()
+
+
+# -- a model's layers -------------------------------------------------------------------------
+
+
+def _attention(bias: bool = False) -> Any:
+    module: Any = nn.Module()
+    for name, size in (("q_proj", 8), ("k_proj", 4), ("v_proj", 4)):
+        setattr(module, name, nn.Linear(6, size, bias=bias))
+    return module
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_each_layer_gives_what_it_gave(bias: bool) -> None:
+    """Called together, alone, twice, or with inputs of their own."""
+    module, given, other = _attention(bias), mx.random.normal((3, 6)), mx.random.normal((2, 6))
+    names = ("q_proj", "k_proj", "v_proj")
+    plain = {name: module[name] for name in names}
+    weights = {name: layer.weight for name, layer in plain.items()}
+    assert join_linears(module) == 1
+    for name, x in [*((n, given) for n in names), ("k_proj", other), ("k_proj", other)]:
+        assert mx.allclose(getattr(module, name)(x), plain[name](x), atol=1e-6).item()
+    assert mx.array_equal(module.k_proj.weight, weights["k_proj"]).item()
+
+
+def test_the_weights_stay_parameters() -> None:
+    module = _attention()
+    assert join_linears(module) == 1
+    assert module.parameters()["q_proj_k_proj_v_proj"]["weight"].shape == (16, 6)
+    assert len(module.parameters()) == 1
+
+
+def test_nothing_is_kept_after_the_last_layer() -> None:
+    module, given = _attention(), mx.ones((3, 6))
+    join_linears(module)
+    joined = module.q_proj._joined
+    for layer in (module.q_proj, module.k_proj, module.v_proj):
+        layer(given)
+    assert joined._input is None
+    assert not joined._outputs
+
+
+def test_what_cannot_be_joined_stays() -> None:
+    packed: Any = nn.Module()
+    packed.gate_proj, packed.up_proj = (nn.Linear(64, 64, bias=False) for _ in range(2))
+    nn.quantize(packed, group_size=32)
+    unlike: Any = nn.Module()
+    unlike.gate_proj, unlike.up_proj = nn.Linear(6, 4, bias=True), nn.Linear(6, 4, bias=False)
+    alone: Any = nn.Module()
+    alone.up_proj = nn.Linear(6, 4)
+    for module in (packed, unlike, alone):
+        before = set(module)
+        assert join_linears(module) == 0
+        assert set(module) == before
+
+
+def test_few_rows_go_to_our_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without a bias, and by a head that is the embedding; others as before."""
+    model: Any = nn.Module()
+    model.plain, model.biased = nn.Linear(32, 5, bias=False), nn.Linear(32, 5)
+    model.tied = nn.Embedding(7, 32)
+    model.set_dtype(mx.bfloat16)
+    layers = {"plain": model.plain, "biased": model.biased, "tied": model.tied.as_linear}
+    few, many = (mx.random.normal((n, 1, 32)).astype(mx.bfloat16) for n in (3, 9))
+    expected = {name: [layer(x) for x in (few, many)] for name, layer in layers.items()}
+    taken: list[int] = []
+
+    def multiply(given: Any, weight: Any) -> Any:
+        taken.append(given.shape[0])
+        return given @ weight.T
+
+    monkeypatch.setattr(mlx_cuda_linear, "multiply", multiply)
+    mlx_cuda_linear.use_own_kernel(model)
+    layers["tied"] = model.tied.as_linear
+    for name, layer in layers.items():
+        for x, wanted in zip((few, many), expected[name], strict=True):
+            assert mx.allclose(layer(x), wanted, atol=2e-2).item(), name
+    assert taken == [3, 3, 3]

@@ -136,6 +136,11 @@ def capacity_for(length: int) -> int:
     return capacity
 
 
+def concatenate_rows(arrays: list[Array]) -> Array:
+    """Rows below each other."""
+    return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
+
+
 def unroll(array: Array, length: int, window: int) -> Array:
     """A ring's last tokens in order."""
     if length <= array.shape[_TIME]:

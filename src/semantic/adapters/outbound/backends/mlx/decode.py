@@ -1,0 +1,205 @@
+"""One token for each of several sequences: what a model is given in place of its caches.
+
+The model runs once over ``[rows, 1]``. A view stands for one leaf cache of all rows: it writes
+each group's new keys and values into that group's arrays and hands back what to attend over. With
+one group these are plain arrays and a mask, which any model understands; with several a `Groups`
+object, which the library's attention function is wrapped to take.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from semantic.adapters.outbound.backends.mlx.caches import (
+    Array,
+    Layout,
+    Part,
+    concatenate_rows,
+    library,
+)
+from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
+from semantic.adapters.outbound.backends.mlx.cuda.decode import KernelStep
+from semantic.adapters.outbound.backends.mlx.cuda.rope import HeadNorms
+from semantic.adapters.outbound.backends.mlx.groups import GroupStep
+from semantic.domain.spec import LayerKind
+
+_ATTENTION = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Keys or values of several groups, by group."""
+
+    steps: Sequence[GroupStep]
+    arrays: Sequence[Array]
+
+
+class AttentionView:
+    """Stands for a cache of keys and values of all rows of a step."""
+
+    def __init__(
+        self, place: int, part: Part, steps: Sequence[GroupStep], offset: Any, kernels: KernelStep
+    ) -> None:
+        """Stand for a part.
+
+        Args:
+            place: Of the part among all.
+            part: Keys and values.
+            steps: All groups of the step.
+            offset: Of the new token, by row; one number where all are equal.
+            kernels: Our own for CUDA, which all parts of the step share.
+        """
+        self._place = place
+        self._kernels = kernels
+        self.part = part
+        self.steps = steps
+        self.offset = offset
+
+    def make_mask(self, *_: Any, **__: Any) -> Array | None:
+        """What the model passes on to attention; groups have masks of their own."""
+        return self.steps[0].mask(self.part) if len(self.steps) == 1 else None
+
+    def is_own(self, mask: Any) -> bool:
+        """Whether the model passed on the mask it was given, and there is one."""
+        return mask is not None and mask is self.make_mask()
+
+    def update_and_fetch(self, keys: Array, values: Array) -> tuple[Any, Any]:
+        """Keep the new token's keys and values and return all there are."""
+        if len(self.steps) == 1:
+            return self._write(self.steps[0], keys, values)
+        groups = [self._write(s, keys[s.place], values[s.place]) for s in self.steps]
+        all_keys, all_values = zip(*groups, strict=True)
+        return Groups(self.steps, all_keys), Groups(self.steps, all_values)
+
+    def attend(
+        self,
+        queries: Array,
+        groups: Sequence[tuple[Array, Array]],
+        scale: float,
+        sinks: Array | None,
+    ) -> Array:
+        """One query a row. CUDA's kernels take no mask of ours, so there we bring our own."""
+        if sinks is None and self._kernels.can_attend(queries, *groups[0]):
+            return self._kernels.attend(self.part, queries, groups, scale)
+        return concatenate_rows(
+            [
+                _attend_group(step, self.part, (queries[step.place], *group), scale, sinks)
+                for step, group in zip(self.steps, groups, strict=True)
+            ]
+        )
+
+    def keep_and_attend(
+        self, heads: Array, rope: Any, norms: HeadNorms | None, scale: float
+    ) -> Array:
+        """The same with heads as a layer makes them; see `KernelStep.keep_and_attend`."""
+        groups = [step.group.arrays[self._place] for step in self.steps]
+        return self._kernels.keep_and_attend(self.part, groups, heads, rope, norms, scale)
+
+    def _write(self, step: GroupStep, keys: Array, values: Array) -> tuple[Array, Array]:
+        written = step.write(self.part, step.group.arrays[self._place], (keys, values))
+        return written[0], written[1]
+
+
+class StateView:
+    """Stands for a cache of recurrent arrays of all rows of a step."""
+
+    lengths = None
+    left_padding = None
+
+    def __init__(self, place: int, steps: Sequence[GroupStep]) -> None:
+        self._place = place
+        self._steps = steps
+
+    def __getitem__(self, index: int) -> Array:
+        pieces = [
+            step.group.arrays[self._place][index][: len(step.positions)] for step in self._steps
+        ]
+        return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
+
+    def __setitem__(self, index: int, value: Array) -> None:
+        for step in self._steps:
+            arrays = step.group.arrays[self._place]
+            new = value if len(self._steps) == 1 else mx.contiguous(value[step.place])
+            rest = arrays[index][len(step.positions) :]
+            arrays[index] = mx.concatenate([new, rest]) if rest.shape[0] else new
+
+    def make_mask(self, *_: Any, **__: Any) -> None:
+        """No row is padded."""
+
+    def advance(self, num_tokens: int) -> None:
+        """Lengths are kept elsewhere."""
+
+
+def views(layout: Layout, caches: Sequence[Any], steps: Sequence[GroupStep]) -> list[Any]:
+    """One view for each of the model's caches, nested as the library nests them."""
+    positions = [position for step in steps for position in step.positions]
+    array = mx.array(positions)
+    offset = positions[0] if len(set(positions)) == 1 else array
+    kernels = KernelStep(steps, array)
+    flat: list[Any] = []
+    for place, part in enumerate(layout.parts):
+        if part.kind is LayerKind.STATE:
+            flat.append(StateView(place, steps))
+        else:
+            flat.append(AttentionView(place, part, steps, offset, kernels))
+    nested: list[Any] = []
+    for cache in caches:
+        size = len(cache.caches) if isinstance(cache, library.CacheList) else 0
+        nested.append(tuple(flat[:size]) if size else flat[0])
+        del flat[: max(1, size)]
+    return nested
+
+
+# -- the library's attention function ----------------------------------------------------------
+
+
+def wrap_attention() -> None:
+    """Let the library's attention function take `Groups`, in every model that is imported."""
+    for name, module in list(sys.modules.items()):
+        original = getattr(module, _ATTENTION, None) if name.startswith("mlx_lm.models") else None
+        if original is not None and not getattr(original, "takes_groups", False):
+            setattr(module, _ATTENTION, _wrapped(original))
+
+
+def _wrapped(original: Any) -> Any:
+    def attention(
+        queries: Array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Array | None,
+        sinks: Array | None = None,
+    ) -> Array:
+        if isinstance(keys, Groups):
+            groups = list(zip(keys.arrays, values.arrays, strict=True))
+            return cache.attend(queries, groups, scale, sinks)
+        if isinstance(cache, AttentionView) and cache.is_own(mask):
+            return cache.attend(queries, [(keys, values)], scale, sinks)
+        return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+    attention.takes_groups = True  # type: ignore[attr-defined]
+    return attention
+
+
+def _attend_group(
+    step: GroupStep,
+    part: Part,
+    attended: tuple[Array, Array, Array],
+    scale: float,
+    sinks: Array | None,
+) -> Array:
+    mask = step.mask(part)
+    if mask is None or sinks is not None or not cuda.is_in_use():
+        return mx.fast.scaled_dot_product_attention(*attended, scale=scale, mask=mask, sinks=sinks)
+    # CUDA's fused kernels are slower with a mask than the same written out.
+    queries, keys, values = attended
+    num_rows, num_heads, _, dim = queries.shape
+    # Heads that share keys become query rows, so that keys are read once.
+    folded = (queries * scale).reshape(num_rows, keys.shape[1], -1, dim)
+    scores = mx.where(mask, folded @ keys.swapaxes(-1, -2), -mx.inf)
+    weights = mx.softmax(scores, axis=-1, precise=True)
+    return (weights @ values).reshape(num_rows, num_heads, 1, values.shape[-1])
