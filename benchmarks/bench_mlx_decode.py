@@ -21,7 +21,7 @@ import mlx.core as mx  # noqa: E402 - after the BLAS it is to use
 
 from semantic.adapters.outbound.backends.mlx.backend import MlxBackend  # noqa: E402
 from semantic.adapters.outbound.backends.mlx.cuda import tuning  # noqa: E402
-from semantic.adapters.outbound.backends.mlx.loading import LoadedMlx, choose_device  # noqa: E402
+from semantic.adapters.outbound.backends.mlx.loading import MlxModel, choose_device  # noqa: E402
 
 SHAPES = {
     "tiny": (256, 8, 512, 8, 2, 1000, "float32"),
@@ -31,7 +31,7 @@ GREEDY = Draw(SamplingParams(temperature=0, seed=0), num_prompt=1)
 PREFILL = 2048
 
 
-def make_model(shape: str) -> LoadedMlx:
+def make_model(shape: str) -> MlxModel:
     """A Llama with made-up weights."""
     hidden, layers, inner, heads, kv_heads, vocab, dtype = SHAPES[shape]
     config = {
@@ -61,7 +61,7 @@ def make_model(shape: str) -> LoadedMlx:
         )
     )
     mx.eval(model.parameters())
-    return LoadedMlx(
+    return MlxModel(
         model, ModelCacheSpec.from_config(config), lambda: list(cache.make_prompt_cache(model))
     )
 
@@ -95,7 +95,7 @@ def timed(*steps: Callable[[], None], num_steps: int, rounds: int = 6) -> list[f
     return best
 
 
-def bare(loaded: LoadedMlx, num_rows: int, length: int) -> Callable[[], None]:
+def bare(loaded: MlxModel, num_rows: int, length: int) -> Callable[[], None]:
     """The library's model over a dense batch, one step ahead."""
     cache = runtime.import_library("mlx_lm.models.cache")
     layer = loaded.spec.layers[0]

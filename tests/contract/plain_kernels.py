@@ -74,7 +74,7 @@ class PlainKernels:
         import mlx.core as mx
 
         from semantic.adapters.outbound.backends.mlx.cuda.attention import MAX_GROUPS
-        from semantic.adapters.outbound.backends.mlx.cuda.rope import turned_by
+        from semantic.adapters.outbound.backends.mlx.cuda.rope import rotate
 
         self.calls["keep_and_attend"] += 1
         self.group_counts[len(groups)] += 1
@@ -84,7 +84,7 @@ class PlainKernels:
         if norms is not None:
             queries = mx.fast.rms_norm(queries, norms.query_factors, norms.eps)
             keys = mx.fast.rms_norm(keys, norms.key_factors, norms.eps)
-        queries, keys = turned_by(angles, queries), turned_by(angles, keys)
+        queries, keys = rotate(angles, queries), rotate(angles, keys)
         mx.eval(keys, values, list(groups))
         for row, start, size, where in _last_chunks(plan):
             place, group = divmod(where, MAX_GROUPS)

@@ -158,7 +158,7 @@ class SequenceBackend(ABC, Generic[SequenceT]):
             raise ValueError(f"the {kind.value} layers do not hold [{start}, {end}), or it is gone")
         return start
 
-    def _continued(self, chunk: Chunk) -> SequenceT:
+    def _sequence_of(self, chunk: Chunk) -> SequenceT:
         """The sequence that a chunk continues.
 
         Raises:

@@ -195,7 +195,7 @@ class FakeBackend(EagerBackend[_Sequence]):
 
     def _run(self, chunk: Chunk) -> Row:
         """Work on a copy, so that a row that fails changes nothing."""
-        sequence = self._continued(chunk).copy()
+        sequence = self._sequence_of(chunk).copy()
         sequence.append(self._tokens_of(chunk, sequence.last_sampled), self._window)
         row: Row = Computed(chunk.seq)
         if chunk.draw is not None:

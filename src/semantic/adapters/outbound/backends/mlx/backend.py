@@ -16,10 +16,10 @@ import mlx.core as mx
 
 from semantic.adapters.outbound.backends.common import SequenceBackend, make_rows
 from semantic.adapters.outbound.backends.mlx import loading, payloads
-from semantic.adapters.outbound.backends.mlx.caches import capacity_for, why_unlike
+from semantic.adapters.outbound.backends.mlx.caches import capacity_for, geometry_mismatch
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
-from semantic.adapters.outbound.backends.mlx.loading import LoadedMlx, MlxOptions
+from semantic.adapters.outbound.backends.mlx.loading import MlxModel, MlxOptions
 from semantic.adapters.outbound.backends.mlx.payloads import SnapshotTicket
 from semantic.adapters.outbound.backends.mlx.runner import MlxRunner, PendingRow
 from semantic.adapters.outbound.backends.mlx.sampling import check_draw
@@ -52,7 +52,7 @@ class StepTicket:
 class MlxBackend(SequenceBackend[MlxSequence]):
     """`ModelBackendPort` over a directory that mlx-lm can load."""
 
-    def __init__(self, loaded: LoadedMlx) -> None:
+    def __init__(self, loaded: MlxModel) -> None:
         """Find out how a model can be run.
 
         Raises:
@@ -64,7 +64,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         except _DEVICE_ERRORS as error:
             raise loading.refusal(spec, str(error)) from error
         layout = self._runner.layout
-        if reason := why_unlike(layout.parts, spec.layers):
+        if reason := geometry_mismatch(layout.parts, spec.layers):
             raise loading.refusal(spec, reason)
         kept = next((p for p in layout.parts if p.kind is not LayerKind.STATE), layout.parts[0])
         dtype = str(kept.dtypes[0]).removeprefix("mlx.core.")
@@ -101,11 +101,11 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             for kind in (by_kind.full, by_kind.window)
         )
         state = payloads.read(layout, by_kind.state) if by_kind.state else None
-        self._runner.groups.alone(sequence, capacity_for(len(sequence.known)))
+        self._runner.groups.isolate(sequence, capacity_for(len(sequence.known)))
         for part in full:
             payloads.put_full(layout, sequence, part, end)
         if end > sequence.length:
-            sequence.length, sequence.last = end, None
+            sequence.length, sequence.last_token = end, None
             sequence.window_start, sequence.has_state = end, False
         if window:
             payloads.put_window(layout, sequence, window, end)
@@ -113,14 +113,14 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         if state is not None:
             payloads.put_state(layout, sequence, state)
             sequence.has_state = True
-        mx.eval(sequence.held()[0].arrays)
+        mx.eval(sequence.group_row()[0].arrays)
 
     def launch(self, step: Step) -> Ticket:
         """Enqueue a step."""
         try:
             rows = make_rows(step, self._pending)
             outputs = self._runner.run([r for r in rows if isinstance(r, PendingRow)])
-            mx.async_eval([*outputs, *self._runner.groups.unsettled()])
+            mx.async_eval([*outputs, *self._runner.groups.moved_arrays()])
             self._num_steps += 1
             if self._num_steps % _CLEAR_INTERVAL == 0:
                 mx.clear_cache()
@@ -182,8 +182,8 @@ class MlxBackend(SequenceBackend[MlxSequence]):
 
     def _pending(self, chunk: Chunk) -> PendingRow:
         """Check a chunk; nothing after this may refuse the row."""
-        sequence = self._continued(chunk)
-        has_sampled = sequence.last is not None and not sequence.last.has_failed()
+        sequence = self._sequence_of(chunk)
+        has_sampled = sequence.last_token is not None and not sequence.last_token.has_failed()
         self._check_tokens(chunk, has_sampled=has_sampled)
         if chunk.draw is not None:
             check_draw(chunk.draw, self._spec.vocab_size)
@@ -205,7 +205,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         self._runner.groups.copy(source, target)
 
     def _cut(self, sequence: MlxSequence, num_tokens: int) -> None:
-        sequence.length, sequence.last = num_tokens, None
+        sequence.length, sequence.last_token = num_tokens, None
         if num_tokens == 0:
             self._runner.groups.remove(sequence)
             sequence.window_start, sequence.has_state = 0, True

@@ -155,7 +155,7 @@ def roll(ordered: Array, length: int, window: int, size: int) -> Array:
     return mx.roll(ordered[:, :, -window:], length % window, axis=_TIME)
 
 
-def why_unlike(parts: Sequence[Part], layers: Sequence[LayerSpec]) -> str | None:
+def geometry_mismatch(parts: Sequence[Part], layers: Sequence[LayerSpec]) -> str | None:
     """How the library's caches differ from the geometry read from the config, if they do."""
     if len(parts) != len(layers):
         return f"mlx-lm keeps {len(parts)} caches, not {len(layers)}"

@@ -32,7 +32,7 @@ class MlxSequence:
         window_start: Before this position window layers hold nothing: it was not restored.
         has_state: Whether recurrent layers hold the state at `length`.
         group: Where its arrays are; None while nothing is held.
-        last: What was sampled after the last token.
+        last_token: What was sampled after the last token.
         last_step: The number of the step it took part in last.
     """
 
@@ -41,10 +41,10 @@ class MlxSequence:
     window_start: int = 0
     has_state: bool = True
     group: Optional["Group"] = None
-    last: PendingToken | None = None
+    last_token: PendingToken | None = None
     last_step: int = 0
 
-    def held(self) -> tuple["Group", int]:
+    def group_row(self) -> tuple["Group", int]:
         """Its group and its row there."""
         if self.group is None:
             raise ValueError("the sequence holds nothing")
@@ -70,18 +70,18 @@ class RowGroups:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._unsettled: list[Group] = []
+        self._moved: list[Group] = []
 
     def nbytes(self, sequences: Sequence[MlxSequence]) -> int:
         """Bytes of the groups these sequences are in."""
         groups = {id(s.group): s.group for s in sequences if s.group is not None}
         return sum(self.layout.nbytes(g.capacity) * len(g.members) for g in groups.values())
 
-    def alone(self, sequence: MlxSequence, capacity: int) -> Group:
+    def isolate(self, sequence: MlxSequence, capacity: int) -> Group:
         """Give a sequence arrays of its own with this capacity, or more if it has more."""
         if sequence.group is None:
             return _settle_in(sequence, Group(capacity, self.layout.zeros(capacity)))
-        group, row = sequence.held()
+        group, row = sequence.group_row()
         capacity = max(capacity, group.capacity)
         if len(group.members) > 1:
             arrays = _gather([(group, row)])
@@ -99,7 +99,7 @@ class RowGroups:
         where our own kernel writes, which MLX does not see. There they are copied at once, before
         the source goes on.
         """
-        group, row = source.held()
+        group, row = source.group_row()
         capacity = capacity_for(target.length)
         is_alone = len(group.members) == 1
         arrays = [[a[row : row + 1] for a in part] for part in group.arrays]
@@ -121,38 +121,38 @@ class RowGroups:
         group.members = [group.members[row] for row in rows]
         if rows:
             group.arrays = _gather([(group, row) for row in rows])
-            self._unsettled.append(group)
+            self._moved.append(group)
 
     def assemble(self, sequences: Sequence[MlxSequence], step: int) -> list[Group]:
         """Bring sequences that are about to add a token into groups, where they come first."""
         by_capacity: dict[int, list[MlxSequence]] = {}
         for sequence in sequences:
-            if sequence.length + 1 > sequence.held()[0].capacity:
-                self.alone(sequence, capacity_for(sequence.length + 1))
-            by_capacity.setdefault(sequence.held()[0].capacity, []).append(sequence)
+            if sequence.length + 1 > sequence.group_row()[0].capacity:
+                self.isolate(sequence, capacity_for(sequence.length + 1))
+            by_capacity.setdefault(sequence.group_row()[0].capacity, []).append(sequence)
             sequence.last_step = step
         return [
             self._assemble(capacity, members, step) for capacity, members in by_capacity.items()
         ]
 
-    def unsettled(self) -> list[Array]:
+    def moved_arrays(self) -> list[Array]:
         """Arrays that were moved and are not computed yet; forgets them."""
-        arrays = [array for group in self._unsettled for part in group.arrays for array in part]
-        self._unsettled.clear()
+        arrays = [array for group in self._moved for part in group.arrays for array in part]
+        self._moved.clear()
         return arrays
 
     def _assemble(self, capacity: int, members: list[MlxSequence], step: int) -> Group:
-        base = members[0].held()[0]
+        base = members[0].group_row()[0]
         if set(base.members[: len(members)]) == set(members):
             return base
-        groups = {id(m.group): m.held()[0] for m in members}
+        groups = {id(m.group): m.group_row()[0] for m in members}
         base = max(groups.values(), key=lambda group: len(group.members))
         wanted = set(members)
         kept = [m for m in base.members if m in wanted]
         added = [m for m in members if m.group is not base]
         paused = [m for m in base.members if m not in wanted and step - m.last_step <= _STAY]
         together = [*kept, *added, *paused]
-        arrays = _gather([m.held() for m in together])
+        arrays = _gather([m.group_row() for m in together])
         joined = Group(capacity, arrays)
         for group in groups.values():
             self._keep_rest(group, set(together))
@@ -164,7 +164,7 @@ class RowGroups:
         rows = [row for row, member in enumerate(group.members) if member not in gone]
         if rows and len(rows) < len(group.members):
             group.arrays = _gather([(group, row) for row in rows])
-            self._unsettled.append(group)
+            self._moved.append(group)
         group.members = [group.members[row] for row in rows]
 
 

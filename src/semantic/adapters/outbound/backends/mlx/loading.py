@@ -44,7 +44,7 @@ class MlxOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedMlx:
+class MlxModel:
     """A model, its geometry as the library keeps it, how its caches are made, and why its dtype."""
 
     model: Any
@@ -66,7 +66,7 @@ def choose_device(device: Device) -> None:
     mx.set_default_device(mx.gpu if has_gpu and device != "cpu" else mx.cpu)
 
 
-def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> LoadedMlx:
+def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel:
     """Load a model's weights on this thread.
 
     Raises:
@@ -77,7 +77,7 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> LoadedMl
     utils = import_library("mlx_lm.utils")
     try:
         model, _ = utils.load_model(
-            directory, lazy=True, model_config=config_in_its_words(config, spec)
+            directory, lazy=True, model_config=config_overrides(config, spec)
         )
         reason = _convert(model, options.dtype)
         tuning.tune(model)
@@ -86,7 +86,7 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> LoadedMl
         spec, make_caches = _agree(model, spec)
     except _UNREADABLE as error:
         raise refusal(spec, str(error)) from error
-    return LoadedMlx(model, spec, make_caches, reason)
+    return MlxModel(model, spec, make_caches, reason)
 
 
 def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:
@@ -96,27 +96,27 @@ def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:
     )
 
 
-def config_in_its_words(config: Mapping[str, Any], spec: ModelCacheSpec) -> dict[str, Any]:
+def config_overrides(config: Mapping[str, Any], spec: ModelCacheSpec) -> dict[str, Any]:
     """What mlx-lm must be told besides a config: transformers 5 nests and omits some of it."""
     if isinstance(inner := config.get("text_config"), Mapping):
-        return {"text_config": {**inner, **config_in_its_words(inner, spec)}}
-    told = _rope(config.get("rope_parameters") or {})
+        return {"text_config": {**inner, **config_overrides(inner, spec)}}
+    overrides = _rope(config.get("rope_parameters") or {})
     kinds = [layer.kind for layer in spec.layers]
     if {LayerKind.WINDOW, LayerKind.FULL} <= set(kinds):
-        told["sliding_window_pattern"] = kinds.index(LayerKind.FULL) + 1
-    return {name: value for name, value in told.items() if config.get(name) is None}
+        overrides["sliding_window_pattern"] = kinds.index(LayerKind.FULL) + 1
+    return {name: value for name, value in overrides.items() if config.get(name) is None}
 
 
 def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
     full = parameters.get("full_attention", parameters)
     sliding = parameters.get("sliding_attention", {})
-    told = {
+    values = {
         "rope_theta": full.get("rope_theta"),
         "rope_local_base_freq": sliding.get("rope_theta"),
         "partial_rotary_factor": full.get("partial_rotary_factor"),
         "rope_scaling": None if full.get("rope_type", "default") == "default" else dict(full),
     }
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def describe(dtype: str, reason: str) -> Compute:

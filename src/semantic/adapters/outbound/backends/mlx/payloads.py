@@ -37,7 +37,7 @@ def copy_out(
     layout: Layout, sequence: MlxSequence, start: int, end: int, kind: LayerKind
 ) -> tuple[tuple[str, Array], ...]:
     """Begin copying one kind of layers, all of them packed into one array a name."""
-    group, row = sequence.held()
+    group, row = sequence.group_row()
     places = layout.of_kind(kind)
     part = layout.parts[places[0]]
     index: Any = slice(start, end)
@@ -54,14 +54,14 @@ def copy_out(
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedPart:
+class DevicePart:
     """A payload whose arrays are on the device, not yet in a sequence."""
 
     payload: KVPayload
     arrays: tuple[Array, ...]
 
 
-def read(layout: Layout, payload: KVPayload) -> LoadedPart:
+def read(layout: Layout, payload: KVPayload) -> DevicePart:
     """Bring a payload's arrays to the device.
 
     Raises:
@@ -78,12 +78,12 @@ def read(layout: Layout, payload: KVPayload) -> LoadedPart:
         if payload.kind is not LayerKind.STATE:
             shape = (shape[0], num_tokens, shape[1])  # noqa: PLW2901 - the same, with its tokens
         arrays.append(_to_device(buffers.get(name), (len(places), *shape), dtype))
-    return LoadedPart(payload, tuple(arrays))
+    return DevicePart(payload, tuple(arrays))
 
 
-def put_full(layout: Layout, sequence: MlxSequence, loaded: LoadedPart, end: int) -> None:
+def put_full(layout: Layout, sequence: MlxSequence, loaded: DevicePart, end: int) -> None:
     """Write a FULL part up to `end` into a sequence that is alone in its group."""
-    group, _ = sequence.held()
+    group, _ = sequence.group_row()
     payload = loaded.payload
     end = min(end, payload.end)
     for i, array in enumerate(loaded.arrays):
@@ -93,10 +93,10 @@ def put_full(layout: Layout, sequence: MlxSequence, loaded: LoadedPart, end: int
 
 
 def put_window(
-    layout: Layout, sequence: MlxSequence, loaded: Sequence[LoadedPart], end: int
+    layout: Layout, sequence: MlxSequence, loaded: Sequence[DevicePart], end: int
 ) -> None:
     """Write the last tokens before `end` into the rings of a sequence that is alone."""
-    group, _ = sequence.held()
+    group, _ = sequence.group_row()
     places = layout.of_kind(LayerKind.WINDOW)
     part = layout.parts[places[0]]
     start = loaded[0].payload.start
@@ -108,9 +108,9 @@ def put_window(
             group.arrays[place][i] = mx.contiguous(ring)
 
 
-def put_state(layout: Layout, sequence: MlxSequence, loaded: LoadedPart) -> None:
+def put_state(layout: Layout, sequence: MlxSequence, loaded: DevicePart) -> None:
     """Set the recurrent arrays of a sequence that is alone."""
-    group, _ = sequence.held()
+    group, _ = sequence.group_row()
     for i, array in enumerate(loaded.arrays):
         for layer, place in enumerate(layout.of_kind(LayerKind.STATE)):
             group.arrays[place][i] = mx.contiguous(array[layer : layer + 1])

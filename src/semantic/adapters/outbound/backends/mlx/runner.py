@@ -18,7 +18,7 @@ from semantic.adapters.outbound.backends.mlx.cuda.attention import MAX_GROUPS
 from semantic.adapters.outbound.backends.mlx.cuda.tuning import untune
 from semantic.adapters.outbound.backends.mlx.decode import views, wrap_attention
 from semantic.adapters.outbound.backends.mlx.groups import Group, GroupStep, MlxSequence, RowGroups
-from semantic.adapters.outbound.backends.mlx.sampling import PendingToken, draw_rows, fed_tokens
+from semantic.adapters.outbound.backends.mlx.sampling import PendingToken, draw_rows, input_tokens
 from semantic.ports.backend import LAST_SAMPLED, Chunk, Computed, Row, Sampled
 
 _LOG = logging.getLogger(__name__)
@@ -96,17 +96,19 @@ class MlxRunner:
                 last[sequence] = tokens if isinstance(tokens, PendingToken) else tokens[0]
                 continue
             logits = self.extend(sequence, mx.array(tokens, mx.int32))
-            outputs += [array for part in sequence.held()[0].arrays for array in part]
+            outputs += [array for part in sequence.group_row()[0].arrays for array in part]
             if row.token is not None:
                 outputs += draw_rows(logits, [row.token])
         if last:
-            order, logits = self.decode(
-                [*last], lambda given: fed_tokens([last[sequence] for sequence in given])
+            order, logits = self._decode(
+                [*last],
+                lambda ordered: input_tokens([last[sequence] for sequence in ordered]),
+                self.batching,
             )
             outputs += _draw(logits, [by_sequence[sequence].token for sequence in order])
             outputs.append(logits)  # rows that ask for no token are computed by it
         for row in rows:
-            row.sequence.last = row.token
+            row.sequence.last_token = row.token
         return outputs
 
     def extend(self, sequence: MlxSequence, tokens: Array) -> Array:
@@ -116,7 +118,7 @@ class MlxRunner:
         if sequence.group is None:
             group = Group(capacity, [], [sequence])
         else:
-            group = self.groups.alone(sequence, capacity)
+            group = self.groups.isolate(sequence, capacity)
         caches = self.layout.thaw(group.arrays or None, length, group.capacity)
         logits = self._model(tokens[None], cache=caches)[:, -1]
         group.arrays = self.layout.freeze(caches, length + num_tokens, group.capacity)
@@ -124,26 +126,22 @@ class MlxRunner:
         sequence.length += num_tokens
         return logits
 
-    def decode(
-        self, sequences: Sequence[MlxSequence], feed: Callable[[Sequence[MlxSequence]], Array]
-    ) -> tuple[list[MlxSequence], Array]:
-        """Compute one token of each sequence.
-
-        Args:
-            sequences: They hold at least one token each.
-            feed: Gives the tokens of sequences, in their order.
-
-        Returns:
-            The sequences in the order of the rows, and the rows' logits.
-        """
-        return self._decode(sequences, feed, self.batching)
-
     def _decode(
         self,
         sequences: Sequence[MlxSequence],
         feed: Callable[[Sequence[MlxSequence]], Array],
         batching: Batching,
     ) -> tuple[list[MlxSequence], Array]:
+        """Compute one token of each sequence.
+
+        Args:
+            sequences: They hold at least one token each.
+            feed: Gives the tokens of sequences, in their order.
+            batching: Which of them share a pass.
+
+        Returns:
+            The sequences in the order of the rows, and the rows' logits.
+        """
         if batching is Batching.ALONE:
             rows = [self.extend(sequence, feed([sequence])) for sequence in sequences]
             return list(sequences), mx.concatenate(rows)
@@ -201,7 +199,7 @@ class MlxRunner:
         for row in rows:
             self.extend(row, mx.arange(2))
             capacity = capacity_for(capacity + 1)
-            self.groups.alone(row, capacity)
+            self.groups.isolate(row, capacity)
         for count in range(1, MAX_GROUPS + 1):
             _, logits = self._decode(
                 rows[:count], lambda given: mx.zeros(len(given), mx.int32), Batching.GROUPS
@@ -226,7 +224,7 @@ class MlxRunner:
         rows = [MlxSequence([]) for _ in range(3)]
         for row, length in zip(rows, (3, 6, 4), strict=True):
             self.extend(row, mx.arange(length))
-        self.groups.alone(rows[-1], capacity_for(rows[-1].held()[0].capacity + 1))
+        self.groups.isolate(rows[-1], capacity_for(rows[-1].group_row()[0].capacity + 1))
         return rows
 
 
@@ -234,7 +232,7 @@ def _tokens_of(row: PendingRow) -> tuple[int, ...] | PendingToken:
     """A chunk's tokens, which its sequence knows from now on."""
     chunk, sequence = row.chunk, row.sequence
     if chunk.tokens is LAST_SAMPLED:
-        drawn = sequence.last
+        drawn = sequence.last_token
         if drawn is None:
             raise ValueError("nothing was sampled here")
         sequence.known[chunk.start : chunk.start + 1] = [drawn.token_if_known()]

@@ -154,17 +154,17 @@ def _number(params: SamplingParams, position: int) -> float:
     return 0.0 if params.seed is None else min(uniform(params.seed, position), _ALMOST_ONE)
 
 
-def fed_tokens(sources: Sequence[int | PendingToken]) -> Array:
+def input_tokens(sources: Sequence[int | PendingToken]) -> Array:
     """The rows' next tokens as one array, straight from the device where they are there."""
     first = sources[0]
     device = first.device if isinstance(first, PendingToken) else None
     places = [(s.device, s.index) if isinstance(s, PendingToken) else None for s in sources]
     if device is not None and places == [(device, i) for i in range(device.tokens.shape[0])]:
         return device.tokens
-    return mx.concatenate([_fed_token(source) for source in sources])
+    return mx.concatenate([_input_token(source) for source in sources])
 
 
-def _fed_token(source: int | PendingToken) -> Array:
+def _input_token(source: int | PendingToken) -> Array:
     if isinstance(source, PendingToken) and source.device is not None:
         return source.device.tokens[source.index : source.index + 1]
     token = source.token_if_known() if isinstance(source, PendingToken) else source

@@ -140,7 +140,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
 
         def place(chunk: Chunk) -> Span:
             nonlocal offset
-            sequence = self._continued(chunk)
+            sequence = self._sequence_of(chunk)
             tokens = self._tokens_of(chunk, sequence.last_sampled)
             self._grow(sequence, sequence.length + len(tokens))
             offset += len(tokens)

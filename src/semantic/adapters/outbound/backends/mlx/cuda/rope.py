@@ -91,7 +91,7 @@ def angles_at(rope: Any, positions: Array, dim: int) -> Array:
     return rope(given, offset=positions).reshape(-1, dim)
 
 
-def turned_by(angles: Array, heads: Array) -> Array:
+def rotate(angles: Array, heads: Array) -> Array:
     """Turn ``[rows, heads, 1, dim]`` by each row's angles, as the kernel does."""
     (cosine, sine), (a, b) = (
         mx.split(array, 2, axis=-1) for array in (angles[:, None, None], heads)

@@ -96,7 +96,7 @@ def use_own_blocks(model: Any) -> int:
     found = 0
     for module in model.modules():
         kind = _own_kinds().get(type(module))
-        weights = None if kind is None else _judged(module)
+        weights = None if kind is None else _supported_weights(module)
         if weights is not None:
             module.__class__ = kind
             module.own_weights = replace(weights, rope=_one_of(ropes, weights))
@@ -104,7 +104,7 @@ def use_own_blocks(model: Any) -> int:
     return found
 
 
-def _judged(layer: Any) -> LayerWeights | None:
+def _supported_weights(layer: Any) -> LayerWeights | None:
     """What a layer is computed from, if our kernels can; a layer that is odd is the library's."""
     try:
         weights = _weights_of(layer)
@@ -170,7 +170,7 @@ def _turns_halves(weights: LayerWeights) -> bool:
     heads = mx.random.normal((2, 1, 1, weights.dim), key=mx.random.key(0))
     angles = cuda_rope.angles_at(weights.rope, positions, weights.dim)
     expected = weights.rope(heads[...], offset=positions)
-    return bool(mx.allclose(cuda_rope.turned_by(angles, heads), expected, atol=1e-3).item())
+    return bool(mx.allclose(cuda_rope.rotate(angles, heads), expected, atol=1e-3).item())
 
 
 def _one_of(ropes: list[Any], weights: LayerWeights) -> Any:

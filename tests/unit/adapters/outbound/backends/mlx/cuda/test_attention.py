@@ -112,7 +112,7 @@ def test_each_row_attends_over_its_own_tokens(
                 mx.fast.rms_norm(array, factor.astype(mx.float32), 1e-6)
                 for array, factor in zip((queries, keys), factors, strict=True)
             )
-        queries, keys = (mlx_cuda_rope.turned_by(angles, array) for array in (queries, keys))
+        queries, keys = (mlx_cuda_rope.rotate(angles, array) for array in (queries, keys))
     else:
         out = mlx_cuda_attention.attend(heads[:, :num_heads], groups, plan, dim**-0.5)
     expected: list[Any] = []

@@ -35,5 +35,5 @@ def test_angles_turn_as_the_library_does(scaling: dict[str, Any] | None) -> None
     rope, positions = _rope(scaling), mx.array(POSITIONS)
     heads = mx.random.normal((4, 3, 1, 64))
     expected = rope(heads[...], offset=positions)
-    turned = mlx_cuda_rope.turned_by(mlx_cuda_rope.angles_at(rope, positions, 64), heads)
+    turned = mlx_cuda_rope.rotate(mlx_cuda_rope.angles_at(rope, positions, 64), heads)
     assert mx.allclose(turned, expected, atol=1e-4).item()
