@@ -252,14 +252,14 @@ def test_fork_then_diverge(subject: Subject, backend: ModelBackendPort, alone: A
     source.compute(17)
     forks: list[Run] = []
     for num_tokens in (0, 1, 8, 13, 16, 17):
-        used, seq = backend.memory().used, SequenceId(1 + num_tokens)
+        used, seq = backend.memory(), SequenceId(1 + num_tokens)
         is_forked = backend.fork(source.seq, seq, num_tokens)
         assert is_forked == (subject.cuts_anywhere or num_tokens in (0, 17))
         tokens = [*prompt(18)[:num_tokens], *prompt(5, seed=3)]
         if is_forked:
             forks.append(Run(backend, seq, tokens, len(tokens), num_held=num_tokens))
         else:
-            assert backend.memory().used == used
+            assert backend.memory() == used
             begin(backend, seq, tokens)
     finish([*forks, source])
     for run in (source, *forks):
@@ -343,4 +343,4 @@ def test_any_history(
     for run, tokens in zip(runs, prompts, strict=True):
         shared_backend.close(run.seq)
         assert run.reply[:NUM_REPLY] == alone(tokens)
-    assert shared_backend.memory().used == 0
+    assert shared_backend.memory() == 0

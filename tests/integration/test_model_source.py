@@ -8,7 +8,7 @@ import pytest
 
 from semantic.adapters.outbound.models.source import LocalModelSource
 from semantic.domain.errors import ModelNotFoundError
-from tests.unit.adapters.outbound.models.test_gguf_import import Tiny
+from tests.unit.adapters.outbound.models.test_gguf import Tiny
 
 pytestmark = pytest.mark.integration
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from semantic.adapters.outbound.models.gguf_import import starter_gguf, to_bfloat16
+from semantic.adapters.outbound.models.gguf import starter_gguf, to_bfloat16
 
 pytestmark = pytest.mark.integration
 

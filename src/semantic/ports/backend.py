@@ -143,30 +143,15 @@ class Traits:
 
     Attributes:
         pipeline_depth: 1 if a step may be launched before the one before it is collected.
-        is_unified_memory: Whether working state and payloads share one memory.
         kv_abi: Changes whenever payloads of this backend become unreadable to it.
         state_bits: Of a number of attention state, as it is computed.
         compute: None where nothing is computed.
     """
 
     pipeline_depth: Literal[0, 1]
-    is_unified_memory: bool
     kv_abi: str
     state_bits: int = 16
     compute: Compute | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Bytes on the device.
-
-    Attributes:
-        total: All it has; 0 where the backend cannot tell.
-        used: What the open sequences take.
-    """
-
-    total: int
-    used: int
 
 
 class ModelBackendPort(Protocol):
@@ -271,8 +256,8 @@ class ModelBackendPort(Protocol):
         """Bytes of working state that sequences of these lengths take together."""
         ...
 
-    def memory(self) -> DeviceMemory:
-        """Read the device's memory."""
+    def memory(self) -> int:
+        """Bytes that the open sequences take on the device."""
         ...
 
     def shutdown(self) -> None:

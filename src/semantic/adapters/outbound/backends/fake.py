@@ -29,7 +29,6 @@ from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.ports.backend import (
     Chunk,
     Computed,
-    DeviceMemory,
     HostBuffer,
     KVPayload,
     Row,
@@ -145,7 +144,7 @@ class FakeBackend(EagerBackend[_Sequence]):
     ) -> None:
         spec = spec or fake_spec()
         abi = f"fake.v2.{spec.window}.{int(spec.num_state > 0)}"
-        traits = Traits(pipeline_depth, is_unified_memory=True, kv_abi=abi)
+        traits = Traits(pipeline_depth, abi)
         super().__init__(spec, traits, _Sequence)
 
     @property
@@ -183,9 +182,9 @@ class FakeBackend(EagerBackend[_Sequence]):
         """Four bytes a token and layer, as the spec says."""
         return sum(self._spec.bytes_per_context(length) for length in lengths)
 
-    def memory(self) -> DeviceMemory:
-        """Report what the open sequences take."""
-        return DeviceMemory(0, self.bytes_for([s.length for s in self._sequences.values()]))
+    def memory(self) -> int:
+        """As if every sequence took what it takes at rest."""
+        return self.bytes_for([s.length for s in self._sequences.values()])
 
     def shutdown(self) -> None:
         """Drop everything."""

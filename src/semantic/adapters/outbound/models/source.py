@@ -12,7 +12,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from semantic.adapters.outbound.models.gguf_import import (
+from semantic.adapters.outbound.models.gguf import (
     import_gguf,
     progress_bar,
     starter_gguf,
@@ -40,7 +40,12 @@ class LocalModelSource:
         self._hub_caches = (hub_cache, models_dir / "hub")
 
     def resolve(self, model: str, on_progress: Callable[[str], None]) -> Path:
-        """Find a model's directory, making it if need be."""
+        """Find a model's directory, making it if need be; `on_progress` gets steps for people.
+
+        Raises:
+            ModelNotFoundError: no such model.
+            InvalidRequestError: the model is there but cannot be used.
+        """
         path = Path(model).expanduser()
         if path.suffix == ".gguf" and path.is_file():
             return self._imported(path, path.stem, on_progress)

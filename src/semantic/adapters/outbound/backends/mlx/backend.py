@@ -17,7 +17,6 @@ import mlx.core as mx
 from semantic.adapters.outbound.backends.common import SequenceBackend, make_rows
 from semantic.adapters.outbound.backends.mlx import loading, payloads
 from semantic.adapters.outbound.backends.mlx.caches import capacity_for, geometry_mismatch
-from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
 from semantic.adapters.outbound.backends.mlx.loading import MlxModel, MlxOptions
 from semantic.adapters.outbound.backends.mlx.payloads import SnapshotTicket
@@ -27,7 +26,6 @@ from semantic.domain.errors import BackendError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
     Chunk,
-    DeviceMemory,
     KVPayload,
     Row,
     RowFailed,
@@ -70,7 +68,6 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         dtype = str(kept.dtypes[0]).removeprefix("mlx.core.")
         traits = Traits(
             1,
-            not cuda.is_in_use(),
             f"mlx.v1.{dtype}",
             kept.dtypes[0].size * 8,
             loading.describe(dtype, loaded.reason),
@@ -161,11 +158,9 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         layout = self._runner.layout
         return sum(layout.nbytes(capacity_for(length)) for length in lengths if length)
 
-    def memory(self) -> DeviceMemory:
+    def memory(self) -> int:
         """Add up the sequences' arrays."""
-        info = mx.device_info()
-        total = info.get("total_memory") or info.get("memory_size") or 0
-        return DeviceMemory(int(total), self._runner.groups.nbytes([*self._sequences.values()]))
+        return self._runner.groups.nbytes([*self._sequences.values()])
 
     def shutdown(self) -> None:
         """Drop everything, and what MLX keeps for this thread if it is a worker."""

@@ -29,7 +29,6 @@ from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
     Chunk,
     Computed,
-    DeviceMemory,
     HostBuffer,
     KVPayload,
     Row,
@@ -72,9 +71,8 @@ class TorchBackend(EagerBackend[TorchSequence]):
         name = str(self._dtype).removeprefix("torch.")
         if options.weights != "full":
             name = f"{name}.{options.weights}"
-        is_unified, num_bits = self._device.type == "cpu", self._dtype.itemsize * 8
         compute = torch_loading.describe(self._device, self._dtype, options.weights, reason)
-        traits = Traits(0, is_unified, f"torch.v1.{name}", num_bits, compute)
+        traits = Traits(0, f"torch.v1.{name}", self._dtype.itemsize * 8, compute)
         super().__init__(spec, traits, TorchSequence)
         self._check_model()
 
@@ -120,12 +118,10 @@ class TorchBackend(EagerBackend[TorchSequence]):
         per_token = math.prod(self._shape) * sum(self._dims) * self._dtype.itemsize
         return sum(_capacity(length) * per_token for length in lengths)
 
-    def memory(self) -> DeviceMemory:
-        """Add up the sequences' buffers; a CPU's total is left to the operating system."""
+    def memory(self) -> int:
+        """Add up the sequences' buffers."""
         tensors = [t for s in self._sequences.values() for t in (s.keys, s.values)]
-        is_cuda = self._device.type == "cuda"
-        total = torch.cuda.get_device_properties(self._device).total_memory if is_cuda else 0
-        return DeviceMemory(total, sum(t.numel() * t.element_size() for t in tensors))
+        return sum(t.numel() * t.element_size() for t in tensors)
 
     def shutdown(self) -> None:
         """Drop everything."""

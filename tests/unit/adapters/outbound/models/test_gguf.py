@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
-from semantic.adapters.outbound.models.gguf_import import (
+from semantic.adapters.outbound.models.gguf import (
     import_gguf,
     progress_bar,
     starter_gguf,
