@@ -22,7 +22,6 @@ from semantic.adapters.outbound.backends.mlx.caches import (
 )
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda.decode import KernelStep
-from semantic.adapters.outbound.backends.mlx.cuda.rope import HeadNorms
 from semantic.adapters.outbound.backends.mlx.groups import GroupStep
 from semantic.domain.spec import LayerKind
 
@@ -53,10 +52,15 @@ class AttentionView:
             kernels: Our own for CUDA, which all parts of the step share.
         """
         self._place = place
-        self._kernels = kernels
+        self.kernels = kernels
         self.part = part
         self.steps = steps
         self.offset = offset
+
+    @property
+    def arrays(self) -> list[list[Array]]:
+        """The part's keys and values, by group."""
+        return [step.group.arrays[self._place] for step in self.steps]
 
     def make_mask(self, *_: Any, **__: Any) -> Array | None:
         """What the model passes on to attention; groups have masks of their own."""
@@ -82,21 +86,14 @@ class AttentionView:
         sinks: Array | None,
     ) -> Array:
         """One query a row. CUDA's kernels take no mask of ours, so there we bring our own."""
-        if sinks is None and self._kernels.can_attend(queries, *groups[0]):
-            return self._kernels.attend(self.part, queries, groups, scale)
+        if sinks is None and self.kernels.can_attend(queries, *groups[0]):
+            return self.kernels.attend(self.part, queries, groups, scale)
         return concatenate_rows(
             [
                 _attend_group(step, self.part, (queries[step.place], *group), scale, sinks)
                 for step, group in zip(self.steps, groups, strict=True)
             ]
         )
-
-    def keep_and_attend(
-        self, heads: Array, rope: Any, norms: HeadNorms | None, scale: float
-    ) -> Array:
-        """The same with heads as a layer makes them; see `KernelStep.keep_and_attend`."""
-        groups = [step.group.arrays[self._place] for step in self.steps]
-        return self._kernels.keep_and_attend(self.part, groups, heads, rope, norms, scale)
 
     def _write(self, step: GroupStep, keys: Array, values: Array) -> tuple[Array, Array]:
         written = step.write(self.part, step.group.arrays[self._place], (keys, values))

@@ -80,7 +80,9 @@ def run_layer(weights: LayerWeights, given: Array, view: AttentionView) -> Array
     w, multiply = weights, cuda_linear.multiply
     heads = multiply(given, w.heads, norm=w.first_norm, added=w.heads_bias)
     heads = heads.reshape(given.shape[0], -1, 1, w.dim)
-    attended = view.keep_and_attend(heads, w.rope, w.head_norms, w.scale)
+    attended = view.kernels.keep_and_attend(
+        view.part, view.arrays, heads, w.rope, w.head_norms, w.scale
+    )
     hidden = multiply(attended.reshape(given.shape[0], 1, -1), w.attended, added=given)
     inner = multiply(hidden, w.inner, norm=w.second_norm, is_gated=True)
     return multiply(inner, w.outer, added=hidden)
