@@ -17,7 +17,8 @@ def test_importing_the_library_keeps_the_limit_of_open_files() -> None:
     if importlib.util.find_spec("mlx_lm") is None:
         pytest.skip("mlx-lm is not installed")
     code = (
-        "import resource; from semantic.adapters.outbound.mlx import runtime;"
+        "import resource; from semantic.adapters.outbound.backends.mlx import "
+        "runtime;"
         "runtime.prepare(1); runtime.import_library('mlx_lm.models.cache');"
         "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
