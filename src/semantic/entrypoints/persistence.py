@@ -17,8 +17,8 @@ from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.cache_admin import ModelCache
 from semantic.application.agents.ledger import AgentLedger, write_at_once
+from semantic.application.agents.upkeep import Housekeeping
 from semantic.application.cache.store import AgentCacheStore
-from semantic.application.cache.upkeep import Housekeeping
 from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.application.engine.device_thread import LoadedModel
 from semantic.application.engine.engine import BlockPoolBatchEngine

@@ -11,9 +11,9 @@ from semantic.adapters.outbound.backends.common import sort_parts
 from semantic.adapters.outbound.backends.fake import FakeBackend, fake_spec
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.ledger import AgentLedger, Exchange
+from semantic.application.agents.upkeep import Housekeeping
 from semantic.application.cache.restore_plan import RestorePlan, WantedPart
 from semantic.application.cache.store import AgentCacheStore
-from semantic.application.cache.upkeep import Housekeeping
 from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.application.engine.restore import Restore
 from semantic.domain.agents import LOCAL_TENANT, Pointer, Reuse, Turn

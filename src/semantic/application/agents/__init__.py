@@ -8,5 +8,7 @@
 3. `service`: what the API of agents does with both: create, list, fork, rewind, explain.
 4. `cache_admin`: where the agents' attention state is, and what is done to it by hand.
 5. `transfer`: an agent with its turns and blocks as a file, out and in.
-6. `feed`: tells those who listen what happened to agents.
+6. `upkeep`: in the background, what serving must not wait for: garbage that no agent reaches, pins,
+   checks, warming up, backups.
+7. `feed`: tells those who listen what happened to agents.
 """

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.agents.turns import TurnWatch
+from semantic.application.agents.upkeep import Housekeeping
 from semantic.application.cache.store import AgentCacheStore
-from semantic.application.cache.upkeep import Housekeeping
 from semantic.application.cache.writer import DiskTier
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.domain.agents import Agent, Principal, Tier

@@ -6,7 +6,6 @@ layers, have their place in the `tiers`: in memory, within the budget of `domain
 disk, where the `writer` puts them from a queue, in a thread of its own. When a prompt comes that
 begins alike, the `restore_plan` says which parts bring a sequence how far; the `loader` reads those
 that are on disk alone into memory, and holds them until the engine has them. What goes when memory
-or disk is full, and what nobody will need again, is all decided in `eviction`. `upkeep` does in the
-background what serving must not wait for: garbage, pins, checks, warming up, backups.
+or disk is full, and what nobody will need again, is all decided in `eviction`.
 Only the store and the loader are asked from outside, on any thread; one lock guards what they have.
 """

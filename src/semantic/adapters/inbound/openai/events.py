@@ -288,8 +288,9 @@ class ChatForm:
         delta: Json
         match event:
             case Started():
-                # Empty text would open a text part in clients, also where only calls follow.
-                delta = {"role": "assistant", "content": None, "refusal": None}
+                # Empty text would open a text part in clients, also where only calls follow;
+                # others add up whatever `content` they find, and null is no text.
+                delta = {"role": "assistant", "refusal": None}
             case TextDelta():
                 return _choice(index, {"delta": {"content": event.text}}, None, event.logprobs)
             case ThinkingDelta(text):
