@@ -73,24 +73,16 @@ class AgentCacheStore:
 
     # -- recall ---------------------------------------------------------------------------------
 
-    def plan(
-        self,
-        root: BlockName,
-        tokens: Sequence[int],
-        *,
-        seconds_per_token: float = 0.0,
-        is_used: bool = True,
-    ) -> RestorePlan:
+    def plan(self, root: BlockName, tokens: Sequence[int], *, is_used: bool = True) -> RestorePlan:
         """Find the longest beginning of `tokens` that can be restored.
 
         Args:
             root: Root of the tenant's names.
             tokens: The prompt, less the tokens that must be computed anyway.
-            seconds_per_token: What computing costs, if known; what is slower to read is left out.
             is_used: Whether that makes it young again.
         """
         packed = pack_tokens(tokens)
-        spec, disk = self.spec, self._disk
+        spec = self.spec
         with self._lock:
             self.roots.add(root)
             match = self._index.match(root, packed, spec.block_tokens)
@@ -100,11 +92,18 @@ class AgentCacheStore:
                 if node.num_tokens == spec.block_tokens or self._index.has_followers(node)
             )
             plan = plan_restore(root, match, spec, ends)
-            if disk is not None and seconds_per_token:
-                plan = worth_reading(plan, root, spec, disk.is_read_in, seconds_per_token)
             if is_used:
                 self.use(plan.parts)
             return plan
+
+    def worth_reading(
+        self, root: BlockName, plan: RestorePlan, seconds_per_token: float
+    ) -> RestorePlan:
+        """Leave out of a plan what is slower to read than to compute, as both go at the moment."""
+        if self._disk is None or not seconds_per_token:
+            return plan
+        with self._lock:
+            return worth_reading(plan, root, self.spec, self._disk.is_read_in, seconds_per_token)
 
     @property
     def version(self) -> int:

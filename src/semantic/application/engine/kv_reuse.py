@@ -221,16 +221,16 @@ class PrefixSharing:
     # -- inside ---------------------------------------------------------------------------------
 
     def _plan(self, generation: Generation) -> RestorePlan:
-        """What can be restored of a request; planned anew once the index or its tokens changed."""
-        basis = (self._store.version, len(generation.tokens))
+        """What is worth restoring of a request; found anew once the index or its tokens changed.
+
+        What is worth it is weighed each time: disks become slow, and fast again.
+        """
+        root, basis = generation.job.root, (self._store.version, len(generation.tokens))
         if generation.plan is None or generation.plan_basis != basis:
-            tokens = generation.tokens[:-1]  # the last one is computed in any case
-            seconds = self._budget.seconds_per_token
-            generation.plan = self._store.plan(
-                generation.job.root, tokens, seconds_per_token=seconds
-            )
+            # The last token is computed in any case.
+            generation.plan = self._store.plan(root, generation.tokens[:-1])
             generation.plan_basis = basis
-        return generation.plan
+        return self._store.worth_reading(root, generation.plan, self._budget.seconds_per_token)
 
     def _begin_restore(self, generation: Generation, plan: RestorePlan) -> None:
         self._backend.open(generation.seq, generation.tokens)

@@ -423,8 +423,9 @@ def test_what_takes_longer_to_read_than_to_compute_is_computed(make_rig: MakeRig
     rig.store.drop_payloads([WantedPart(nodes[1], LayerKind.FULL)])
     fetch(rig.store, WantedPart(nodes[1], LayerKind.FULL)).result(10)
     rig.store.drop_payloads([WantedPart(nodes[1], LayerKind.FULL)])
-    assert rig.store.plan(ROOT, tokens, seconds_per_token=10**9).end == 8
-    assert rig.store.plan(ROOT, tokens, seconds_per_token=1e-30).end == 4
+    plan = rig.store.plan(ROOT, tokens)
+    assert rig.store.worth_reading(ROOT, plan, 10**9).end == 8
+    assert rig.store.worth_reading(ROOT, plan, 1e-30).end == 4
 
 
 def test_closing_while_parts_wait_to_be_read_ends_and_loses_none_of_them(

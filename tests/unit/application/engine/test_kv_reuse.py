@@ -35,16 +35,9 @@ class CountingStore(AgentCacheStore):
 
     num_plans = 0
 
-    def plan(
-        self,
-        root: BlockName,
-        tokens: Sequence[int],
-        *,
-        seconds_per_token: float = 0.0,
-        is_used: bool = True,
-    ) -> RestorePlan:
+    def plan(self, root: BlockName, tokens: Sequence[int], *, is_used: bool = True) -> RestorePlan:
         self.num_plans += 1
-        return super().plan(root, tokens, seconds_per_token=seconds_per_token, is_used=is_used)
+        return super().plan(root, tokens, is_used=is_used)
 
 
 class Sharing:
