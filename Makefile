@@ -79,6 +79,10 @@ test-e2e: $(VENV)/.dev ## run whole flows as a user would
 chaos: $(VENV)/.dev ## kill servers under load, again and again, and check what they left (minutes)
 	@$(PYTEST) -s tests/chaos/chaos_kills.py $(ARGS)
 
+.PHONY: attack
+attack: $(VENV)/.dev ## attack servers of its own for MINUTES (10), and say what did not hold; SEED=... repeats
+	@$(BIN)/python -m tests.attack.campaign --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
 # Clients have dependencies of their own, which must not meet the server's.
 CLIENTS := .clients
 $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json

@@ -105,7 +105,7 @@ def ask(
     chunks = [json.loads(line) for line in lines[:-1] if not line.startswith(":")]
     if any("error" in chunk for chunk in chunks):
         raise httpx.RemoteProtocolError(f"the stream ended with an error: {lines[-2]}")
-    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    return "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
 
 
 class Load:
@@ -142,6 +142,9 @@ class Load:
                     self.refusals.append(error.response.text)
                     return
                 except _FAILURES:
+                    return
+                except Exception as error:  # noqa: BLE001 - told by whoever reads the refusals
+                    self.refusals.append(f"the reply makes no sense: {error!r}")
                     return
 
 

@@ -13,6 +13,15 @@ from pathlib import Path
 import httpx
 
 
+class StartFailedError(AssertionError):
+    """A server that ended before it listened."""
+
+    def __init__(self, status: int, output: str) -> None:
+        super().__init__(f"status {status}: {output}")
+        self.status = status
+        self.output = output
+
+
 @dataclass
 class ServerProcess:
     """A started `semantic serve`."""
@@ -27,12 +36,13 @@ class ServerProcess:
 
     def await_listening(self) -> None:
         """Read the address off the banner."""
-        for _ in range(600):
+        for _ in range(2400):
             for line in self.output.splitlines():
                 if "listening" in line:
                     self.url = line.split()[1]
                     return
-            assert self.process.poll() is None, self.output
+            if self.process.poll() is not None:
+                raise StartFailedError(self.process.returncode, self.output)
             time.sleep(0.05)
         raise AssertionError(f"it never listened: {self.output}")
 

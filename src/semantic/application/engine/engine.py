@@ -31,6 +31,7 @@ from semantic.domain.chat import Failed, Finished, PrefillProgress, TextDelta
 from semantic.domain.errors import (
     BackendError,
     GenerationTimeoutError,
+    InvalidRequestError,
     PoolExhaustedError,
     SemanticError,
 )
@@ -366,7 +367,8 @@ class BlockPoolBatchEngine:
             try:
                 self._apply(generation, chunk, row)
             except Exception as error:  # noqa: BLE001 - one request's defect ends that request
-                _log.exception("a row could not be handled")
+                if not isinstance(error, InvalidRequestError):
+                    _log.exception("a row could not be handled")
                 if not generation.is_done:
                     self._fail(generation, _as_backend_error(error))
 

@@ -172,7 +172,10 @@ class Preparation:
         if renderer is None or renderer.tokenizer is not model.tokenizer:
             renderer = self._renderer = Renderer(model.tokenizer)
         today = self._dates.of(replays.root, request) if renderer.traits.shows_date else None
-        return renderer.render(request, today=today, replays=replays), today
+        try:
+            return renderer.render(request, today=today, replays=replays), today
+        except RecursionError:
+            raise InvalidRequestError("messages or tools are nested too deeply.") from None
 
     def _max_kept(self, agent: Agent, num_prompt: int, model: LoadedModel) -> int | None:
         """How many tokens an agent may keep; refuses a turn that its quota does not allow."""

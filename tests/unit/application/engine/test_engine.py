@@ -7,7 +7,12 @@ from semantic.adapters.outbound.backends.fake import END_TOKEN, fake_spec
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.chat import Failed, Finished, PrefillProgress, ServiceClass
-from semantic.domain.errors import BackendError, GenerationTimeoutError, PoolExhaustedError
+from semantic.domain.errors import (
+    BackendError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    PoolExhaustedError,
+)
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.backend import LAST_SAMPLED
@@ -393,6 +398,23 @@ def test_a_constraint_that_fails_ends_its_own_request(constraint: Alternating) -
     assert isinstance(final, Failed)
     assert "no rule for" in final.error.message
     assert rig.text("n") == alone(make_job("n"))
+
+
+class TooComplex(Alternating):
+    def accept(self, token: int) -> None:
+        raise InvalidRequestError(f"the pattern is too complex after {token}.")
+
+
+def test_a_request_that_turns_out_wrong_is_refused_and_no_defect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = make_rig()
+    rig.submit(replace(make_job("a"), constraint=TooComplex()))
+    rig.run()
+    final = rig.final("a")
+    assert isinstance(final, Failed)
+    assert isinstance(final.error, InvalidRequestError)
+    assert not caplog.records
 
 
 def test_progress_is_reported_while_a_prompt_is_computed() -> None:

@@ -63,6 +63,13 @@ pytestmark = pytest.mark.unit
 REQUEST = ChatRequest("fake", (Message.of(Role.USER, "hello"),))
 
 
+def nested(depth: int) -> JsonObject:
+    value: JsonObject = {}
+    for _ in range(depth):
+        value = {"items": [value]}
+    return value
+
+
 @pytest.fixture
 def device() -> Iterator[tuple[DeviceThread, ReplyHub]]:
     tokenizer = FakeTokenizer()
@@ -233,6 +240,12 @@ async def test_tenants_do_not_share_state(service: InferenceService) -> None:
             {"messages": (Message(Role.USER, (ToolUsePart("id", "f", {}),)),)},
             InvalidRequestError,
             "messages[0].content[0]",
+        ),
+        ({"tools": (ToolSpec("f", "", nested(400)),)}, InvalidRequestError, None),
+        (
+            {"messages": (Message(Role.ASSISTANT, (ToolUsePart("id", "f", nested(400)),)),)},
+            InvalidRequestError,
+            None,
         ),
     ],
 )

@@ -238,6 +238,7 @@ class BodyLimit:
             body = _Body(scope, receive, send, limit, _Unpacker(_WINDOW_BITS[encoding]))
             await self._app(_plain(scope), body.receive, body.send)
         else:
+            await _read_off(receive, limit.max_bytes)
             await _unknown(encoding)(scope, receive, send)
 
 
@@ -320,6 +321,15 @@ def _plain(scope: Scope) -> Scope:
     del headers["content-encoding"]
     del headers["content-length"]
     return inner
+
+
+async def _read_off(receive: Receive, max_bytes: int) -> None:
+    """Read a body for nothing: closed while it still comes, a connection loses the answer."""
+    num_read, is_more = 0, True
+    while is_more and num_read <= max_bytes:
+        message = await receive()
+        num_read += len(message.get("body", b""))
+        is_more = message.get("more_body", False)
 
 
 def _unknown(encoding: str) -> Response:

@@ -1,0 +1,87 @@
+"""Sends spoilt requests to every endpoint of the server's own document.
+
+Promised: nothing that is sent makes the server fail. It answers with a 2xx, a 4xx, or one of the
+documented refusals, and is as healthy as before; what a foreign web page sends is refused.
+"""
+
+import json
+import random
+from typing import ClassVar
+
+import httpx
+
+from tests.attack.mutations import VALID, spoil, spoil_headers
+from tests.attack.site import DOCUMENTED_FAILURES, ServerAttack
+
+REQUESTS_A_ROUND = 20
+_AGENTS = ("fuzz-a", "fuzz-b")
+_STRANGE_IDS = ("nobody", "a" * 300, "%00", "%ff", "..%2f..", "a b", "%F0%9F%92%A5", "x" * 128)
+_FOREIGN = (
+    {b"origin": b"http://evil.example"},
+    {b"sec-fetch-site": b"cross-site", b"origin": b"null"},
+)
+
+
+class FuzzedRequests(ServerAttack):
+    """Each round some requests, then a look at the server."""
+
+    kind: ClassVar[str] = "fuzz"
+
+    def open(self) -> None:
+        super().open()
+        document = self.server.http.get("/openapi.json").json()
+        self._operations = sorted(
+            (method.upper(), path)
+            for path, methods in document["paths"].items()
+            for method in methods
+            if method in {"post", "patch"}
+        )
+        self._make_agents()
+
+    def _make_agents(self) -> None:
+        for agent_id in _AGENTS:
+            self.server.http.post("/v1/agents", json={"id": agent_id})
+            said = {"message": "hello", "max_tokens": 4}
+            self.server.http.post(f"/v1/agents/{agent_id}/generate", json=said)
+        body = {"model": "fake", "input": "hi", "max_output_tokens": 4}
+        self._response_id = self.server.http.post("/v1/responses", json=body).json()["id"]
+
+    def run_round(self, dice: random.Random) -> None:
+        for _ in range(REQUESTS_A_ROUND):
+            self._send_one(dice)
+        self.check_server()
+        self._send_foreign(dice)
+
+    def _send_one(self, dice: random.Random) -> None:
+        method, path = dice.choice(self._operations)
+        content = spoil(dice.choice(VALID.get(path, [{}])), dice)
+        headers = spoil_headers(dice)
+        self.num_requests += 1
+        try:
+            answer = self.server.http.request(
+                method, self._place(path, dice), content=content, headers=headers
+            )
+        except httpx.HTTPError as error:
+            self.find(f"{method} {path}: {error!r}; {content[:300]!r} {headers}")
+            return
+        status = answer.status_code
+        if status >= 500 and status not in DOCUMENTED_FAILURES:
+            self.find(f"{method} {path}: {status} {answer.text[:200]}; {content[:300]!r} {headers}")
+        elif "internal_error" in answer.text:
+            self.find(f"{method} {path}: {answer.text[-300:]}; {content[:300]!r}")
+
+    def _place(self, path: str, dice: random.Random) -> str:
+        agent = dice.choice(_AGENTS if dice.random() < 0.8 else _STRANGE_IDS)
+        response = self._response_id if dice.random() < 0.8 else dice.choice(_STRANGE_IDS)
+        return path.replace("{agent_id}", agent).replace("{response_id}", response)
+
+    def _send_foreign(self, dice: random.Random) -> None:
+        """What a page of another site sends is refused, valid as it may be."""
+        method, path = dice.choice(self._operations)
+        content = json.dumps(VALID.get(path, [{}])[0]).encode()
+        headers = {b"content-type": b"application/json", **dice.choice(_FOREIGN)}
+        place = path.replace("{agent_id}", _AGENTS[0]).replace("{response_id}", self._response_id)
+        self.num_requests += 1
+        answer = self.server.http.request(method, place, content=content, headers=headers)
+        if not 400 <= answer.status_code < 500:
+            self.find(f"{method} {path} from a foreign page answers {answer.status_code}")

@@ -1,0 +1,48 @@
+"""Kills servers under load, and sees that what was acknowledged is there and right."""
+
+import contextlib
+import io
+import random
+from typing import ClassVar
+
+from tests.attack.site import MODEL, Attack
+from tests.chaos.kills import Trial
+from tests.chaos.talk import make_agents
+
+_NUM_AGENTS = 6
+_MOST_REPLIES = 25  # a kill comes after fewer
+
+
+class Kills(Attack):
+    """Rounds take turns between `sync`, where nothing may be lost, and `write_behind`."""
+
+    kind: ClassVar[str] = "kills"
+
+    def open(self) -> None:
+        # A small budget, so that files are evicted while others are written.
+        options = ["--backend", "fake", "--disk-budget-mb", "8"]
+        self._trials = []
+        for durability in ("sync", "write_behind"):
+            work = self.work / durability
+            work.mkdir(parents=True)
+            agents = make_agents(MODEL, _NUM_AGENTS, max_tokens=40)
+            trial = Trial(work / "home", work, durability, options, agents, 0, _MOST_REPLIES)
+            self._trials.append(trial)
+
+    def run_round(self, dice: random.Random) -> None:
+        trial = self._trials[self.round % len(self._trials)]
+        trial.dice = dice
+        before = trial.num_received
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                trial.kill_once()
+        finally:
+            self.num_requests += trial.num_received - before
+
+    def close(self) -> None:
+        for trial in self._trials:
+            if not trial.num_received:
+                continue
+            with contextlib.redirect_stdout(io.StringIO()):
+                trial.finish()
+                trial.check_replies()
