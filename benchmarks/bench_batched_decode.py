@@ -22,6 +22,7 @@ from benchmarks.starter import (
     prompt_tokens,
     report,
     seconds,
+    served_dtype,
     starter_directory,
 )
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
@@ -113,7 +114,10 @@ def main() -> int:
     """Print speeds and ratios; 1 if a target is missed."""
     directory = starter_directory()
     speeds = measure(directory)
-    print(f"tokens a second, prompt of {NUM_PROMPT}, bfloat16, {torch.get_num_threads()} threads")
+    print(
+        f"tokens a second, prompt of {NUM_PROMPT}, {served_dtype()}, "
+        f"{torch.get_num_threads()} threads"
+    )
     for name in speeds.figures:
         print(f"  {name:<12} {speeds.median(name):7.1f}")
     ratios = {name: speeds.ratio(name, "generate") for name in speeds.figures}

@@ -14,6 +14,7 @@ from benchmarks.starter import (
     prompt_tokens,
     report,
     seconds,
+    served_dtype,
     starter_directory,
 )
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
@@ -66,7 +67,10 @@ def main() -> int:
         for size in (NUM_PROMPT, 512, 128):
             calls[f"chunks of {size}"] = partial(backend_speed, made, prompt, size)
         speeds = interleaved(calls, ROUNDS)
-    print(f"tokens a second, prompt of {NUM_PROMPT}, bfloat16, {torch.get_num_threads()} threads")
+    print(
+        f"tokens a second, prompt of {NUM_PROMPT}, {served_dtype()}, "
+        f"{torch.get_num_threads()} threads"
+    )
     for name in speeds.figures:
         print(f"  {name:<15} {speeds.median(name):8.0f}")
     ratio = speeds.ratio(f"chunks of {NUM_PROMPT}", "generate")

@@ -1,6 +1,7 @@
 """What the benchmarks of the torch backend share: the starter model, and runs to compare."""
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from semantic.adapters.config.settings import STARTER_MODEL, load_settings
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.cpu import Weights
-from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.adapters.outbound.backends.torch.loading import TorchOptions, choose_dtype
 from semantic.adapters.outbound.models.source import LocalModelSource
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.spec import ModelCacheSpec
@@ -46,10 +47,16 @@ def prompt_tokens(directory: Path, num_tokens: int) -> list[int]:
     return tokens[:num_tokens]
 
 
+@functools.cache
+def served_dtype() -> torch.dtype:
+    """The number format a server chooses on this CPU."""
+    return choose_dtype("auto", torch.device("cpu"))[0]
+
+
 def library_model(directory: Path) -> Any:
     """The model as `transformers` runs it, in the dtype the backend uses."""
     return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
+        directory, dtype=served_dtype(), attn_implementation="sdpa", local_files_only=True
     ).eval()
 
 
@@ -58,7 +65,7 @@ def backend(directory: Path, weights: Weights = "full") -> Iterator[TorchBackend
     """The backend, as the server loads it."""
     config = json.loads((directory / "config.json").read_text())
     spec = ModelCacheSpec.from_config(config)
-    made = TorchBackend(directory, spec, TorchOptions(dtype="bfloat16", weights=weights))
+    made = TorchBackend(directory, spec, TorchOptions(weights=weights))
     yield made
     made.shutdown()
 
