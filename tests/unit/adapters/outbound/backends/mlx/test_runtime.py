@@ -1,6 +1,7 @@
 """What is decided about MLX before it is imported."""
 
 import importlib.util
+import os
 import resource
 import subprocess
 import sys
@@ -67,3 +68,14 @@ def test_a_missing_blas_is_said(
     monkeypatch.setattr(runtime, "_OPENBLAS", "libno-such-blas.so.0")
     runtime.prepare()
     assert "reference BLAS" in caplog.text
+
+
+@pytest.mark.parametrize("asked,expected", [(None, "0"), ("1", "1")])
+def test_float32_is_float32_on_cuda_too_unless_asked_otherwise(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, expected: str
+) -> None:
+    monkeypatch.setenv("MLX_ENABLE_TF32", asked or "")
+    if asked is None:
+        monkeypatch.delenv("MLX_ENABLE_TF32")
+    runtime.prepare(1)
+    assert os.environ["MLX_ENABLE_TF32"] == expected
