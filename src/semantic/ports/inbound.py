@@ -1,6 +1,6 @@
 """What protocol adapters ask of the core."""
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -90,18 +90,6 @@ class InferencePort(Protocol):
         Raises:
             ModelSwapError: the model is still loading, or failed to load.
         """
-        ...
-
-
-class PastTurnsPort(Protocol):
-    """What was said in turns that are over. May read a disk: not for the event loop's thread."""
-
-    def find(self, request_id: str, principal: Principal) -> PastTurn | None:
-        """Find the turn that a request made; None if it is unknown, or its text is not kept."""
-        ...
-
-    def forget(self, request_id: str, principal: Principal) -> bool:
-        """Remove what was said in a turn; False if there is nothing to remove."""
         ...
 
 
@@ -256,81 +244,6 @@ class Explanation:
     state: StateView
 
 
-class AgentManagementPort(Protocol):
-    """Agents as things one can hold. A tenant sees its own agents and no others.
-
-    Methods raise AgentNotFoundError where the agent, or the turn, is not there. They may read
-    from disk; `generate` is called on the event loop's thread, the others on any.
-    """
-
-    def create(self, agent: Agent) -> tuple[AgentView, bool]:
-        """Add an agent; says whether it is new. One with the same settings is returned as it is.
-
-        Raises:
-            ConflictError: there is one of this name with other settings.
-        """
-        ...
-
-    def get(self, principal: Principal, agent_id: str) -> AgentView:
-        """Find an agent."""
-        ...
-
-    def page(self, principal: Principal, query: AgentQuery) -> AgentPage:
-        """List agents; those that nobody named from their second turn on.
-
-        Raises:
-            InvalidRequestError: the cursor is none of ours.
-        """
-        ...
-
-    def update(
-        self, principal: Principal, agent_id: str, edit: Callable[[Agent], Agent]
-    ) -> AgentView:
-        """Change an agent's settings."""
-        ...
-
-    def delete(self, principal: Principal, agent_id: str) -> None:
-        """Remove an agent; a turn that is running is cancelled."""
-        ...
-
-    async def generate(self, principal: Principal, agent_id: str, ask: NewTurn) -> Reply:
-        """Answer new messages in an agent's conversation; its turns run one after another.
-
-        Raises:
-            QuotaExceededError: it has had all it may have.
-            OverloadedError: too many of its turns are waiting.
-            ContextLengthError: the conversation does not fit, and its oldest part must stay.
-            GenerationTimeoutError: its turn did not come in time.
-            InvalidRequestError, ModelNotFoundError, ModelSwapError, DrainingError: see
-                `InferencePort`.
-        """
-        ...
-
-    def fork(
-        self, principal: Principal, agent_id: str, new_ids: Sequence[str], turn_id: str | None
-    ) -> tuple[AgentView, ...]:
-        """Make other agents with the same past, up to a turn if one is named: all or none.
-
-        Raises:
-            ConflictError: a name is taken.
-        """
-        ...
-
-    def rewind(self, principal: Principal, agent_id: str, turn_id: str | None) -> AgentView:
-        """Go back to an earlier turn, None before the first; ends the turn that is running."""
-        ...
-
-    def turns(
-        self, principal: Principal, agent_id: str, before: str | None, limit: int
-    ) -> tuple[Turn, ...]:
-        """An agent's turns, the latest first, from the one before `before` on."""
-        ...
-
-    def explain(self, principal: Principal, agent_id: str) -> Explanation:
-        """Say what the latest turn reused, where its prompt diverged, and what comes next."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ImportedAgent:
     """An agent that came in as a file.
@@ -343,42 +256,6 @@ class ImportedAgent:
     agent: Agent
     has_state: bool
     reason: str
-
-
-class AgentTransferPort(Protocol):
-    """Agents as files. Any thread; reads from disk."""
-
-    def export(self, principal: Principal, agent_id: str) -> Iterator[bytes]:
-        """Write an agent with its turns and attention state as one file, piece by piece.
-
-        Raises:
-            AgentNotFoundError: there is no such agent; before the first piece.
-        """
-        ...
-
-    def take_in(
-        self,
-        principal: Principal,
-        open_file: Callable[[], Iterable[bytes]],
-        new_id: str | None,
-        *,
-        is_messages_only: bool,
-    ) -> ImportedAgent:
-        """Take in an exported agent; the whole file is checked first.
-
-        Attention state is taken only from a file that this server signed, or one it trusts.
-
-        Args:
-            principal: Whose it becomes.
-            open_file: Gives the file's content from its beginning, each time.
-            new_id: Its name from now on; None keeps the one in the file.
-            is_messages_only: Take what was said and leave tokens and attention state.
-
-        Raises:
-            ConflictError: the name is taken.
-            InvalidRequestError: the file is damaged, or another model's.
-        """
-        ...
 
 
 @dataclass(slots=True)
@@ -435,46 +312,3 @@ class CheckProgress:
     num_checked: int
     num_total: int
     num_bad: int
-
-
-class CacheManagementPort(Protocol):
-    """The attention state of all agents. Any thread; may read from disk.
-
-    Methods raise ModelSwapError until the model, whose state it is, is loaded.
-    """
-
-    def overview(self, principal: Principal) -> CacheOverview:
-        """Read all figures; agents are those of the principal."""
-        ...
-
-    def sample(self) -> tuple[CacheCounts, str]:
-        """Read the counters and the memory's pressure, cheaply; zeros before the model is there."""
-        ...
-
-    def prefetch(self, principal: Principal, agent_id: str) -> int:
-        """Begin to read an agent's state into memory; returns how many parts that are.
-
-        Raises:
-            AgentNotFoundError: there is no such agent.
-        """
-        ...
-
-    def evict(self, principal: Principal, agent_id: str, *, is_cold: bool) -> StateView:
-        """Drop an agent's own state from memory, and from disk too if it is to be cold.
-
-        Raises:
-            AgentNotFoundError: there is no such agent.
-        """
-        ...
-
-    def collect(self, orphan_age_s: float | None) -> int:
-        """Delete what no agent reaches and nobody used for a while; returns the bytes freed.
-
-        Raises:
-            CachePersistenceError: the ledger cannot be changed now.
-        """
-        ...
-
-    def verify(self) -> Iterator[CheckProgress]:
-        """Read and check every file; bad ones are dropped."""
-        ...

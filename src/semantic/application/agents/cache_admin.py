@@ -39,7 +39,11 @@ class CacheBudgets:
 
 
 class CacheService:
-    """`CacheManagementPort` over one store. Safe on any thread."""
+    """The attention state of all agents. Any thread; may read from disk.
+
+    Methods raise AgentNotFoundError where the agent is not there, and, but for `state`, `repin` and
+    `sample`, ModelSwapError until the model, whose state it is, is loaded.
+    """
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class CacheService:
             self._cache().housekeeping.refresh_pins()
 
     def prefetch(self, principal: Principal, agent_id: str) -> int:
-        """Begin to read an agent's state into memory."""
+        """Begin to read an agent's state into memory; returns how many parts that are."""
         agent = self._agents.get(principal.tenant, agent_id)
         return self._ready().housekeeping.prefetch(agent)
 
@@ -91,15 +95,19 @@ class CacheService:
         return self.state(agent)
 
     def collect(self, orphan_age_s: float | None) -> int:
-        """Delete what no agent reaches."""
+        """Delete what no agent reaches and nobody used for a while; returns the bytes freed.
+
+        Raises:
+            CachePersistenceError: the ledger cannot be changed now.
+        """
         return self._ready().housekeeping.collect(orphan_age_s=orphan_age_s)
 
     def verify(self) -> Iterator[CheckProgress]:
-        """Read and check every file."""
+        """Read and check every file; bad ones are dropped."""
         return self._ready().housekeeping.verify()
 
     def sample(self) -> tuple[CacheCounts, str]:
-        """Read the counters and the memory's pressure."""
+        """Read the counters and the memory's pressure; zeros before the model is there."""
         try:
             store = self._cache().store
         except ModelSwapError:
@@ -107,7 +115,7 @@ class CacheService:
         return replace(store.counts), store.usage().pressure.name.lower()
 
     def overview(self, principal: Principal) -> CacheOverview:
-        """Read all figures."""
+        """Read all figures; agents are those of the principal."""
         cache = self._ready()
         usage = cache.store.usage()
         counts, pressure = self.sample()

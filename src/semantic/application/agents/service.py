@@ -30,7 +30,11 @@ _PAST = ("head", "num_turns", "created_at", "last_used")
 
 
 class AgentService:
-    """`AgentManagementPort` over a ledger."""
+    """Agents as things one can hold. A tenant sees its own agents and no others.
+
+    Methods raise AgentNotFoundError where the agent, or the turn, is not there. They may read
+    from disk; `generate` is called on the event loop's thread, the others on any.
+    """
 
     def __init__(
         self,
@@ -61,7 +65,11 @@ class AgentService:
     # -- one agent ------------------------------------------------------------------------------
 
     def create(self, agent: Agent) -> tuple[AgentView, bool]:
-        """Add an agent; one with the same settings is returned as it is."""
+        """Add an agent; says whether it is new. One with the same settings is returned as it is.
+
+        Raises:
+            ConflictError: there is one of this name with other settings.
+        """
         try:
             made = self._agents.create(agent)
         except ConflictError:
@@ -74,7 +82,7 @@ class AgentService:
         return self._view(made), True
 
     def get(self, principal: Principal, agent_id: str) -> AgentView:
-        """Find an agent."""
+        """See an agent and where its state is."""
         return self._view(self._agents.get(principal.tenant, agent_id))
 
     def update(
@@ -98,7 +106,16 @@ class AgentService:
         self._tell(gone, AgentDeed.DELETED)
 
     async def generate(self, principal: Principal, agent_id: str, ask: NewTurn) -> Reply:
-        """Answer new messages in an agent's conversation."""
+        """Answer new messages in an agent's conversation; its turns run one after another.
+
+        Raises:
+            QuotaExceededError: it has had all it may have.
+            OverloadedError: too many of its turns are waiting.
+            ContextLengthError: the conversation does not fit, and its oldest part must stay.
+            GenerationTimeoutError: its turn did not come in time.
+            InvalidRequestError, ModelNotFoundError, ModelSwapError, DrainingError: see
+                `InferencePort`.
+        """
         return await self._generate(principal, agent_id, ask)
 
     # -- its past -------------------------------------------------------------------------------
@@ -106,7 +123,11 @@ class AgentService:
     def fork(
         self, principal: Principal, agent_id: str, new_ids: Sequence[str], turn_id: str | None
     ) -> tuple[AgentView, ...]:
-        """Make other agents with the same past."""
+        """Make other agents with the same past, up to a turn if one is named: all or none.
+
+        Raises:
+            ConflictError: a name is taken.
+        """
         made = self._agents.fork(principal.tenant, agent_id, new_ids, turn_id)
         for agent in made:
             self._tell(agent, AgentDeed.FORKED)
@@ -114,7 +135,7 @@ class AgentService:
         return tuple(replace(first, agent=agent) for agent in made)
 
     def rewind(self, principal: Principal, agent_id: str, turn_id: str | None) -> AgentView:
-        """Go back to an earlier turn and end the one that is running."""
+        """Go back to an earlier turn, None before the first; ends the turn that is running."""
         agent = self._agents.rewind(principal.tenant, agent_id, turn_id)
         self._lanes.cancel(principal.tenant, agent_id)
         self._tell(agent, AgentDeed.REWOUND)
@@ -123,7 +144,7 @@ class AgentService:
     def turns(
         self, principal: Principal, agent_id: str, before: str | None, limit: int
     ) -> tuple[Turn, ...]:
-        """An agent's turns, the latest first."""
+        """An agent's turns, the latest first, from the one before `before` on."""
         agent = self._agents.get(principal.tenant, agent_id)
         if before is not None:
             agent = self._agents.before(agent, before)
@@ -139,7 +160,13 @@ class AgentService:
     # -- all of them ----------------------------------------------------------------------------
 
     def page(self, principal: Principal, query: AgentQuery) -> AgentPage:
-        """List agents; a page begins after the last one of the page before, wherever it is now."""
+        """List agents; those that nobody named from their second turn on.
+
+        A page begins after the last one of the page before, wherever it is now.
+
+        Raises:
+            InvalidRequestError: the cursor is none of ours.
+        """
         matching = [a for a in self._agents.agents(principal.tenant) if _matches(a, query)]
         matching.sort(key=lambda a: _rank(a, query), reverse=query.is_descending)
         rest = matching

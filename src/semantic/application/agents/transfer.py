@@ -44,7 +44,7 @@ class _Arrival:
 
 
 class AgentTransfer:
-    """`AgentTransferPort` over a store and a ledger."""
+    """Agents as files. Any thread; reads from disk."""
 
     def __init__(
         self,
@@ -65,7 +65,12 @@ class AgentTransfer:
     # -- out ------------------------------------------------------------------------------------
 
     def export(self, principal: Principal, agent_id: str) -> Iterator[bytes]:
-        """Write an agent with its turns and attention state as one file, piece by piece."""
+        """Write an agent with its turns and attention state as one file, piece by piece.
+
+        Raises:
+            AgentNotFoundError: there is no such agent; before the first piece.
+            ModelSwapError: no model is loaded.
+        """
         agent = self._agents.get(principal.tenant, agent_id)
         model = self._device.ready_model()
         return self._files.write(self._items(agent, model))
@@ -108,7 +113,18 @@ class AgentTransfer:
         *,
         is_messages_only: bool,
     ) -> ImportedAgent:
-        """Take in an exported agent; the whole file is checked before anything is changed."""
+        """Take in an exported agent; the whole file is checked before anything is changed.
+
+        Args:
+            principal: Whose it becomes.
+            open_file: Gives the file's content from its beginning, each time.
+            new_id: Its name from now on; None keeps the one in the file.
+            is_messages_only: Take what was said and leave tokens and attention state.
+
+        Raises:
+            ConflictError: the name is taken.
+            InvalidRequestError: the file is damaged, or another model's.
+        """
         signer = self._files.check(open_file())
         is_trusted = bool(signer) and not is_messages_only
         arrival = _checked(self._files.read(open_file(), has_parts=is_trusted))

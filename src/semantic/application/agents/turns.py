@@ -175,7 +175,7 @@ class TurnLog:
 
 
 class PastTurns:
-    """`PastTurnsPort` over the log. Thread-safe."""
+    """What was said in turns that are over. Any thread but the event loop's: may read a disk."""
 
     def __init__(self, log: TurnLog) -> None:
         self._log = log

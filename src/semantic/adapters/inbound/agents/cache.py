@@ -14,10 +14,11 @@ from semantic.adapters.inbound.agents.routes import AgentPath
 from semantic.adapters.inbound.agents.views import Json, ReuseOut, StateOut, UsageOut, View
 from semantic.adapters.inbound.http import streaming
 from semantic.adapters.inbound.http.errors import refusals
+from semantic.application.agents.cache_admin import CacheService
 from semantic.application.agents.feed import EventFeed, Subscription
 from semantic.domain.agents import Principal, Reuse
 from semantic.domain.feed import AgentChanged, FeedEvent, Missed, TurnEnded, TurnStarted
-from semantic.ports.inbound import CacheCounts, CacheManagementPort, CacheOverview, CheckProgress
+from semantic.ports.inbound import CacheCounts, CacheOverview, CheckProgress
 
 
 class MemoryOut(View):
@@ -145,7 +146,7 @@ class CacheApi:
     """Endpoints that look after attention state."""
 
     def __init__(
-        self, cache: CacheManagementPort, feed: EventFeed, principal: Callable[[], Principal]
+        self, cache: CacheService, feed: EventFeed, principal: Callable[[], Principal]
     ) -> None:
         self._cache = cache
         self._feed = feed

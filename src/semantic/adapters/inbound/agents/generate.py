@@ -20,6 +20,7 @@ from semantic.adapters.inbound.http.streaming import (
     data,
     unless_disconnected,
 )
+from semantic.application.agents.service import AgentService
 from semantic.application.agents.turns import turn_id
 from semantic.application.parsing import MessageFold
 from semantic.domain.agents import Principal, Reuse, Turn
@@ -37,7 +38,6 @@ from semantic.domain.chat import (
     ToolCallStarted,
 )
 from semantic.domain.errors import AgentNotFoundError
-from semantic.ports.inbound import AgentManagementPort
 
 _STREAM = {
     "description": "the reply, or its events if `stream` is true",
@@ -54,7 +54,7 @@ _STREAM = {
 class GenerateApi:
     """Stateful generation."""
 
-    def __init__(self, agents: AgentManagementPort, principal: Callable[[], Principal]) -> None:
+    def __init__(self, agents: AgentService, principal: Callable[[], Principal]) -> None:
         self._agents = agents
         self._principal = principal
 

@@ -1,4 +1,4 @@
-"""The agent API: agents as things one can hold, thin over the inbound ports."""
+"""The agent API: agents as things one can hold, thin over the services of `application/agents`."""
 
 import asyncio
 import secrets
@@ -29,9 +29,11 @@ from semantic.adapters.inbound.agents.views import (
     TurnOut,
 )
 from semantic.adapters.inbound.http.errors import refusals
+from semantic.application.agents.service import AgentService
+from semantic.application.agents.transfer import AgentTransfer
 from semantic.domain.agents import Principal
 from semantic.domain.errors import InvalidRequestError
-from semantic.ports.inbound import AgentManagementPort, AgentQuery, AgentTransferPort
+from semantic.ports.inbound import AgentQuery
 
 AgentPath = Annotated[
     str,
@@ -45,7 +47,7 @@ _MAX_ID = 128
 class DirectApi:
     """Endpoints under `/v1/agents` that move no tokens."""
 
-    def __init__(self, agents: AgentManagementPort, principal: Callable[[], Principal]) -> None:
+    def __init__(self, agents: AgentService, principal: Callable[[], Principal]) -> None:
         self._agents = agents
         self._principal = principal
 
@@ -190,8 +192,8 @@ class TransferApi:
 
     def __init__(
         self,
-        transfer: AgentTransferPort,
-        agents: AgentManagementPort,
+        transfer: AgentTransfer,
+        agents: AgentService,
         principal: Callable[[], Principal],
     ) -> None:
         self._transfer = transfer

@@ -28,9 +28,10 @@ from semantic.adapters.inbound.responses.events import (
 )
 from semantic.adapters.inbound.responses.requests import ResponsesRequest
 from semantic.adapters.inbound.responses.run import ResponseBook, ResponseRun
+from semantic.application.agents.turns import PastTurns
 from semantic.domain.agents import Principal
 from semantic.domain.errors import InvalidRequestError
-from semantic.ports.inbound import InferencePort, ModelManagementPort, PastTurn, PastTurnsPort
+from semantic.ports.inbound import InferencePort, ModelManagementPort, PastTurn
 
 _Place = Annotated[int | None, Query(ge=0, description="`sequence_number` of the last event seen")]
 _FOUND: dict[int | str, dict[str, Any]] = {200: {"model": ResponseBody}}
@@ -40,7 +41,7 @@ class _Responses:
     """Finds responses for the endpoints."""
 
     def __init__(
-        self, turns: PastTurnsPort, models: ModelManagementPort, principal: Callable[[], Principal]
+        self, turns: PastTurns, models: ModelManagementPort, principal: Callable[[], Principal]
     ) -> None:
         self._turns = turns
         self._models = models
@@ -124,7 +125,7 @@ class _Responses:
 def responses_router(
     inference: InferencePort,
     models: ModelManagementPort,
-    turns: PastTurnsPort,
+    turns: PastTurns,
     principal: Callable[[], Principal],
 ) -> APIRouter:
     """Serve `/v1/responses` on behalf of a principal."""

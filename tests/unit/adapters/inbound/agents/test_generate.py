@@ -7,11 +7,11 @@ import pytest
 from fastapi import FastAPI
 
 from semantic.adapters.inbound.agents.generate import GenerateApi
+from semantic.application.agents.service import AgentService
 from semantic.domain.agents import Principal
 from semantic.domain.chat import Finished, Started, Usage
 from semantic.domain.errors import AgentNotFoundError
 from semantic.domain.sampling import FinishReason
-from semantic.ports.inbound import AgentManagementPort
 from tests.canned_replies import CannedReply
 
 pytestmark = pytest.mark.unit
@@ -31,7 +31,7 @@ class DeletedAgent:
 
 async def test_a_reply_of_nothing_is_an_empty_text() -> None:
     app = FastAPI()
-    app.include_router(GenerateApi(cast("AgentManagementPort", DeletedAgent()), Principal).router())
+    app.include_router(GenerateApi(cast("AgentService", DeletedAgent()), Principal).router())
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         told = (await http.post("/v1/agents/a/generate", json={"message": "hi"})).json()
