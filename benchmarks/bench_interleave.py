@@ -19,8 +19,8 @@ from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.request import EventBatch, Job
 from semantic.application.engine.scheduler import ChunkBudget, EngineLimits
 from semantic.domain.blocks import BlockNamespace
-from semantic.domain.chat import Failed, Finished, TextDelta
 from semantic.domain.errors import DrainingError
+from semantic.domain.events import Failed, Finished, TextDelta
 from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import SamplingParams, StopRules
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from semantic.adapters.outbound.ledger.sqlite import LEDGER_FILE, SqliteLedger
 from semantic.domain.agents import Agent, Pointer, Turn
 from semantic.domain.blocks import BlockName, BlockPart, block_name, pack_tokens
-from semantic.domain.chat import Message, Role, Usage
+from semantic.domain.chat import Message, Role
+from semantic.domain.events import Usage
 from semantic.domain.spec import LayerKind
 from semantic.ports.storage import (
     LedgerChange,

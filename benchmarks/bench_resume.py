@@ -32,7 +32,7 @@ from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.request import EventBatch, Job
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.agents import Principal
-from semantic.domain.chat import Finished, TextDelta
+from semantic.domain.events import Finished, TextDelta
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.entrypoints.persistence import AgentMemory
 from semantic.ports.backend import Chunk, Draw, SequenceId, Step

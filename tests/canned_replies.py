@@ -3,8 +3,8 @@
 from collections.abc import AsyncIterator, Sequence
 
 from semantic.domain.agents import Principal
-from semantic.domain.chat import (
-    ChatRequest,
+from semantic.domain.chat import ChatRequest
+from semantic.domain.events import (
     Event,
     Finished,
     ScoredToken,

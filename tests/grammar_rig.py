@@ -11,18 +11,16 @@ import numpy as np
 from semantic.application.parsing import ReplyParser, fold_message
 from semantic.domain.chat import (
     ChoiceFormat,
-    Finished,
     JsonFormat,
     JsonObject,
     Message,
     RegexFormat,
-    TextDelta,
     ToolChoice,
     ToolMode,
     ToolSpec,
     ToolUsePart,
-    Usage,
 )
+from semantic.domain.events import Finished, TextDelta, Usage
 from semantic.domain.reply_format import Markers, ReplyFormat, ReplyShape, ToolFormat
 from semantic.domain.sampling import FinishReason
 from semantic.ports.text import TokenConstraint, TokenizerPort

@@ -18,8 +18,8 @@ from semantic.application.engine.request import EngineEvent, EventBatch, Job, Re
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockNamespace, BlockPart
-from semantic.domain.chat import Finished, TextDelta
 from semantic.domain.errors import DrainingError
+from semantic.domain.events import Finished, TextDelta
 from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.domain.spec import LayerKind

@@ -10,7 +10,7 @@ from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.request import EngineEvent, EventBatch, Job
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace
-from semantic.domain.chat import Failed, Finished, TextDelta
+from semantic.domain.events import Failed, Finished, TextDelta
 from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.backend import ModelBackendPort

@@ -13,7 +13,7 @@ from semantic.application.cache.restore_plan import WantedPart
 from semantic.application.engine import engine as batch_engine
 from semantic.application.engine import restore
 from semantic.domain.agents import Reuse
-from semantic.domain.chat import Finished
+from semantic.domain.events import Finished
 from semantic.domain.sampling import FinishReason
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import ModelBackendPort

@@ -12,7 +12,6 @@ from semantic.application.parsing import fold_message
 from semantic.domain.agents import Principal
 from semantic.domain.chat import (
     ChatRequest,
-    Finished,
     JsonObject,
     Message,
     Part,
@@ -21,8 +20,8 @@ from semantic.domain.chat import (
     ToolMode,
     ToolResultPart,
     ToolUsePart,
-    Usage,
 )
+from semantic.domain.events import Finished, Usage
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.entrypoints.bootstrap import Server, bootstrap
 from semantic.ports.inbound import ModelState

@@ -15,7 +15,7 @@ from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.request import EngineEvent, EventBatch, Job
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace
-from semantic.domain.chat import Finished, TextDelta
+from semantic.domain.events import Finished, TextDelta
 from semantic.domain.pool import BlockPool
 from semantic.domain.reply_format import ReplyFormat, ReplyShape, detect_reply_format
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from semantic.domain.blocks import BlockName, pack_tokens
-from semantic.domain.chat import Message, ServiceClass, ToolSpec, Usage
+from semantic.domain.chat import Message, ServiceClass, ToolSpec
 from semantic.domain.errors import InvalidRequestError
+from semantic.domain.events import Usage
 from semantic.domain.sampling import FinishReason
 
 LOCAL_TENANT = "local"

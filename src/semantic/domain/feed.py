@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from semantic.domain.agents import Reuse
-from semantic.domain.chat import Usage
+from semantic.domain.events import Usage
 
 
 class AgentDeed(enum.Enum):

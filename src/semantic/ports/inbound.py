@@ -8,13 +8,12 @@ from typing import Protocol
 from semantic.domain.agents import Agent, Principal, Reuse, Tier, Turn
 from semantic.domain.chat import (
     ChatRequest,
-    Event,
     Message,
     OutputFormat,
     Thinking,
     ToolChoice,
-    Usage,
 )
+from semantic.domain.events import Event, Usage
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.domain.spec import Compute
 

@@ -10,7 +10,8 @@ from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.request import EngineEvent, EventBatch, Job
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace
-from semantic.domain.chat import Failed, Finished, ServiceClass, TextDelta
+from semantic.domain.chat import ServiceClass
+from semantic.domain.events import Failed, Finished, TextDelta
 from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.domain.spec import ModelCacheSpec

@@ -18,8 +18,8 @@ from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.application.engine.restore import Restore
 from semantic.domain.agents import LOCAL_TENANT, Pointer, Reuse, Turn
 from semantic.domain.blocks import BlockName, BlockPart, PartKey, block_end
-from semantic.domain.chat import Usage
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
+from semantic.domain.events import Usage
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import HostBuffer, KVPayload, SequenceId

@@ -5,7 +5,7 @@ from typing import Annotated, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from semantic.domain.chat import Finished
+from semantic.domain.events import Finished
 from semantic.domain.sampling import UNSET_SAMPLING, SamplingParams
 
 NO_LIMIT = -1  # clients of llama.cpp and vLLM write it for "none"

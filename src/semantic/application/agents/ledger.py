@@ -23,8 +23,9 @@ from semantic.domain.agents import (
     conversation_digest,
 )
 from semantic.domain.blocks import common_prefix
-from semantic.domain.chat import Continuation, Message, Usage
+from semantic.domain.chat import Continuation, Message
 from semantic.domain.errors import AgentNotFoundError, ConflictError, QuotaExceededError
+from semantic.domain.events import Usage
 from semantic.domain.sampling import FinishReason
 from semantic.ports.storage import (
     DropAgent,

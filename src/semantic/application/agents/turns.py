@@ -18,8 +18,9 @@ from typing import TypeAlias
 from semantic.application.agents.feed import EventFeed
 from semantic.domain.agents import Agent, Principal, Reuse, Turn
 from semantic.domain.blocks import BlockName
-from semantic.domain.chat import Failed, Finished, Message, Role, Started
+from semantic.domain.chat import Message, Role
 from semantic.domain.errors import GenerationTimeoutError, OverloadedError
+from semantic.domain.events import Failed, Finished, Started
 from semantic.domain.feed import TurnEnded, TurnStarted
 from semantic.ports.inbound import PastTurn, Reply
 from semantic.ports.storage import (

@@ -22,7 +22,6 @@ from semantic.application.engine.request import EventBatch, EventSink, Job
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.agents import Principal
 from semantic.domain.blocks import BlockName, BlockNamespace
-from semantic.domain.chat import Failed, Finished
 from semantic.domain.errors import (
     BackendError,
     DrainingError,
@@ -30,6 +29,7 @@ from semantic.domain.errors import (
     OverloadedError,
     SemanticError,
 )
+from semantic.domain.events import Failed, Finished
 from semantic.domain.model_names import require_served
 from semantic.domain.reply_format import ReplyFormat
 from semantic.domain.sampling import SamplingDefaults

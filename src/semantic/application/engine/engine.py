@@ -27,7 +27,6 @@ from semantic.application.engine.request import (
 )
 from semantic.application.engine.scheduler import ConcurrentScheduler, EngineLimits
 from semantic.application.engine.text import TextAssembler
-from semantic.domain.chat import Failed, Finished, PrefillProgress, TextDelta
 from semantic.domain.errors import (
     BackendError,
     GenerationTimeoutError,
@@ -35,6 +34,7 @@ from semantic.domain.errors import (
     PoolExhaustedError,
     SemanticError,
 )
+from semantic.domain.events import Failed, Finished, PrefillProgress, TextDelta
 from semantic.domain.sampling import FinishReason
 from semantic.ports.backend import (
     Chunk,

@@ -10,7 +10,14 @@ from semantic.application.engine.restore import Restore
 from semantic.application.engine.text import TextAssembler
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockName, PartKey, block_end, common_prefix
-from semantic.domain.chat import Event, Failed, Finished, PrefillProgress, ServiceClass, Usage
+from semantic.domain.chat import ServiceClass
+from semantic.domain.events import (
+    Event,
+    Failed,
+    Finished,
+    PrefillProgress,
+    Usage,
+)
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, SequenceId
 from semantic.ports.text import TokenConstraint

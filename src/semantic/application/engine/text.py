@@ -7,7 +7,7 @@ never lost; the pieces joined are exactly the decoding of all tokens. Stop strin
 import codecs
 from collections.abc import Callable, Mapping, Sequence
 
-from semantic.domain.chat import ScoredToken, TextDelta
+from semantic.domain.events import ScoredToken, TextDelta
 from semantic.domain.sampling import StopMatcher, TokenLogprob
 
 

@@ -16,13 +16,13 @@ from semantic.application.parsing.call_syntax import (
 )
 from semantic.application.parsing.json_arguments import JsonArguments
 from semantic.application.parsing.pending_text import Splitter, num_undecided
-from semantic.domain.chat import (
+from semantic.domain.chat import ToolSpec
+from semantic.domain.events import (
     Event,
     TextDelta,
     ToolCallDelta,
     ToolCallEnded,
     ToolCallStarted,
-    ToolSpec,
 )
 from semantic.domain.reply_format import CALL_MARKERS, ToolFormat
 

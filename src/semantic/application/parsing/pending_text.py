@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 
-from semantic.domain.chat import Event, ScoredToken, TextDelta
+from semantic.domain.events import Event, ScoredToken, TextDelta
 
 
 class PendingText:

@@ -10,23 +10,25 @@ from semantic.application.parsing.harmony import HarmonySplitter
 from semantic.application.parsing.pending_text import Splitter
 from semantic.application.parsing.thinking import ThinkingSplitter
 from semantic.domain.chat import (
-    Event,
-    Failed,
-    Finished,
     JsonObject,
     Message,
     Part,
     Role,
-    TextDelta,
     TextPart,
+    ThinkingPart,
+    ToolSpec,
+    ToolUsePart,
+)
+from semantic.domain.events import (
+    Event,
+    Failed,
+    Finished,
+    TextDelta,
     ThinkingDelta,
     ThinkingEnded,
-    ThinkingPart,
     ToolCallDelta,
     ToolCallEnded,
     ToolCallStarted,
-    ToolSpec,
-    ToolUsePart,
 )
 from semantic.domain.reply_format import ReplyFormat, ToolFormat
 from semantic.domain.sampling import FinishReason

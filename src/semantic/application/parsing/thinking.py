@@ -4,7 +4,7 @@ import enum
 from collections.abc import Callable
 
 from semantic.application.parsing.pending_text import Splitter, num_undecided
-from semantic.domain.chat import Event, ThinkingDelta, ThinkingEnded
+from semantic.domain.events import Event, ThinkingDelta, ThinkingEnded
 from semantic.domain.reply_format import Markers
 
 

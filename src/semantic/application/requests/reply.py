@@ -15,11 +15,11 @@ from semantic.application.engine.request import EventBatch, ReplyState
 from semantic.application.parsing import MessageFold, ReplyParser
 from semantic.application.requests.thinking_budget import ThinkingSpan
 from semantic.domain.agents import Reuse
-from semantic.domain.chat import (
+from semantic.domain.chat import Message
+from semantic.domain.events import (
     Event,
     Failed,
     Finished,
-    Message,
     PrefillProgress,
     TextDelta,
     ThinkingDelta,

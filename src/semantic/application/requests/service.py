@@ -20,13 +20,14 @@ from semantic.application.requests.identity import BusyAgents, Claim, Identities
 from semantic.application.requests.prepare import Preparation, PreparationThreads, PreparedRequest
 from semantic.application.requests.reply import FinishedReply, LiveReply, ReplyHub
 from semantic.domain.agents import Pointer, Principal, Turn
-from semantic.domain.chat import ChatRequest, Started, TextDelta, Usage
+from semantic.domain.chat import ChatRequest
 from semantic.domain.errors import (
     AgentNotFoundError,
     CachePersistenceError,
     ConflictError,
     SemanticError,
 )
+from semantic.domain.events import Started, TextDelta, Usage
 from semantic.domain.model_names import require_served
 from semantic.domain.sampling import FinishReason
 

@@ -20,8 +20,9 @@ from semantic.domain.agents import (
     Turn,
 )
 from semantic.domain.blocks import BlockName
-from semantic.domain.chat import Continuation, Message, Role, Usage
+from semantic.domain.chat import Continuation, Message, Role
 from semantic.domain.errors import AgentNotFoundError, ConflictError, QuotaExceededError
+from semantic.domain.events import Usage
 from semantic.ports.storage import LedgerChange
 from tests.unit.application.engine_rig import ROOT
 

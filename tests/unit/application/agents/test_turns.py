@@ -8,7 +8,8 @@ from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.ledger import AgentLedger, Exchange, write_at_once
 from semantic.application.agents.turns import PastTurns, turn_id
 from semantic.domain.agents import Principal, Reuse
-from semantic.domain.chat import Continuation, Message, Role, TextPart, Usage
+from semantic.domain.chat import Continuation, Message, Role, TextPart
+from semantic.domain.events import Usage
 from semantic.ports.storage import LedgerChange
 
 pytestmark = pytest.mark.unit

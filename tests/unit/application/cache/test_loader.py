@@ -25,8 +25,8 @@ from semantic.application.engine.request import EventBatch, Job, ReplyState
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockPart
-from semantic.domain.chat import Failed, Finished, TextDelta
 from semantic.domain.errors import CacheCorruptionError
+from semantic.domain.events import Failed, Finished, TextDelta
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import KVPayload

@@ -15,8 +15,9 @@ from semantic.application.agents.ledger import AgentLedger, Exchange
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.domain.agents import Agent, Reuse
-from semantic.domain.chat import Message, Role, Usage
+from semantic.domain.chat import Message, Role
 from semantic.domain.errors import CachePersistenceError
+from semantic.domain.events import Usage
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload

@@ -18,7 +18,6 @@ from semantic.application.engine.device_thread import (
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.request import EngineEvent, EventBatch
 from semantic.application.engine.scheduler import EngineLimits
-from semantic.domain.chat import Failed, Finished
 from semantic.domain.errors import (
     BackendError,
     DrainingError,
@@ -26,6 +25,7 @@ from semantic.domain.errors import (
     ModelSwapError,
     OverloadedError,
 )
+from semantic.domain.events import Failed, Finished
 from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import FinishReason
 from semantic.ports.backend import StepOutput, Ticket

@@ -6,13 +6,14 @@ import pytest
 from semantic.adapters.outbound.backends.fake import END_TOKEN, fake_spec
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace
-from semantic.domain.chat import Failed, Finished, PrefillProgress, ServiceClass
+from semantic.domain.chat import ServiceClass
 from semantic.domain.errors import (
     BackendError,
     GenerationTimeoutError,
     InvalidRequestError,
     PoolExhaustedError,
 )
+from semantic.domain.events import Failed, Finished, PrefillProgress
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.backend import LAST_SAMPLED

@@ -7,8 +7,8 @@ import pytest
 
 from semantic.adapters.outbound.backends.fake import fake_spec
 from semantic.application.engine.scheduler import EngineLimits
-from semantic.domain.chat import Failed
 from semantic.domain.errors import BackendError, CacheCorruptionError
+from semantic.domain.events import Failed
 from semantic.domain.sampling import FinishReason, StopRules
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (

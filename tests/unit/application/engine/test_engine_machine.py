@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from semantic.adapters.outbound.backends.fake import fake_spec
 from semantic.application.engine.request import Job
 from semantic.application.engine.scheduler import EngineLimits
-from semantic.domain.chat import Failed, ServiceClass
+from semantic.domain.chat import ServiceClass
 from semantic.domain.errors import BackendError, GenerationTimeoutError, PoolExhaustedError
+from semantic.domain.events import Failed
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.domain.spec import ModelCacheSpec
 from tests.unit.application.engine_rig import JobOptions, Rig, alone, make_job, make_rig

@@ -17,7 +17,8 @@ from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.request import EventBatch, ReplyState
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockName
-from semantic.domain.chat import ServiceClass, TextDelta
+from semantic.domain.chat import ServiceClass
+from semantic.domain.events import TextDelta
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.ports.backend import SequenceId

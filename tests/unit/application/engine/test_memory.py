@@ -9,7 +9,7 @@ from semantic.application.engine.memory import IdleCopies
 from semantic.application.engine.request import Generation, Job
 from semantic.application.engine.text import TextAssembler
 from semantic.domain.blocks import BlockName
-from semantic.domain.chat import Failed
+from semantic.domain.events import Failed
 from semantic.domain.sampling import StopRules
 from semantic.ports.backend import SequenceId
 from tests.unit.application.engine_rig import GREEDY, ROOT, Rig, alone, make_job, make_rig

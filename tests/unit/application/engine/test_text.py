@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantic.application.engine.text import TextAssembler
-from semantic.domain.chat import ScoredToken
+from semantic.domain.events import ScoredToken
 from semantic.domain.sampling import TokenLogprob
 
 pytestmark = pytest.mark.unit

@@ -4,13 +4,13 @@ import itertools
 from collections.abc import Sequence
 
 from semantic.application.parsing import ReplyParser
-from semantic.domain.chat import (
+from semantic.domain.chat import ToolSpec
+from semantic.domain.events import (
     Event,
     Finished,
     TextDelta,
     ThinkingDelta,
     ToolCallDelta,
-    ToolSpec,
     Usage,
 )
 from semantic.domain.reply_format import Markers, ReplyFormat, ToolFormat

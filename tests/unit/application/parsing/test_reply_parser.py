@@ -8,25 +8,27 @@ from hypothesis import strategies as st
 
 from semantic.application.parsing import ReplyParser, fold_message
 from semantic.domain.chat import (
+    Message,
+    Role,
+    TextPart,
+    ThinkingPart,
+    ToolUsePart,
+)
+from semantic.domain.errors import BackendError
+from semantic.domain.events import (
     Event,
     Failed,
     Finished,
-    Message,
     PrefillProgress,
-    Role,
     ScoredToken,
     TextDelta,
-    TextPart,
     ThinkingDelta,
     ThinkingEnded,
-    ThinkingPart,
     ToolCallDelta,
     ToolCallEnded,
     ToolCallStarted,
-    ToolUsePart,
     Usage,
 )
-from semantic.domain.errors import BackendError
 from semantic.domain.reply_format import ReplyFormat, ToolFormat
 from semantic.domain.sampling import FinishReason
 from tests.unit.application.parsing.parsing_rig import (

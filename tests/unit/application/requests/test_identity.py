@@ -12,8 +12,9 @@ from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.ledger import AgentLedger, Exchange, write_at_once
 from semantic.application.requests.identity import BusyAgents, Claim, Identities, Identity
 from semantic.domain.agents import Reuse, Turn
-from semantic.domain.chat import AgentHint, Continuation, Message, Role, Usage
+from semantic.domain.chat import AgentHint, Continuation, Message, Role
 from semantic.domain.errors import CachePersistenceError
+from semantic.domain.events import Usage
 from semantic.ports.storage import LedgerPort
 
 pytestmark = pytest.mark.unit

@@ -7,7 +7,8 @@ from semantic.application.engine.request import EventBatch, ReplyState
 from semantic.application.parsing import ReplyParser
 from semantic.application.requests.reply import LiveReply, ReplyHub
 from semantic.domain.agents import Reuse
-from semantic.domain.chat import (
+from semantic.domain.errors import BackendError
+from semantic.domain.events import (
     Event,
     Failed,
     Finished,
@@ -17,7 +18,6 @@ from semantic.domain.chat import (
     TextDelta,
     Usage,
 )
-from semantic.domain.errors import BackendError
 from semantic.domain.reply_format import ReplyFormat
 from semantic.domain.sampling import FinishReason
 

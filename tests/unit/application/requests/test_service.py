@@ -26,17 +26,12 @@ from semantic.domain.agents import Agent, Principal, Quota
 from semantic.domain.chat import (
     AgentHint,
     ChatRequest,
-    Event,
-    Failed,
-    Finished,
     ImagePart,
     JsonObject,
     Message,
     RawPrompt,
     RegexFormat,
     Role,
-    Started,
-    TextDelta,
     Thinking,
     ThinkingPart,
     ToolSpec,
@@ -51,6 +46,13 @@ from semantic.domain.errors import (
     ModelNotFoundError,
     OverloadedError,
     QuotaExceededError,
+)
+from semantic.domain.events import (
+    Event,
+    Failed,
+    Finished,
+    Started,
+    TextDelta,
 )
 from semantic.domain.reply_format import Markers, ReplyFormat, ReplyShape, ToolFormat
 from semantic.domain.sampling import UNSET_SAMPLING, SamplingDefaults, SamplingParams, StopRules

@@ -17,7 +17,7 @@ from semantic.application.requests.reply import ReplyHub
 from semantic.application.requests.service import InferenceService
 from semantic.application.requests.stateful import StatefulChat
 from semantic.domain.agents import Agent, AgentProfile, Overflow, Principal, Quota, Turn
-from semantic.domain.chat import Finished, Message, Role, TextDelta
+from semantic.domain.chat import Message, Role
 from semantic.domain.errors import (
     AgentNotFoundError,
     ContextLengthError,
@@ -26,6 +26,7 @@ from semantic.domain.errors import (
     OverloadedError,
     StateQuotaError,
 )
+from semantic.domain.events import Finished, TextDelta
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.ports.inbound import NewTurn, Reply
 from tests.unit.application.device_rig import running_device

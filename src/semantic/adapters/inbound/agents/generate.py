@@ -24,20 +24,19 @@ from semantic.application.agents.service import AgentService
 from semantic.application.agents.turns import turn_id
 from semantic.application.parsing import MessageFold
 from semantic.domain.agents import Principal, Reuse, Turn
-from semantic.domain.chat import (
+from semantic.domain.chat import Message, Role
+from semantic.domain.errors import AgentNotFoundError
+from semantic.domain.events import (
     Event,
     Failed,
     Finished,
-    Message,
     PrefillProgress,
-    Role,
     Started,
     TextDelta,
     ThinkingDelta,
     ToolCallDelta,
     ToolCallStarted,
 )
-from semantic.domain.errors import AgentNotFoundError
 
 _STREAM = {
     "description": "the reply, or its events if `stream` is true",

@@ -15,8 +15,8 @@ from semantic.domain.chat import (
     ToolReferencePart,
     ToolResultPart,
     ToolUsePart,
-    Usage,
 )
+from semantic.domain.events import Usage
 from semantic.ports.inbound import AgentView, DivergenceView, Explanation, ImportedAgent, StateView
 
 Json = dict[str, Any]

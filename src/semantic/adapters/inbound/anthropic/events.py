@@ -18,7 +18,7 @@ from semantic.adapters.inbound.anthropic.requests import TOOL_ID_PREFIX
 from semantic.adapters.inbound.http.errors import anthropic_body
 from semantic.adapters.inbound.http.streaming import Json
 from semantic.adapters.inbound.wire import Count, Durable, Positive, durable_json
-from semantic.domain.chat import (
+from semantic.domain.events import (
     Event,
     Failed,
     Finished,

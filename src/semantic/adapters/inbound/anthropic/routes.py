@@ -27,7 +27,7 @@ from semantic.adapters.inbound.http.streaming import (
     reply_or_stream,
 )
 from semantic.domain.agents import Principal
-from semantic.domain.chat import Event, Failed
+from semantic.domain.events import Event, Failed
 from semantic.ports.inbound import InferencePort
 
 _ERRORS = refusals("4XX", 503, 504, 529, body=AnthropicErrorBody)

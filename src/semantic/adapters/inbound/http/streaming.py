@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from semantic.domain.chat import Event, Failed, PrefillProgress
+from semantic.domain.events import Event, Failed, PrefillProgress
 from semantic.ports.inbound import Reply
 
 CLIENT_LEFT = 499  # nobody reads this answer

@@ -17,7 +17,7 @@ from semantic.adapters.inbound.http.streaming import Json, ReplySet
 from semantic.adapters.inbound.openai.fields import outer_call_id
 from semantic.adapters.inbound.openai.requests import CompletionRequest
 from semantic.adapters.inbound.wire import Count, Durable, Positive, durable_json
-from semantic.domain.chat import (
+from semantic.domain.events import (
     Event,
     Failed,
     Finished,

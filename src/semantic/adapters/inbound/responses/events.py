@@ -12,24 +12,21 @@ from semantic.adapters.inbound.openai.events import CompletionDetails, PromptDet
 from semantic.adapters.inbound.openai.fields import outer_call_id
 from semantic.adapters.inbound.responses.requests import ResponsesRequest
 from semantic.adapters.inbound.wire import Count, Durable, Positive, durable_json
-from semantic.domain.chat import (
+from semantic.domain.chat import Message, TextPart, ThinkingPart, ToolUsePart
+from semantic.domain.errors import PoolExhaustedError, QuotaExceededError, RateLimitedError
+from semantic.domain.events import (
     Event,
     Failed,
     Finished,
-    Message,
     Started,
     TextDelta,
-    TextPart,
     ThinkingDelta,
     ThinkingEnded,
-    ThinkingPart,
     ToolCallDelta,
     ToolCallEnded,
     ToolCallStarted,
-    ToolUsePart,
     Usage,
 )
-from semantic.domain.errors import PoolExhaustedError, QuotaExceededError, RateLimitedError
 from semantic.domain.sampling import FinishReason
 from semantic.ports.inbound import PastTurn
 

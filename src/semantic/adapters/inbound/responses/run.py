@@ -12,8 +12,8 @@ from semantic.adapters.inbound.http.streaming import (
     prefill_comment,
 )
 from semantic.adapters.inbound.responses.events import ResponseWriter
-from semantic.domain.chat import Failed, PrefillProgress
 from semantic.domain.errors import GenerationTimeoutError, SemanticError
+from semantic.domain.events import Failed, PrefillProgress
 
 _MAX_KEPT = 1024
 _MAX_LOGS = 16  # a log is some hundred bytes a token

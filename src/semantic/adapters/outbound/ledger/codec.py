@@ -52,10 +52,10 @@ from semantic.domain.chat import (
     ToolResultPart,
     ToolSpec,
     ToolUsePart,
-    Usage,
     json_fault,
 )
 from semantic.domain.errors import InvalidRequestError
+from semantic.domain.events import Usage
 from semantic.domain.sampling import FinishReason
 
 _TAGS: dict[type, str] = {

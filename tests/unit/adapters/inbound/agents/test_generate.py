@@ -9,8 +9,8 @@ from fastapi import FastAPI
 from semantic.adapters.inbound.agents.generate import GenerateApi
 from semantic.application.agents.service import AgentService
 from semantic.domain.agents import Principal
-from semantic.domain.chat import Finished, Started, Usage
 from semantic.domain.errors import AgentNotFoundError
+from semantic.domain.events import Finished, Started, Usage
 from semantic.domain.sampling import FinishReason
 from tests.canned_replies import CannedReply
 

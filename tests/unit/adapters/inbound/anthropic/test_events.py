@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from semantic.adapters.inbound.anthropic.events import MessageStream, whole_message
 from semantic.adapters.inbound.http import streaming
-from semantic.domain.chat import (
+from semantic.domain.errors import BackendError, OverloadedError
+from semantic.domain.events import (
     Event,
     Failed,
     Finished,
@@ -23,7 +24,6 @@ from semantic.domain.chat import (
     ToolCallStarted,
     Usage,
 )
-from semantic.domain.errors import BackendError, OverloadedError
 from semantic.domain.sampling import FinishReason
 
 pytestmark = pytest.mark.unit

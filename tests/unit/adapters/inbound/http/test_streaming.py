@@ -7,7 +7,13 @@ import pytest
 
 from semantic.adapters.inbound.http import streaming
 from semantic.adapters.inbound.http.streaming import FrameLog, ReplySet
-from semantic.domain.chat import Event, Finished, PrefillProgress, TextDelta, Usage
+from semantic.domain.events import (
+    Event,
+    Finished,
+    PrefillProgress,
+    TextDelta,
+    Usage,
+)
 from semantic.domain.sampling import FinishReason
 from tests.canned_replies import CannedReply
 

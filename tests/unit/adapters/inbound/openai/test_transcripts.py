@@ -15,7 +15,8 @@ from semantic.adapters.inbound.openai.requests import CompletionRequest
 from semantic.adapters.inbound.responses.events import ResponseWriter, settings_of
 from semantic.adapters.inbound.responses.requests import ResponsesRequest
 from semantic.adapters.inbound.responses.run import ResponseBook, ResponseRun
-from semantic.domain.chat import (
+from semantic.domain.errors import GenerationTimeoutError
+from semantic.domain.events import (
     Event,
     Failed,
     Finished,
@@ -24,7 +25,6 @@ from semantic.domain.chat import (
     TextDelta,
     Usage,
 )
-from semantic.domain.errors import GenerationTimeoutError
 from semantic.domain.sampling import FinishReason
 from tests.canned_replies import EVERYTHING, USAGE, CannedReply
 

@@ -1,7 +1,8 @@
 import pytest
 
 from semantic.adapters.inbound.responses.events import response_of
-from semantic.domain.chat import Message, Role, TextPart, ToolUsePart, Usage
+from semantic.domain.chat import Message, Role, TextPart, ToolUsePart
+from semantic.domain.events import Usage
 from semantic.domain.sampling import FinishReason
 from semantic.ports.inbound import PastTurn
 

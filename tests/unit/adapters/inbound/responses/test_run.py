@@ -8,7 +8,13 @@ import pytest
 from semantic.adapters.inbound.http.streaming import ReplySet
 from semantic.adapters.inbound.responses.events import ResponseWriter
 from semantic.adapters.inbound.responses.run import ResponseBook, ResponseRun
-from semantic.domain.chat import Event, Finished, Started, TextDelta, Usage
+from semantic.domain.events import (
+    Event,
+    Finished,
+    Started,
+    TextDelta,
+    Usage,
+)
 from semantic.domain.sampling import FinishReason
 from tests.canned_replies import CannedReply
 

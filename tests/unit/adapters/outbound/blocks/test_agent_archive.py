@@ -17,8 +17,9 @@ from semantic.adapters.outbound.blocks.agent_archive import END, AgentFile, Expo
 from semantic.adapters.outbound.blocks.codec import KVCodec
 from semantic.domain.agents import Agent, AgentProfile, Pointer, Reuse, Turn
 from semantic.domain.blocks import BlockName, BlockPart, block_name, pack_tokens
-from semantic.domain.chat import Message, Role, Usage
+from semantic.domain.chat import Message, Role
 from semantic.domain.errors import CachePersistenceError, InvalidRequestError
+from semantic.domain.events import Usage
 from semantic.domain.sampling import FinishReason
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload

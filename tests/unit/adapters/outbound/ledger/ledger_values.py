@@ -6,7 +6,8 @@ from typing import assert_never
 
 from semantic.domain.agents import Agent, Pointer, Turn
 from semantic.domain.blocks import BlockName, BlockPart, PartKey, block_name, pack_tokens
-from semantic.domain.chat import Message, Role, Usage
+from semantic.domain.chat import Message, Role
+from semantic.domain.events import Usage
 from semantic.domain.sampling import FinishReason
 from semantic.domain.spec import LayerKind
 from semantic.ports.storage import (

@@ -27,8 +27,8 @@ from semantic.domain.chat import (
     ToolResultPart,
     ToolSpec,
     ToolUsePart,
-    Usage,
 )
+from semantic.domain.events import Usage
 from semantic.domain.sampling import FinishReason
 
 pytestmark = pytest.mark.unit

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.domain.agents import Agent, Pointer, Reuse, Turn
 from semantic.domain.blocks import BlockName, BlockPart
-from semantic.domain.chat import Usage
+from semantic.domain.events import Usage
 from semantic.domain.spec import LayerKind
 from semantic.ports.storage import (
     DropAgent,
