@@ -1,6 +1,6 @@
 """Lets `python -m semantic` do what `semantic` does."""
 
-from semantic.entrypoints.cli import main
+from semantic.entrypoints.cli.app import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -14,7 +14,7 @@ import httpx
 
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.domain.chat import Message as SaidMessage
-from semantic.entrypoints.cli import main
+from semantic.entrypoints.cli.app import main
 from tests.chaos.talk import Agent, Load, Message, ask
 from tests.smoke.server_process import ServerProcess, serve
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from semantic.entrypoints.cli import main
+from semantic.entrypoints.cli.app import main
 from tests.chaos.talk import ask
 from tests.http_server import RunningServer, make_settings, run_server
 

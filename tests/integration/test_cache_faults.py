@@ -16,7 +16,7 @@ from semantic.adapters.outbound.blocks.directory import MARKER_FILE, claim
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.domain.errors import CachePersistenceError, InvalidRequestError
 from semantic.entrypoints.bootstrap import bootstrap
-from semantic.entrypoints.cli import main
+from semantic.entrypoints.cli.app import main
 from tests.chaos.mounts import resize, small_disk
 from tests.chaos.talk import Message, ask
 from tests.http_server import RunningServer, make_settings, run_server

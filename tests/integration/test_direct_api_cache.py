@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from semantic.domain.agents import LOCAL_TENANT, Agent
-from semantic.entrypoints.cli import main
+from semantic.entrypoints.cli.app import main
 from tests.agent_files import changed, members
 from tests.http_server import RunningServer, make_settings, run_server
 from tests.integration.test_direct_api import error_of, events_of, get, make, say, texts

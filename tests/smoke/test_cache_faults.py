@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from semantic.entrypoints.cli import main
+from semantic.entrypoints.cli.app import main
 from tests.chaos.kills import logged_conversations
 from tests.chaos.talk import Load, ask, make_agents
 from tests.smoke.server_process import serve

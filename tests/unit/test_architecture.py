@@ -224,7 +224,7 @@ ENTRYPOINT = "semantic/entrypoints/bootstrap.py"
         (APPLICATION, "import semantic.adapters.outbound.backends.fake"),
         (APPLICATION, "from semantic.adapters.outbound.backends.fake import FakeBackend"),
         (APPLICATION, "from semantic import adapters"),
-        (INBOUND, "from semantic.entrypoints.cli import main"),
+        (INBOUND, "from semantic.entrypoints.cli.app import main"),
         (INBOUND, "from semantic.adapters.outbound.backends.fake import FakeBackend"),
         (INBOUND, "from semantic.adapters import outbound"),
         (OUTBOUND, "from semantic.adapters.inbound.http import streaming"),
@@ -277,7 +277,7 @@ def test_a_forbidden_import_is_found(path: str, source: str) -> None:
         (CONFIG, "import pydantic\nfrom semantic.domain import errors"),
         (ENTRYPOINT, "from semantic.adapters.config import settings\nimport uvicorn"),
         (ENTRYPOINT, "from semantic.adapters.outbound.backends import fake"),
-        ("semantic/__main__.py", "from semantic.entrypoints.cli import main"),
+        ("semantic/__main__.py", "from semantic.entrypoints.cli.app import main"),
         (DOMAIN, "text = 'import numpy'  # import torch"),
     ],
 )

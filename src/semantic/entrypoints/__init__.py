@@ -1,6 +1,6 @@
 """Where the process starts, and the only place where parts are wired.
 
-1. `cli`: reads the command line and the settings; `semantic cache` goes to `cache_cli`.
+1. `cli`: the `semantic` command: reads the command line and the settings.
 2. `bootstrap`: wires the application, top to bottom, and starts nothing. Models are loaded later,
    on the device's thread, by the functions at its end.
 3. `persistence`: the part of it that outlives the process: ledger, blocks, housekeeping.

@@ -1,0 +1,202 @@
+"""The commands, their help, and how errors become a sentence and an exit status."""
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from semantic import __version__
+from semantic.adapters.config.settings import Settings, load_settings, misspelled
+from semantic.domain.errors import SemanticError
+
+_SERVE_FLAGS = (
+    *("host", "port", "model", "backend", "dtype", "device", "weights", "threads"),
+    *("home", "cache_dir", "durability", "disk_budget_mb", "memory_budget_mb", "kv_bits"),
+    *("log_level", "allow_remote"),
+)
+_USAGE_ERROR = 2
+_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="semantic",
+    help="An inference server that keeps every agent's attention state.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+cache_app = typer.Typer(
+    help="Look at, check or clean a cache directory, while no server uses it.",
+    no_args_is_help=True,
+)
+app.add_typer(cache_app, name="cache")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    # Whatever is written here is its owner's alone, by whichever library.
+    os.umask(0o077)
+    try:
+        status = app(args=arguments, prog_name="semantic", standalone_mode=False)
+    except SemanticError as error:
+        sys.stderr.write(f"semantic: {error.message}\n")
+        return _USAGE_ERROR
+    except typer.TyperException as error:
+        if message := error.format_message():
+            sys.stderr.write(f"semantic: {message}\n")
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return _INTERRUPTED
+    return status if isinstance(status, int) else 0
+
+
+# -- settings as flags -----------------------------------------------------------------------------
+
+_Options = dict[str, Any]
+
+
+def with_settings(*names: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Give a command flags for these settings and `--config`; it gets all settings first."""
+
+    def decorate(command: Callable[..., int]) -> Callable[..., int]:
+        _, *own = inspect.signature(command).parameters.values()
+
+        def run(config: Path | None, **options: Any) -> int:
+            rest = {one.name: options.pop(one.name) for one in own}
+            return command(_settings(options, config), **rest)
+
+        run.__doc__, run.__name__ = command.__doc__, command.__name__
+        _set_signature(run, [*own, *map(_flag, names), _config_flag()])
+        return run
+
+    return decorate
+
+
+def _settings(options: _Options, config: Path | None) -> Settings:
+    for warning in misspelled(os.environ):
+        sys.stderr.write(f"semantic: {warning}\n")
+    given = {name: value for name, value in options.items() if value is not None}
+    return load_settings(given, config=config)
+
+
+def _set_signature(function: Callable[..., int], parameters: Iterable[inspect.Parameter]) -> None:
+    """Make typer see parameters that no source text lists."""
+    listed = list(parameters)
+    function.__annotations__ = {one.name: one.annotation for one in listed}
+    function.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
+
+
+def _flag(name: str) -> inspect.Parameter:
+    """The flag of a setting; what it may be, the settings check themselves."""
+    field = Settings.model_fields[name]
+    choices = getattr(field.annotation, "__args__", ())
+    is_switch = field.annotation is bool
+    text = str(field.description)
+    if choices and all(isinstance(choice, str) for choice in choices):
+        text = f"{text}; one of {', '.join(choices)}"
+    if field.default is not None and not is_switch:
+        text = f"{text} (default: {field.default})"
+    metavar = None if is_switch else name.rpartition("_")[2].upper()
+    option = typer.Option(
+        f"--{name.replace('_', '-')}", help=text, metavar=metavar, show_default=False
+    )
+    return _parameter(name, bool | None if is_switch else str | None, option)
+
+
+def _config_flag() -> inspect.Parameter:
+    option = typer.Option("--config", metavar="FILE", help="a TOML file of settings")
+    return _parameter("config", Path | None, option)
+
+
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
+    )
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"semantic {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _semantic(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="and exit")
+    ] = False,
+) -> None: ...
+
+
+@app.command(
+    epilog="Every setting can also be given as SEMANTIC_<NAME> in the environment or .env, or in a "
+    "TOML file; config/default.toml lists them all."
+)
+@with_settings(*_SERVE_FLAGS)
+def serve(settings: Settings) -> int:
+    """Serve a model over HTTP."""
+    # Imported here so that --help and a wrong setting answer at once.
+    from semantic.adapters.config.logging import configure_logging
+    from semantic.entrypoints.bootstrap import bootstrap
+    from semantic.entrypoints.server import serve
+
+    configure_logging(settings.log_level, settings.log_format, settings.home_dir / "logs")
+    return serve(bootstrap(settings))
+
+
+@cache_app.command()
+@with_settings("cache_dir", "home")
+def stats(settings: Settings) -> int:
+    """Say how many agents, turns and files a cache directory holds."""
+    return _cache("stats", settings)
+
+
+@cache_app.command()
+@with_settings("cache_dir", "home")
+def verify(settings: Settings) -> int:
+    """Read every file and every turn and compare them with their checksums.
+
+    Bad files are moved to quarantine: what they held is computed anew when it is needed. A damaged
+    ledger is restored from its backup. The exit status is 1 if anything was bad.
+    """
+    return _cache("verify", settings)
+
+
+@cache_app.command()
+@with_settings("cache_dir", "home")
+def gc(
+    settings: Settings,
+    *,
+    orphan_age_h: Annotated[
+        float | None,
+        typer.Option(
+            metavar="HOURS",
+            help="spare what was used within so many hours; 0 spares nothing "
+            f"(default: the setting orphan_ttl_h, {Settings.model_fields['orphan_ttl_h'].default})",
+        ),
+    ] = None,
+) -> int:
+    """Delete attention state and turns that no agent reaches, and old bad files."""
+    return _cache("gc", settings, orphan_age_h)
+
+
+@cache_app.command()
+@with_settings("home")
+def export_key(settings: Settings) -> int:
+    """Print the key that this installation signs exported agents with.
+
+    It goes into the setting trusted_export_keys of another server. It is a secret: whoever has it
+    can sign in this one's name.
+    """
+    return _cache("export-key", settings)
+
+
+def _cache(action: str, settings: Settings, orphan_age_h: float | None = None) -> int:
+    from semantic.entrypoints.cli.cache import run_cache
+
+    return run_cache(action, settings, orphan_age_h)
