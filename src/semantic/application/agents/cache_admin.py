@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 
-from semantic.application.agents.feed import EventFeed
+from semantic.application.agents.feed import AgentAction, AgentChanged, EventFeed
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.agents.turns import TurnWatch
 from semantic.application.agents.upkeep import Housekeeping
@@ -16,7 +16,6 @@ from semantic.application.engine.device_thread import DeviceThread
 from semantic.domain.agents import Agent, Principal, Tier
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import ModelSwapError
-from semantic.domain.feed import AgentChanged, AgentDeed
 from semantic.ports.inbound import CacheCounts, CacheOverview, CheckProgress, StateView
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -91,7 +90,7 @@ class CacheService:
         if self._disk is not None:
             self._disk.flush(_CLOSE_TIMEOUT_S)  # what is being written cannot be dropped
         housekeeping.evict(agent, is_cold=is_cold)
-        self._feed.publish(AgentChanged(agent.tenant, agent.id, AgentDeed.EVICTED))
+        self._feed.publish(AgentChanged(agent.tenant, agent.id, AgentAction.EVICTED))
         return self.state(agent)
 
     def collect(self, orphan_age_s: float | None) -> int:

@@ -7,13 +7,12 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from semantic.application.agents.cache_admin import CacheService
-from semantic.application.agents.feed import EventFeed
+from semantic.application.agents.feed import AgentAction, AgentChanged, EventFeed
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.agents.turns import TurnLanes
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.domain.agents import Agent, Principal, Turn
 from semantic.domain.errors import ConflictError, InvalidRequestError
-from semantic.domain.feed import AgentChanged, AgentDeed
 from semantic.ports.inbound import (
     AgentPage,
     AgentQuery,
@@ -78,7 +77,7 @@ class AgentService:
             if replace(agent, **past) != known:
                 raise
             return self._view(known), False
-        self._tell(made, AgentDeed.CREATED)
+        self._tell(made, AgentAction.CREATED)
         return self._view(made), True
 
     def get(self, principal: Principal, agent_id: str) -> AgentView:
@@ -93,7 +92,7 @@ class AgentService:
         changed = self._agents.update(principal.tenant, agent_id, edit)
         if was_pinned != changed.is_pinned:
             self._cache.repin()
-        self._tell(changed, AgentDeed.UPDATED)
+        self._tell(changed, AgentAction.UPDATED)
         return self._view(changed)
 
     def delete(self, principal: Principal, agent_id: str) -> None:
@@ -103,7 +102,7 @@ class AgentService:
         self._lanes.cancel(principal.tenant, agent_id)
         if gone.is_pinned:
             self._cache.repin()
-        self._tell(gone, AgentDeed.DELETED)
+        self._tell(gone, AgentAction.DELETED)
 
     async def generate(self, principal: Principal, agent_id: str, ask: NewTurn) -> Reply:
         """Answer new messages in an agent's conversation; its turns run one after another.
@@ -130,7 +129,7 @@ class AgentService:
         """
         made = self._agents.fork(principal.tenant, agent_id, new_ids, turn_id)
         for agent in made:
-            self._tell(agent, AgentDeed.FORKED)
+            self._tell(agent, AgentAction.FORKED)
         first = self._view(made[0])
         return tuple(replace(first, agent=agent) for agent in made)
 
@@ -138,7 +137,7 @@ class AgentService:
         """Go back to an earlier turn, None before the first; ends the turn that is running."""
         agent = self._agents.rewind(principal.tenant, agent_id, turn_id)
         self._lanes.cancel(principal.tenant, agent_id)
-        self._tell(agent, AgentDeed.REWOUND)
+        self._tell(agent, AgentAction.REWOUND)
         return self._view(agent)
 
     def turns(
@@ -184,8 +183,8 @@ class AgentService:
         num_tokens = self._agents.place(agent).num_tokens
         return AgentView(agent, num_tokens, self._cache.state(agent), is_busy)
 
-    def _tell(self, agent: Agent, deed: AgentDeed) -> None:
-        self._feed.publish(AgentChanged(agent.tenant, agent.id, deed))
+    def _tell(self, agent: Agent, action: AgentAction) -> None:
+        self._feed.publish(AgentChanged(agent.tenant, agent.id, action))
 
     def _divergence(self, agent: Agent, turn: Turn) -> DivergenceView | None:
         left = turn.divergence

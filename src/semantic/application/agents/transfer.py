@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from semantic.application.agents.cache_admin import ModelCache
-from semantic.application.agents.feed import EventFeed
+from semantic.application.agents.feed import AgentAction, AgentChanged, EventFeed
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.cache.index import BlockNode
 from semantic.application.cache.writer import DiskTier
@@ -25,7 +25,6 @@ from semantic.domain.errors import (
     ConflictError,
     InvalidRequestError,
 )
-from semantic.domain.feed import AgentChanged, AgentDeed
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload
 from semantic.ports.inbound import ImportedAgent
@@ -153,7 +152,7 @@ class AgentTransfer:
             is_pinned=False,
         )
         made = self._agents.create(agent, turns)
-        self._feed.publish(AgentChanged(made.tenant, made.id, AgentDeed.IMPORTED))
+        self._feed.publish(AgentChanged(made.tenant, made.id, AgentAction.IMPORTED))
         reason = _reason(signer, is_messages_only=is_messages_only, has_state=bool(names))
         return ImportedAgent(made, has_state=bool(names), reason=reason)
 

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
 
-from semantic.application.agents.feed import EventFeed
+from semantic.application.agents.feed import EventFeed, TurnEnded, TurnStarted
 from semantic.domain.agents import Agent, Principal, Reuse, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import Message, Role
 from semantic.domain.errors import GenerationTimeoutError, OverloadedError
 from semantic.domain.events import Failed, Finished, Started
-from semantic.domain.feed import TurnEnded, TurnStarted
 from semantic.ports.inbound import PastTurn, Reply
 from semantic.ports.storage import (
     LedgerPort,

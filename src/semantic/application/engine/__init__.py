@@ -9,7 +9,7 @@ A request's way through it:
 5. `kv_reuse`: its first tokens come from an idle copy, a running sequence or sealed blocks;
    `restore` loads those, part by part, while others decode.
 6. `engine`: schedules a step, launches it, collects the one before it, applies what came of it.
-7. `text`: sampled tokens become text that may be shown; stop strings end the reply.
+7. `request`: sampled tokens become text that may be shown; stop strings end the reply.
 8. `kv_reuse` again: full blocks are sealed into the cache as they fill, the tail at the end; the
    sequence stays open, idle, for the agent's next turn.
 """

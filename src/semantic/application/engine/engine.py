@@ -23,10 +23,10 @@ from semantic.application.engine.request import (
     EventSink,
     Generation,
     Job,
+    TextAssembler,
     monotonic,
 )
 from semantic.application.engine.scheduler import ConcurrentScheduler, EngineLimits
-from semantic.application.engine.text import TextAssembler
 from semantic.domain.errors import (
     BackendError,
     GenerationTimeoutError,

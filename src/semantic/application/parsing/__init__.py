@@ -1,10 +1,11 @@
 """From a reply's text, as it streams, to thinking, text and tool calls.
 
-The engine's events go into `reply_parser`. It leads their text through `thinking` and then through
-`call_splitter`; for GPT-OSS's channels through `harmony` alone. What may yet become a marker waits
-in `pending_text`. How a family writes its calls is a table in `call_syntax`: arguments that are
-JSON stream through `json_arguments`, other notations are read whole by `call_blocks`. At the end
-`reply_parser` folds the events into the message that the log of turns keeps.
+The engine's events go into `reply_parser`. It leads their text through `splitter`, which splits off
+thinking and lets what may yet become a marker wait, and then through `call_splitter`; for GPT-OSS's
+channels through `harmony` alone. How a family writes its calls is a table in `call_syntax`:
+arguments that are JSON stream through `json_arguments`, other notations are read whole by
+`call_blocks`. At the end `reply_parser` folds the events into the message that the log of turns
+keeps.
 
 Rules every format keeps:
 

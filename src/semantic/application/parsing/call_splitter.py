@@ -15,7 +15,7 @@ from semantic.application.parsing.call_syntax import (
     StreamedCall,
 )
 from semantic.application.parsing.json_arguments import JsonArguments
-from semantic.application.parsing.pending_text import Splitter, num_undecided
+from semantic.application.parsing.splitter import Splitter, num_undecided
 from semantic.domain.chat import ToolSpec
 from semantic.domain.events import (
     Event,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from semantic.application.parsing.call_splitter import CallNumbers
 from semantic.application.parsing.json_arguments import JsonArguments
-from semantic.application.parsing.pending_text import Splitter, find_first, num_undecided
+from semantic.application.parsing.splitter import Splitter, find_first, num_undecided
 from semantic.domain.chat import ToolSpec
 from semantic.domain.events import Event, ThinkingDelta, ThinkingEnded
 from semantic.domain.reply_format import Harmony

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from semantic.application.parsing.call_splitter import CallNumbers, CallSplitter
 from semantic.application.parsing.harmony import HarmonySplitter
-from semantic.application.parsing.pending_text import Splitter
-from semantic.application.parsing.thinking import ThinkingSplitter
+from semantic.application.parsing.splitter import Splitter, ThinkingSplitter
 from semantic.domain.chat import (
     JsonObject,
     Message,

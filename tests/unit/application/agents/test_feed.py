@@ -3,15 +3,14 @@ import threading
 
 import pytest
 
-from semantic.application.agents.feed import EventFeed
+from semantic.application.agents.feed import AgentAction, AgentChanged, EventFeed, Missed
 from semantic.domain.errors import OverloadedError
-from semantic.domain.feed import AgentChanged, AgentDeed, Missed
 
 pytestmark = pytest.mark.unit
 
 
 def event(name: str, tenant: str = "local") -> AgentChanged:
-    return AgentChanged(tenant, name, AgentDeed.CREATED)
+    return AgentChanged(tenant, name, AgentAction.CREATED)
 
 
 async def test_a_reader_hears_what_happens_in_order() -> None:

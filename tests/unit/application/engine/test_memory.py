@@ -6,8 +6,7 @@ import pytest
 
 from semantic.adapters.outbound.backends.fake import fake_spec
 from semantic.application.engine.memory import IdleCopies
-from semantic.application.engine.request import Generation, Job
-from semantic.application.engine.text import TextAssembler
+from semantic.application.engine.request import Generation, Job, TextAssembler
 from semantic.domain.blocks import BlockName
 from semantic.domain.events import Failed
 from semantic.domain.sampling import StopRules

@@ -6,14 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantic.adapters.outbound.backends.fake import fake_spec
-from semantic.application.engine.request import Generation
+from semantic.application.engine.request import Generation, TextAssembler
 from semantic.application.engine.scheduler import (
     ChunkBudget,
     ConcurrentScheduler,
     EngineLimits,
     VirtualClock,
 )
-from semantic.application.engine.text import TextAssembler
 from semantic.domain.chat import ServiceClass
 from semantic.ports.backend import Step, StepOutput, Ticket
 from tests.unit.application.engine_rig import FaultyBackend, JobOptions, Rig, make_job, make_rig

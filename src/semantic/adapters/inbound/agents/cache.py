@@ -15,9 +15,16 @@ from semantic.adapters.inbound.agents.views import Json, ReuseOut, StateOut, Usa
 from semantic.adapters.inbound.http import streaming
 from semantic.adapters.inbound.http.errors import refusals
 from semantic.application.agents.cache_admin import CacheService
-from semantic.application.agents.feed import EventFeed, Subscription
+from semantic.application.agents.feed import (
+    AgentChanged,
+    EventFeed,
+    FeedEvent,
+    Missed,
+    Subscription,
+    TurnEnded,
+    TurnStarted,
+)
 from semantic.domain.agents import Principal, Reuse
-from semantic.domain.feed import AgentChanged, FeedEvent, Missed, TurnEnded, TurnStarted
 from semantic.ports.inbound import CacheCounts, CacheOverview, CheckProgress
 
 
@@ -265,7 +272,7 @@ def _difference(now: CacheCounts, before: CacheCounts) -> Json:
 def _shown(event: FeedEvent | Missed) -> Json:
     match event:
         case AgentChanged():
-            return {"type": f"agent.{event.deed.value}", "agent_id": event.agent_id}
+            return {"type": f"agent.{event.action.value}", "agent_id": event.agent_id}
         case TurnStarted():
             named = {"agent_id": event.agent_id, "turn_id": event.turn_id}
             return {"type": "turn.started", **named, "prompt_tokens": event.prompt_tokens}
