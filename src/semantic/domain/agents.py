@@ -192,6 +192,11 @@ class Turn:
         return len(self.messages) >= self.num_messages
 
     @property
+    def starts_anew(self) -> bool:
+        """Whether it leaves the messages of the turns before it behind."""
+        return self.parent is not None and self.holds_all_messages
+
+    @property
     def holds_all_tokens(self) -> bool:
         """Whether the conversation's tokens begin with this turn."""
         return len(self.tokens) >= self.num_tokens

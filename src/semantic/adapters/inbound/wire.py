@@ -1,10 +1,19 @@
 """What the bodies of all protocols have in common: their base, limits, builders, and numbers."""
 
-from collections.abc import Iterable
-from typing import Annotated, TypeAlias, TypeVar
+from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Protocol, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 
+from semantic.domain.chat import ToolChoice, ToolMode, ToolSpec
+from semantic.domain.errors import InvalidRequestError
 from semantic.domain.events import Finished
 from semantic.domain.sampling import UNSET_SAMPLING, SamplingParams
 
@@ -29,6 +38,59 @@ class Schema(BaseModel):
     """Part of a vendor's request: unknown fields are ignored, values have the types JSON gives."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
+
+
+def example(fields: dict[str, Any]) -> ConfigDict:
+    """Document a body with a call that works on the starter model."""
+    return ConfigDict(
+        json_schema_extra={"examples": [{"model": "smollm2-135m-instruct", **fields}]}
+    )
+
+
+class VariantSchema(Schema):
+    """An entry of several types in one class, so that an error names the field that is wrong.
+
+    Attributes:
+        needed: The fields that each type, or role, must have. The type is the first field.
+    """
+
+    model_config = ConfigDict(validate_default=True)
+    needed: ClassVar[Mapping[str, Collection[str]]] = {}
+
+    @field_validator("*")
+    @classmethod
+    def _require_own_fields(cls, value: object, info: ValidationInfo) -> object:
+        variant = info.data.get("type", info.data.get("role", ""))
+        if value is None and info.field_name in cls.needed.get(variant, ()):
+            raise ValueError(f"{variant} needs it")
+        return value
+
+
+class FunctionSchema(Schema):
+    """A function that the model may call, as OpenAI's clients describe it."""
+
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def to_domain(self) -> ToolSpec:
+        """Translate."""
+        return ToolSpec(
+            self.name or "",
+            self.description or "",
+            self.parameters or {},
+            is_strict=bool(self.strict),
+        )
+
+
+class NamedTool(Protocol):
+    """The one tool that must be called."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
 
 
 def limit_entries(value: object, limit: int = MAX_ENTRIES) -> object:
@@ -77,6 +139,24 @@ def sampling_of(body: BaseModel, **more: object) -> SamplingParams:
 def reply_limit(max_tokens: int | None) -> int | None:
     """Translate how long a reply may be; None is as long as the server permits."""
     return None if max_tokens == NO_LIMIT else max_tokens
+
+
+def tool_choice_of(choice: str | NamedTool | None, is_parallel: bool | None = None) -> ToolChoice:
+    """Translate which tools the model may call; None stands for what a request does not give."""
+    at_once = is_parallel is not False
+    if choice is None or isinstance(choice, str):
+        return ToolChoice(ToolMode(choice or "auto"), is_parallel=at_once)
+    return ToolChoice(ToolMode.NAMED, choice.name, at_once)
+
+
+def refuse(is_given: object, param: str, why: str) -> None:
+    """Refuse a field that cannot be honoured.
+
+    Raises:
+        InvalidRequestError: it is given.
+    """
+    if is_given:
+        raise InvalidRequestError(why, param=param)
 
 
 def durable_json(replies: Iterable[Finished]) -> dict[str, object]:

@@ -2,16 +2,24 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import asdict, fields
-from typing import Any, Literal, assert_never
+from typing import Any, assert_never
 
 from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
-from pydantic import Field
 
 from semantic.adapters.inbound.agents.requests import Collect, Evict
 from semantic.adapters.inbound.agents.routes import AgentPath
-from semantic.adapters.inbound.agents.views import Json, ReuseOut, StateOut, UsageOut, View
+from semantic.adapters.inbound.agents.views import (
+    CacheOut,
+    CollectOut,
+    CountersOut,
+    EvictOut,
+    Json,
+    PrefetchOut,
+    ReuseOut,
+    StateOut,
+    UsageOut,
+)
 from semantic.adapters.inbound.http import streaming
 from semantic.adapters.inbound.http.errors import refusals
 from semantic.application.agents.cache_admin import CacheService
@@ -24,116 +32,8 @@ from semantic.application.agents.feed import (
     TurnEnded,
     TurnStarted,
 )
-from semantic.domain.agents import Principal, Reuse
-from semantic.ports.inbound import CacheCounts, CacheOverview, CheckProgress
-
-
-class MemoryOut(View):
-    """Memory for attention state, in bytes."""
-
-    budget: int = Field(examples=[2**32])
-    used: int = Field(examples=[101056512])
-    working: int = Field(examples=[33685504])
-    blocks: int = Field(examples=[9])
-    pressure: str = Field(examples=["low"])
-
-
-class DiskOut(View):
-    """The disk, in bytes; `other` is what the ledger and its backup take of the budget."""
-
-    budget: int = Field(examples=[20 * 2**30])
-    used: int = Field(examples=[67380224])
-    other: int = Field(examples=[1245184])
-    files: int = Field(examples=[9])
-    queue_budget: int = Field(examples=[2**29])
-    queue_used: int = Field(examples=[0])
-    problem: str = Field(examples=[""])
-
-
-class CacheOut(View):
-    """The cache at a glance; rates and ratios are null before there is anything to divide."""
-
-    object: Literal["cache"] = "cache"
-    memory: MemoryOut
-    disk: DiskOut
-    agents: dict[str, int] = Field(examples=[{"hot": 3, "warm": 12, "cold": 1}])
-    replies: int = Field(examples=[40])
-    reuse: ReuseOut
-    hit_rates: dict[str, float | None] = Field(
-        examples=[{"hot": 0.75, "pool": 0.0969, "disk": 0.0281, "all": 0.875}]
-    )
-    dedup_ratio: float | None = Field(examples=[2.4])
-    counters: dict[str, int] = Field(
-        examples=[{"sealed": 120, "evicted": 3, "restored": 14, "written": 118, "corrupt": 0}]
-    )
-    live_requests: int = Field(examples=[1])
-
-    @classmethod
-    def of(cls, seen: CacheOverview) -> "CacheOut":
-        """Show the figures."""
-        return cls(
-            memory=MemoryOut(
-                budget=seen.memory_budget,
-                used=seen.memory_used,
-                working=seen.memory_working,
-                blocks=seen.num_blocks,
-                pressure=seen.pressure,
-            ),
-            disk=DiskOut(
-                budget=seen.disk_budget,
-                used=seen.disk_used,
-                other=seen.disk_other,
-                files=seen.num_files,
-                queue_budget=seen.queue_budget,
-                queue_used=seen.queue_used,
-                problem=seen.problem,
-            ),
-            agents={tier.value: count for tier, count in seen.tiers},
-            replies=seen.num_replies,
-            reuse=ReuseOut.of(seen.reuse),
-            hit_rates=_hit_rates(seen.reuse),
-            dedup_ratio=_ratio(seen.logical_bytes, seen.unique_bytes),
-            counters=_counters(seen),
-            live_requests=seen.num_live,
-        )
-
-
-class EvictOut(View):
-    """Where an agent's state is after it was evicted."""
-
-    agent_id: str = Field(examples=["coder"])
-    state: StateOut
-
-
-class PrefetchOut(View):
-    """How many parts are being read."""
-
-    agent_id: str = Field(examples=["coder"])
-    parts: int = Field(examples=[3])
-
-
-class CollectOut(View):
-    """What a collection freed."""
-
-    freed_bytes: int = Field(examples=[33690112])
-
-
-def _counters(seen: CacheOverview) -> dict[str, int]:
-    """Show what happened to blocks."""
-    counts = seen.counts
-    names = ("sealed", "evicted", "restored", "written", "corrupt")
-    return {name: getattr(counts, name) for name in names}
-
-
-def _hit_rates(reuse: Reuse) -> dict[str, float | None]:
-    total = reuse.reused + reuse.computed
-    found = {"hot": reuse.hot, "pool": reuse.pool, "disk": reuse.disk, "all": reuse.reused}
-    return {name: _ratio(count, total) for name, count in found.items()}
-
-
-def _ratio(part: int, whole: int) -> float | None:
-    return round(part / whole, 4) if whole else None
-
+from semantic.domain.agents import Principal
+from semantic.ports.inbound import CacheCounts, CheckProgress
 
 _SAMPLE_S = 1.0
 _QUIET_SAMPLES = 5
@@ -199,7 +99,7 @@ class CacheApi:
 
     async def overview(self) -> CacheOut:
         """Tiers, bytes, hit rates, sharing, queues and budgets."""
-        return CacheOut.of(await asyncio.to_thread(self._cache.overview, self._principal()))
+        return CacheOut.about(await asyncio.to_thread(self._cache.overview, self._principal()))
 
     async def collect(self, body: Collect | None = None) -> CollectOut:
         """Delete what no agent reaches."""
@@ -224,7 +124,9 @@ class CacheApi:
         counts, pressure = self._cache.sample()
         num_quiet = 0
         try:
-            yield streaming.data({"type": "cache", **asdict(CacheCounts()), "pressure": pressure})
+            yield streaming.data(
+                {"type": "cache", **_difference(counts, counts), "pressure": pressure}
+            )
             while True:
                 event = await subscription.next(_SAMPLE_S)
                 if event is not None:
@@ -265,8 +167,8 @@ def _checked(progress: CheckProgress) -> Json:
 
 
 def _difference(now: CacheCounts, before: CacheCounts) -> Json:
-    names = [entry.name for entry in fields(CacheCounts)]
-    return {name: getattr(now, name) - getattr(before, name) for name in names}
+    earlier = CountersOut.json_of(before)
+    return {name: count - earlier[name] for name, count in CountersOut.json_of(now).items()}
 
 
 def _shown(event: FeedEvent | Missed) -> Json:
@@ -282,8 +184,8 @@ def _shown(event: FeedEvent | Missed) -> Json:
                 "agent_id": event.agent_id,
                 "turn_id": event.turn_id,
                 "reason": event.reason,
-                "usage": UsageOut.of(event.usage).model_dump(),
-                "reuse": ReuseOut.of(event.reuse).model_dump(),
+                "usage": UsageOut.json_of(event.usage),
+                "reuse": ReuseOut.json_of(event.reuse),
             }
         case Missed():
             return {"type": "missed", "events": event.num_events}

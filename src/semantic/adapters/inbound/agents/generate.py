@@ -146,20 +146,20 @@ class _ReplyWriter:
             model=started.model,
             message=MessageOut.of(message),
             text=message.text,
-            finish_reason=finished.reason.value,
+            finish_reason=finished.reason,
             stop_sequence=finished.stop_sequence,
             usage=UsageOut.of(finished.usage),
             reuse=ReuseOut.of(turn.reuse if turn else Reuse()),
             dropped_messages=turn.num_dropped if turn else 0,
             durable=finished.is_durable,
-        ).model_dump()
+        ).model_dump(mode="json")
 
 
 def _frame(event: Event) -> Json | None:
     """Show an event of a stream; None if there is nothing to show."""
     match event:
         case Started():
-            usage = UsageOut.of(event.usage).model_dump()
+            usage = UsageOut.json_of(event.usage)
             named = turn_id(event.request_id)
             return {"type": "started", "turn_id": named, "model": event.model, "usage": usage}
         case PrefillProgress(done, total):

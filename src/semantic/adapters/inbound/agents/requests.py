@@ -8,7 +8,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from semantic.adapters.inbound.wire import MAX_ENTRIES, NO_LIMIT, reply_limit, sampling_of
+from semantic.adapters.inbound.wire import (
+    MAX_ENTRIES,
+    NO_LIMIT,
+    reply_limit,
+    sampling_of,
+    tool_choice_of,
+)
 from semantic.domain.agents import (
     MAX_COUNT,
     MAX_LABEL_CHARS,
@@ -32,8 +38,6 @@ from semantic.domain.chat import (
     Role,
     ServiceClass,
     TextPart,
-    ToolChoice,
-    ToolMode,
     ToolResultPart,
     ToolSpec,
     json_fault,
@@ -269,20 +273,15 @@ class Generate(_Schema):
             InvalidRequestError: a value cannot be honoured.
         """
         messages = [NewMessage(content=self.message)] if self.message is not None else self.messages
-        limit = reply_limit(self.max_tokens)
         return NewTurn(
             messages=tuple(message.to_domain() for message in messages or ()),
             sampling=sampling_of(self),
-            stop=StopRules(limit, tuple(self.stop), ignore_eos=self.ignore_eos),
-            tool_choice=self._tool_choice(),
+            stop=StopRules(
+                reply_limit(self.max_tokens), tuple(self.stop), ignore_eos=self.ignore_eos
+            ),
+            tool_choice=tool_choice_of(self.tool_choice),
             output_format=self.response_format.to_domain() if self.response_format else None,
         )
-
-    def _tool_choice(self) -> ToolChoice:
-        choice = self.tool_choice
-        if isinstance(choice, str):
-            return ToolChoice(ToolMode(choice))
-        return ToolChoice(ToolMode.NAMED, choice.name)
 
 
 class Fork(_Schema):

@@ -33,7 +33,7 @@ from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
 from semantic.domain.agents import Principal
 from semantic.domain.errors import InvalidRequestError
-from semantic.ports.inbound import AgentQuery
+from semantic.ports.inbound import AgentPage, AgentQuery
 
 AgentPath = Annotated[
     str,
@@ -112,8 +112,7 @@ class DirectApi:
             is_pinned=pin,
         )
         found = await asyncio.to_thread(self._agents.page, self._principal(), query)
-        shown = [AgentOut.of(view) for view in found.agents]
-        return AgentList(data=shown, total=found.num_matching, next=found.cursor)
+        return AgentList.of(found)
 
     async def get(self, agent_id: AgentPath) -> AgentOut:
         """One agent, and where its attention state is."""
@@ -138,7 +137,7 @@ class DirectApi:
         views = await asyncio.to_thread(
             self._agents.fork, self._principal(), agent_id, ids, body.turn_id
         )
-        return AgentList(data=[AgentOut.of(view) for view in views], total=len(views), next=None)
+        return AgentList.of(AgentPage(views, len(views), None))
 
     async def rewind(self, agent_id: AgentPath, body: Rewind) -> AgentOut:
         """Go back to an earlier turn; a turn that is running is cancelled."""
@@ -164,7 +163,7 @@ class DirectApi:
     async def explain(self, agent_id: AgentPath) -> ExplanationOut:
         """What the latest turn reused, where its prompt diverged, and what the next starts from."""
         found = await asyncio.to_thread(self._agents.explain, self._principal(), agent_id)
-        return ExplanationOut.of(agent_id, found)
+        return ExplanationOut.about(agent_id, found)
 
 
 def _label(text: str) -> tuple[str, str]:
@@ -184,7 +183,6 @@ IMPORT_PATH = "/v1/agents/import"
 _PIECE = 2**20
 _IN_MEMORY = 2**23
 _FILE: dict[str, Any] = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
-_EXPORTED: dict[str, Any] = {"description": "the file", "content": _FILE}
 
 
 class TransferApi:
@@ -251,7 +249,11 @@ class TransferApi:
                 )
             )
         view = await asyncio.to_thread(self._agents.get, self._principal(), taken.agent.id)
-        return ImportedOut.imported(view, taken)
+        return ImportedOut(
+            **dict(AgentOut.of(view)),
+            import_state="imported" if taken.has_state else "recomputed",
+            import_reason=taken.reason,
+        )
 
 
 def _pieces(file: "BinaryIO | tempfile.SpooledTemporaryFile[bytes]") -> Iterator[bytes]:

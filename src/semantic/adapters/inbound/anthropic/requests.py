@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from semantic.adapters.inbound.wire import (
     MAX_MESSAGES,
     NO_LIMIT,
     Limited,
     Schema,
+    example,
     limit_parts,
     reply_limit,
     sampling_of,
@@ -302,16 +303,13 @@ class _OutputConfig(Schema):
     format: _OutputFormat | None = None
 
 
-_EXAMPLE: dict[str, Any] = {
-    "model": "smollm2-135m-instruct",
-    "messages": [{"role": "user", "content": "Say hi."}],
-}
+_EXAMPLE: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hi."}]}
 
 
 class CountRequest(Schema):
     """The body of `POST /v1/messages/count_tokens`."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE]})
+    model_config = example(_EXAMPLE)
 
     model: str | None = None
     messages: list[InputMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -400,7 +398,7 @@ class CountRequest(Schema):
 class MessagesRequest(CountRequest):
     """The body of `POST /v1/messages`."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{**_EXAMPLE, "max_tokens": 100}]})
+    model_config = example({**_EXAMPLE, "max_tokens": 100})
 
     max_tokens: int = Field(ge=NO_LIMIT)
     stream: bool | None = None

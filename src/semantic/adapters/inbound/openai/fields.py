@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeAlias
 from fastapi import Depends, Header
 from pydantic import Field, Strict
 
-from semantic.adapters.inbound.wire import Limited, Schema, reply_limit, sampling_of
+from semantic.adapters.inbound.wire import Limited, Schema, refuse, reply_limit, sampling_of
 from semantic.domain.agents import check_agent_id
 from semantic.domain.chat import (
     AgentHint,
@@ -248,13 +248,3 @@ def call_arguments(text: str) -> JsonObject:
     except (ValueError, RecursionError):
         return {"arguments": text}
     return value if isinstance(value, dict) else {"arguments": value}
-
-
-def refuse(is_given: object, param: str, why: str) -> None:
-    """Refuse a field that cannot be honoured.
-
-    Raises:
-        InvalidRequestError: it is given.
-    """
-    if is_given:
-        raise InvalidRequestError(why, param=param)

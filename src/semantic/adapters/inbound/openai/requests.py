@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import ConfigDict, Field, StrictInt, StrictStr, ValidationInfo, field_validator
+from pydantic import Field, StrictInt, StrictStr, field_validator
 
 from semantic.adapters.inbound.openai.fields import (
     MAX_REPLIES,
@@ -12,15 +12,19 @@ from semantic.adapters.inbound.openai.fields import (
     StreamOptions,
     call_arguments,
     inner_call_id,
-    refuse,
     thinking_of,
 )
 from semantic.adapters.inbound.wire import (
     MAX_MESSAGES,
     NO_LIMIT,
+    FunctionSchema,
     Limited,
     Schema,
+    VariantSchema,
+    example,
     limit_parts,
+    refuse,
+    tool_choice_of,
 )
 from semantic.domain.chat import (
     AgentHint,
@@ -35,10 +39,7 @@ from semantic.domain.chat import (
     TextPart,
     Thinking,
     ThinkingPart,
-    ToolChoice,
-    ToolMode,
     ToolResultPart,
-    ToolSpec,
     ToolUsePart,
     is_continuable,
 )
@@ -59,22 +60,13 @@ class _ImageUrl(Schema):
     url: str
 
 
-class _Content(Schema):
-    """A part of a message. One class for all types, so that an error names the wrong field."""
+class _Content(VariantSchema):
+    needed: ClassVar = {"text": ["text"], "image_url": ["image_url"], "refusal": ["refusal"]}
 
     type: Literal["text", "image_url", "refusal"]
-    text: str | None = Field(None, validate_default=True)
-    image_url: _ImageUrl | None = Field(None, validate_default=True)
-    refusal: str | None = Field(None, validate_default=True)
-
-    @field_validator("text", "image_url", "refusal")
-    @classmethod
-    def _require_own_field(
-        cls, value: str | _ImageUrl | None, info: ValidationInfo
-    ) -> str | _ImageUrl | None:
-        if value is None and info.data.get("type") == info.field_name:
-            raise ValueError(f"a part of type {info.field_name} needs it")
-        return value
+    text: str | None = None
+    image_url: _ImageUrl | None = None
+    refusal: str | None = None
 
     def to_domain(self) -> TextPart | ImagePart:
         if self.type == "image_url" and self.image_url is not None:
@@ -97,31 +89,20 @@ class _ToolCall(Schema):
         return ToolUsePart(inner_call_id(self.id), self.function.name, arguments)
 
 
-class ChatMessage(Schema):
+class ChatMessage(VariantSchema):
     """One message of a conversation."""
 
+    needed: ClassVar = {
+        **dict.fromkeys(("system", "developer", "user"), ("content",)),
+        "tool": ("content", "tool_call_id"),
+    }
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Content] | None = Field(None, validate_default=True)
+    content: str | list[_Content] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: Limited[list[_ToolCall] | None] = None
-    tool_call_id: str | None = Field(None, validate_default=True)
-
-    @field_validator("content")
-    @classmethod
-    def _require_content(
-        cls, value: str | list[_Content] | None, info: ValidationInfo
-    ) -> str | list[_Content] | None:
-        if value is None and info.data.get("role") not in ("assistant", None):
-            raise ValueError("it is required for this role")
-        return value
-
-    @field_validator("tool_call_id")
-    @classmethod
-    def _require_call(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None and info.data.get("role") == "tool":
-            raise ValueError("it is required for this role")
-        return value
+    tool_call_id: str | None = None
 
     def to_domain(self) -> Message:
         """Translate; `developer` is OpenAI's newer word for `system`."""
@@ -199,25 +180,13 @@ class _ResponseFormat(Schema):
         return JsonFormat(self.schema_)
 
 
-class _Function(Schema):
+class _Function(FunctionSchema):
     name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class _Tool(Schema):
     type: Literal["function"]
     function: _Function
-
-    def to_domain(self) -> ToolSpec:
-        function = self.function
-        return ToolSpec(
-            function.name,
-            function.description or "",
-            function.parameters or {},
-            is_strict=bool(function.strict),
-        )
 
 
 class _FunctionName(Schema):
@@ -228,6 +197,10 @@ class _NamedTool(Schema):
     type: Literal["function"]
     function: _FunctionName
 
+    @property
+    def name(self) -> str:
+        return self.function.name
+
 
 class _TemplateOptions(Schema):
     enable_thinking: bool | None = None
@@ -236,16 +209,7 @@ class _TemplateOptions(Schema):
 class ChatCompletionRequest(_RepliesFields):
     """The body of `POST /v1/chat/completions`."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "model": "smollm2-135m-instruct",
-                    "messages": [{"role": "user", "content": "Say hi."}],
-                }
-            ]
-        }
-    )
+    model_config = example({"messages": [{"role": "user", "content": "Say hi."}]})
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=NO_LIMIT)
@@ -289,8 +253,8 @@ class ChatCompletionRequest(_RepliesFields):
         return ChatRequest(
             model=self.model or "",
             messages=messages,
-            tools=tuple(tool.to_domain() for tool in self.tools or ()),
-            tool_choice=self._tool_choice(),
+            tools=tuple(tool.function.to_domain() for tool in self.tools or ()),
+            tool_choice=tool_choice_of(self.tool_choice, self.parallel_tool_calls),
             sampling=self.sampling((self.top_logprobs or 0) if self.logprobs else None),
             stop=self.stop_rules(self.max_tokens if wanted is None else wanted),
             output_format=self.form(self._own_form(), "response_format"),
@@ -328,13 +292,6 @@ class ChatCompletionRequest(_RepliesFields):
     def _own_form(self) -> OutputFormat | None:
         return self.response_format.to_domain() if self.response_format else None
 
-    def _tool_choice(self) -> ToolChoice:
-        is_parallel = self.parallel_tool_calls is not False
-        choice = self.tool_choice or "auto"
-        if isinstance(choice, str):
-            return ToolChoice(ToolMode(choice), is_parallel=is_parallel)
-        return ToolChoice(ToolMode.NAMED, choice.function.name, is_parallel)
-
     def _thinking(self) -> Thinking | None:
         options = self.chat_template_kwargs
         if options is not None and options.enable_thinking is not None:
@@ -345,16 +302,7 @@ class ChatCompletionRequest(_RepliesFields):
 class CompletionRequest(_RepliesFields):
     """The body of `POST /v1/completions`."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "model": "smollm2-135m-instruct",
-                    "prompt": "The capital of France is",
-                }
-            ]
-        }
-    )
+    model_config = example({"prompt": "The capital of France is"})
 
     prompt: Annotated[_Prompt, Field(union_mode="left_to_right")]
     max_tokens: int | None = Field(None, ge=NO_LIMIT)

@@ -7,18 +7,28 @@ assistant's become one message again, or its tokens could not be found.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
 from semantic.adapters.inbound.openai.fields import (
     RequestFields,
     call_arguments,
     inner_call_id,
-    refuse,
     thinking_of,
 )
-from semantic.adapters.inbound.wire import MAX_MESSAGES, NO_LIMIT, Limited, Schema, limit_entries
+from semantic.adapters.inbound.wire import (
+    MAX_MESSAGES,
+    NO_LIMIT,
+    FunctionSchema,
+    Limited,
+    Schema,
+    VariantSchema,
+    example,
+    limit_entries,
+    refuse,
+    tool_choice_of,
+)
 from semantic.domain.chat import (
     AgentHint,
     ChatRequest,
@@ -30,10 +40,7 @@ from semantic.domain.chat import (
     Role,
     TextPart,
     ThinkingPart,
-    ToolChoice,
-    ToolMode,
     ToolResultPart,
-    ToolSpec,
     ToolUsePart,
     is_continuable,
 )
@@ -59,11 +66,13 @@ _SKIPPED = frozenset(
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 
 
-class ItemContent(Schema):
+class ItemContent(VariantSchema):
     """A part of an item."""
 
+    needed: ClassVar = dict.fromkeys(_TEXTS, ("text",))
+
     type: str
-    text: str | None = Field(None, validate_default=True)
+    text: str | None = None
     refusal: str | None = None
     image_url: str | None = None
 
@@ -74,13 +83,6 @@ class ItemContent(Schema):
             raise ValueError(f"parts of type {value!r} are not supported; send input_text")
         return value
 
-    @field_validator("text")
-    @classmethod
-    def _require_text(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None and info.data.get("type") in _TEXTS:
-            raise ValueError("a part of text needs it")
-        return value
-
     def to_domain(self) -> TextPart | ImagePart:
         """Translate."""
         if self.type == "input_image":
@@ -88,19 +90,25 @@ class ItemContent(Schema):
         return TextPart(self.text or self.refusal or "")
 
 
-class InputItem(Schema):
-    """One item of any type, so that an error names the wrong field."""
+class InputItem(VariantSchema):
+    """One item of any type."""
+
+    needed: ClassVar = {
+        "message": ("role", "content"),
+        "function_call": ("call_id", "name"),
+        "custom_tool_call": ("call_id", "name"),
+        "function_call_output": ("call_id", "output"),
+        "custom_tool_call_output": ("call_id", "output"),
+    }
 
     type: str = "message"
-    role: Literal["user", "assistant", "system", "developer"] | None = Field(
-        None, validate_default=True
-    )
-    content: Limited[str | list[ItemContent] | None] = Field(None, validate_default=True)
-    call_id: str | None = Field(None, validate_default=True)
-    name: str | None = Field(None, validate_default=True)
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Limited[str | list[ItemContent] | None] = None
+    call_id: str | None = None
+    name: str | None = None
     arguments: str | None = None
     input: str | None = None
-    output: Limited[str | list[ItemContent] | None] = Field(None, validate_default=True)
+    output: Limited[str | list[ItemContent] | None] = None
     summary: Limited[list[ItemContent] | None] = None
     encrypted_content: str | None = None
 
@@ -111,21 +119,6 @@ class InputItem(Schema):
             raise ValueError("references are not supported; send the item itself")
         if value not in _KNOWN | _SKIPPED:
             raise ValueError(f"items of type {value!r} are not supported")
-        return value
-
-    @field_validator("role", "content", "call_id", "name", "output")
-    @classmethod
-    def _require_own_fields(cls, value: object, info: ValidationInfo) -> object:
-        kind = info.data.get("type")
-        needed = {
-            "message": ("role", "content"),
-            "function_call": ("call_id", "name"),
-            "custom_tool_call": ("call_id", "name"),
-            "function_call_output": ("call_id", "output"),
-            "custom_tool_call_output": ("call_id", "output"),
-        }.get(kind or "", ())
-        if value is None and info.field_name in needed:
-            raise ValueError(f"an item of type {kind} needs it")
         return value
 
     @property
@@ -211,29 +204,10 @@ _ENCRYPTED = "reasoning.encrypted_content"
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 
 
-class _Tool(Schema):
+class _Tool(FunctionSchema):
     """A tool of any type; all but functions are skipped."""
 
     type: str
-    name: str | None = Field(None, validate_default=True)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    @field_validator("name")
-    @classmethod
-    def _require_name(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None and info.data.get("type") == "function":
-            raise ValueError("a function needs it")
-        return value
-
-    def to_domain(self) -> ToolSpec:
-        return ToolSpec(
-            self.name or "",
-            self.description or "",
-            self.parameters or {},
-            is_strict=bool(self.strict),
-        )
 
 
 class _NamedTool(Schema):
@@ -262,16 +236,7 @@ class _Reasoning(Schema):
 class ResponsesRequest(RequestFields):
     """The body of `POST /v1/responses`."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "model": "smollm2-135m-instruct",
-                    "input": "Say hi.",
-                }
-            ]
-        }
-    )
+    model_config = example({"input": "Say hi."})
 
     input: str | list[InputItem] | None = Field(None, max_length=None)
     instructions: str | None = None
@@ -325,13 +290,16 @@ class ResponsesRequest(RequestFields):
         refuse(self.conversation, "conversation", "send previous_response_id instead.")
         refuse(self.prompt, "prompt", "stored prompts are not supported; send input.")
         refuse(self.background and not self.is_stored, "background", "it needs store to be true.")
+        for index, tool in enumerate(self.tools or ()):
+            is_nameless = tool.type == "function" and not tool.name
+            refuse(is_nameless, f"tools[{index}].name", "a function needs it.")
         has_logprobs = self.top_logprobs is not None or _LOGPROBS in (self.include or ())
         messages = [sourced.message for sourced in self._messages(past)]
         return ChatRequest(
             model=self.model or "",
             messages=tuple(messages),
             tools=tuple(tool.to_domain() for tool in self.functions),
-            tool_choice=self._tool_choice(),
+            tool_choice=tool_choice_of(self.tool_choice, self.parallel_tool_calls),
             sampling=self.sampling((self.top_logprobs or 0) if has_logprobs else None),
             stop=self.stop_rules(self.max_output_tokens),
             output_format=self.form(self._own_form(), "text.format"),
@@ -369,13 +337,6 @@ class ResponsesRequest(RequestFields):
         given = messages_of(self.input or ())
         refuse(not given and past is None, "input", "it must hold at least one item.")
         return told + given
-
-    def _tool_choice(self) -> ToolChoice:
-        is_parallel = self.parallel_tool_calls is not False
-        choice = self.tool_choice or "auto"
-        if isinstance(choice, str):
-            return ToolChoice(ToolMode(choice), is_parallel=is_parallel)
-        return ToolChoice(ToolMode.NAMED, choice.name, is_parallel)
 
     def _own_form(self) -> OutputFormat | None:
         wanted = self.text.format if self.text else None

@@ -17,7 +17,7 @@ from semantic.adapters.inbound.http.streaming import (
     answer,
     reply_or_stream,
 )
-from semantic.adapters.inbound.openai.fields import Hint, refuse
+from semantic.adapters.inbound.openai.fields import Hint
 from semantic.adapters.inbound.responses.events import (
     PREFIX,
     DeletedResponse,
@@ -28,6 +28,7 @@ from semantic.adapters.inbound.responses.events import (
 )
 from semantic.adapters.inbound.responses.requests import ResponsesRequest
 from semantic.adapters.inbound.responses.run import ResponseBook, ResponseRun
+from semantic.adapters.inbound.wire import refuse
 from semantic.application.agents.turns import PastTurns
 from semantic.domain.agents import Principal
 from semantic.domain.errors import InvalidRequestError
