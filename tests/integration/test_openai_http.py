@@ -208,7 +208,7 @@ BAD_REQUESTS: list[tuple[str, Any, int, str | None, str]] = [
         body(messages=[{"role": "user", "content": [{"type": "text"}]}]),
         400,
         "messages[0].content[0].text",
-        "needs it",
+        "required",
     ),
     (
         "a part that is none, after a good one",

@@ -60,9 +60,10 @@ class VariantSchema(Schema):
     @field_validator("*")
     @classmethod
     def _require_own_fields(cls, value: object, info: ValidationInfo) -> object:
-        variant = info.data.get("type", info.data.get("role", ""))
+        kind = "type" if "type" in info.data else "role"
+        variant = info.data.get(kind, "")
         if value is None and info.field_name in cls.needed.get(variant, ()):
-            raise ValueError(f"{variant} needs it")
+            raise ValueError(f"it is required for {kind} {variant}")
         return value
 
 

@@ -403,7 +403,8 @@ def _text(body: ResponsesRequest) -> Json:
 
 
 def _tool(tool: Json) -> Json:
-    return {**tool, "parameters": tool["parameters"] or {}, "strict": bool(tool["strict"])}
+    given = {**tool, "parameters": tool["parameters"] or {}, "strict": bool(tool["strict"])}
+    return {"type": "function", **given}
 
 
 def response_of(request_id: str, past: PastTurn, served: str) -> Json:
