@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from semantic import __version__
-from semantic.entrypoints.cli.app import main
+from semantic.entrypoints.cli.app import app, main
 
 pytestmark = pytest.mark.unit
 
@@ -35,6 +35,15 @@ def test_the_documentation_names_every_flag(capsys: pytest.CaptureFixture[str]) 
         assert main([*command, "--help"]) == 0
         flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
         assert {flag for flag in flags if f"`{flag}`" not in page} == set()
+
+
+def test_the_documentation_names_every_command() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
+    commands = {
+        one.name or getattr(one.callback, "__name__", "") for one in app.registered_commands
+    }
+    groups = {one.name for one in app.registered_groups}
+    assert {name for name in commands | groups if f"`semantic {name}" not in page} == set()
 
 
 @pytest.mark.parametrize("action", ["stats", "verify", "gc"])

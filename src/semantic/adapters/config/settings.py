@@ -26,8 +26,8 @@ from semantic.domain.errors import InvalidRequestError
 
 ENV_PREFIX = "SEMANTIC_"
 _ENVIRONMENT = "SEMANTIC_ENVIRONMENT"
-# The first chooses a file of settings; the other tells the examples where the server is.
-_NO_SETTINGS = (_ENVIRONMENT, "SEMANTIC_URL")
+# The first chooses a file of settings; the others tell commands and examples where the server is.
+_NO_SETTINGS = (_ENVIRONMENT, "SEMANTIC_URL", "SEMANTIC_API_KEY")
 STARTER_MODEL = "smollm2-135m-instruct"
 _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/\s]+")
 _LOCAL_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})

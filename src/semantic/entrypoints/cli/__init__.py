@@ -1,6 +1,8 @@
 """The `semantic` command.
 
 1. `app`: the commands, their help, and how errors become a sentence and an exit status.
-2. `cache`: looks at a cache directory while no server has it.
-3. `client`: how the commands below speak to a running server.
+2. `flags`: flags that many commands share; `screen`: how values look on a terminal.
+3. `cache`: a cache directory, while no server has it. `doctor`: this machine.
+4. `client`: how all other commands speak to a running server: `chat`, `agents`, `top`, `bench`.
+5. `launch`: runs other programs' clients against it.
 """

@@ -1,17 +1,22 @@
 """The commands, their help, and how errors become a sentence and an exit status."""
 
-import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
 from semantic import __version__
-from semantic.adapters.config.settings import Settings, load_settings, misspelled
+from semantic.adapters.config.settings import Settings
 from semantic.domain.errors import SemanticError
+from semantic.entrypoints.cli.agents import agents_app
+from semantic.entrypoints.cli.bench import bench
+from semantic.entrypoints.cli.chat import chat
+from semantic.entrypoints.cli.doctor import doctor
+from semantic.entrypoints.cli.flags import with_settings
+from semantic.entrypoints.cli.launch import launch
+from semantic.entrypoints.cli.top import top
 
 _SERVE_FLAGS = (
     *("host", "port", "model", "backend", "dtype", "device", "weights", "threads"),
@@ -50,70 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
     return status if isinstance(status, int) else 0
-
-
-# -- settings as flags -----------------------------------------------------------------------------
-
-_Options = dict[str, Any]
-
-
-def with_settings(*names: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Give a command flags for these settings and `--config`; it gets all settings first."""
-
-    def decorate(command: Callable[..., int]) -> Callable[..., int]:
-        _, *own = inspect.signature(command).parameters.values()
-
-        def run(config: Path | None, **options: Any) -> int:
-            rest = {one.name: options.pop(one.name) for one in own}
-            return command(_settings(options, config), **rest)
-
-        run.__doc__, run.__name__ = command.__doc__, command.__name__
-        _set_signature(run, [*own, *map(_flag, names), _config_flag()])
-        return run
-
-    return decorate
-
-
-def _settings(options: _Options, config: Path | None) -> Settings:
-    for warning in misspelled(os.environ):
-        sys.stderr.write(f"semantic: {warning}\n")
-    given = {name: value for name, value in options.items() if value is not None}
-    return load_settings(given, config=config)
-
-
-def _set_signature(function: Callable[..., int], parameters: Iterable[inspect.Parameter]) -> None:
-    """Make typer see parameters that no source text lists."""
-    listed = list(parameters)
-    function.__annotations__ = {one.name: one.annotation for one in listed}
-    function.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
-
-
-def _flag(name: str) -> inspect.Parameter:
-    """The flag of a setting; what it may be, the settings check themselves."""
-    field = Settings.model_fields[name]
-    choices = getattr(field.annotation, "__args__", ())
-    is_switch = field.annotation is bool
-    text = str(field.description)
-    if choices and all(isinstance(choice, str) for choice in choices):
-        text = f"{text}; one of {', '.join(choices)}"
-    if field.default is not None and not is_switch:
-        text = f"{text} (default: {field.default})"
-    metavar = None if is_switch else name.rpartition("_")[2].upper()
-    option = typer.Option(
-        f"--{name.replace('_', '-')}", help=text, metavar=metavar, show_default=False
-    )
-    return _parameter(name, bool | None if is_switch else str | None, option)
-
-
-def _config_flag() -> inspect.Parameter:
-    option = typer.Option("--config", metavar="FILE", help="a TOML file of settings")
-    return _parameter("config", Path | None, option)
-
-
-def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
-    )
 
 
 # -- commands --------------------------------------------------------------------------------------
@@ -200,3 +141,8 @@ def _cache(action: str, settings: Settings, orphan_age_h: float | None = None) -
     from semantic.entrypoints.cli.cache import run_cache
 
     return run_cache(action, settings, orphan_age_h)
+
+
+for command in (chat, top, bench, doctor, launch):
+    app.command()(command)
+app.add_typer(agents_app, name="agents")

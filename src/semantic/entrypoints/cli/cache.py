@@ -27,6 +27,7 @@ from semantic.domain.errors import (
     CachePersistenceError,
     InvalidRequestError,
 )
+from semantic.entrypoints.cli.screen import size
 from semantic.ports.storage import DropPart, LedgerChange, LedgerState, MarkIndexWhole, PutPart
 
 Say: TypeAlias = Callable[[str], object]
@@ -85,13 +86,13 @@ class _Cache:
         self.say(f"directory  {self.settings.effective_cache_dir}")
         self.say(f"agents     {len(self.state.agents):,}")
         self.say(f"turns      {self.ledger.num_turns():,}")
-        self.say(f"files      {len(parts):,}, {_size(sum(part.nbytes for part in parts))}")
+        self.say(f"files      {len(parts):,}, {size(sum(part.nbytes for part in parts))}")
         for (model, kv_format), (number, nbytes) in self._by_model(parts).items():
-            self.say(f"  {model} ({kv_format}): {number:,}, {_size(nbytes)}")
+            self.say(f"  {model} ({kv_format}): {number:,}, {size(nbytes)}")
         others = self.files.other_bytes()
         self.say(
-            f"in all     {_size(used)} of {_size(budget)} ({used / budget:.1%}), "
-            f"{_size(others)} of it for the ledger and its backup"
+            f"in all     {size(used)} of {size(budget)} ({used / budget:.1%}), "
+            f"{size(others)} of it for the ledger and its backup"
         )
         self._tell_problem()
         return 0
@@ -135,7 +136,7 @@ class _Cache:
             self.say(f"moved {unfinished_files} of a killed server to quarantine")
         self.say(
             f"checked {_count(num_files, 'file')} "
-            f"({_size(sum(part.nbytes for part in sound))} are sound), "
+            f"({size(sum(part.nbytes for part in sound))} are sound), "
             f"{_count(len(self.state.agents), 'agent')} and "
             f"{_count(self.ledger.num_turns(), 'turn')}: "
             f"{_count(len(bad), 'bad file')}; "
@@ -191,11 +192,11 @@ class _Cache:
             self.files.delete(part)
         self._write_index(kept)
         if freed := self.files.empty_quarantine(before=before):
-            self.say(f"deleted {_size(freed)} of bad files in quarantine")
+            self.say(f"deleted {size(freed)} of bad files in quarantine")
         self.say(
-            f"deleted {_count(len(gone), 'file')} ({_size(sum(part.nbytes for part in gone))}) "
+            f"deleted {_count(len(gone), 'file')} ({size(sum(part.nbytes for part in gone))}) "
             f"and {_count(num_turns, 'turn')} that no agent reaches; left: "
-            f"{_count(len(kept), 'file')} ({_size(sum(part.nbytes for part in kept))})"
+            f"{_count(len(kept), 'file')} ({size(sum(part.nbytes for part in kept))})"
         )
         return 0
 
@@ -216,11 +217,3 @@ def _count(number: int, noun: str) -> str:
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun}s" if number else f"no {noun}s"
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KB", "MB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} GB"

@@ -1,0 +1,313 @@
+"""`semantic agents`: the agents of a running server, as branches of a log of turns."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.progress import Progress
+from rich.text import Text
+from rich.tree import Tree
+
+from semantic.domain.errors import InvalidRequestError
+from semantic.entrypoints.cli.client import Json, ServerClient, file_pieces
+from semantic.entrypoints.cli.flags import AsJson, print_json, with_server
+from semantic.entrypoints.cli.screen import (
+    age,
+    agents_table,
+    console,
+    message_text,
+    reuse_bar,
+    shorten,
+    size,
+    table,
+    tier,
+)
+
+agents_app = typer.Typer(
+    help="The agents of a running server: list, log, fork, rewind, export.", no_args_is_help=True
+)
+AgentId = Annotated[str, typer.Argument(metavar="AGENT")]
+_SAID_WIDTH = 60
+_USUAL_SETTINGS: Json = {
+    "tools": [],
+    "class": "interactive",
+    "weight": 1.0,
+    "pin": False,
+    "overflow": "error",
+    "quota": {"max_bytes": None, "max_turns": None},
+    "labels": {},
+}
+_MANY = 1_000  # agents whose turns a graph looks at
+
+
+@agents_app.command("ls")
+@with_server
+def list_agents(
+    client: ServerClient,
+    *,
+    prefix: Annotated[str | None, typer.Option(help="only ids that begin so")] = None,
+    label: Annotated[str | None, typer.Option(help="only those with this NAME:VALUE")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List agents, the most recently used first."""
+    wanted = {"prefix": prefix, "label": label}
+    query = {name: value for name, value in wanted.items() if value is not None}
+    agents = list(client.pages("/v1/agents", "after", **query))
+    if as_json:
+        print_json(agents)
+    elif agents:
+        console().print(agents_table(agents))
+    else:
+        console().print("no agents; `semantic chat NAME` makes one")
+
+
+@agents_app.command()
+@with_server
+def show(client: ServerClient, agent: AgentId, *, as_json: AsJson = False) -> None:
+    """Show one agent: its settings, where its state is, what its latest turn reused."""
+    found = client.call("GET", f"/v1/agents/{agent}")
+    why = client.call("GET", f"/v1/agents/{agent}/explain")
+    if as_json:
+        print_json({**found, "explanation": why})
+        return
+    state, screen = found["state"], console()
+    rows = {
+        "agent": found["id"],
+        "tier": tier(state["tier"]),
+        "turns": f"{found['turns']:,}, {found['tokens']:,} tokens",
+        "memory": f"{size(state['memory_bytes'])}, {state['memory_tokens']:,} tokens",
+        "disk": f"{size(state['disk_bytes'])}, {state['disk_tokens']:,} tokens",
+        "created": f"{age(found['created_at'])} ago",
+        "used": f"{age(found['last_used'])} ago",
+        "reuse": reuse_bar(why["reuse"]),
+    }
+    rows |= {
+        name: str(value)
+        for name, value in found["settings"].items()
+        if value != _USUAL_SETTINGS.get(name)
+    }
+    made = table("", "~")
+    for name, value in rows.items():
+        made.add_row(Text(name, "dim"), value)
+    screen.print(made)
+    screen.print(escape(why["summary"]))
+
+
+@agents_app.command()
+@with_server
+def log(
+    client: ServerClient,
+    agent: AgentId,
+    *,
+    graph: Annotated[bool, typer.Option("--graph", help="with the forks that share turns")] = False,
+    limit: Annotated[int, typer.Option("-n", "--limit", help="so many turns")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Show an agent's turns, the latest first; with --graph as a tree, the oldest first."""
+    if graph:
+        turns, heads = _family(client, agent)
+        if as_json:
+            print_json({"turns": list(turns.values()), "heads": heads})
+        else:
+            console().print(turn_tree(turns, heads, agent))
+        return
+    page = client.call("GET", f"/v1/agents/{agent}/turns", params={"limit": min(limit, 100)})
+    if as_json:
+        print_json(page["data"])
+        return
+    screen = console()
+    for turn in page["data"]:
+        asked, replied = _said(turn)
+        line = Text(turn["id"], "yellow").append(f"  {age(turn['created_at'])} ago  ", "dim")
+        screen.print(line.append(reuse_bar(turn["reuse"])))
+        screen.print(Text(f"  > {asked}\n  < {replied}", no_wrap=True, overflow="ellipsis"))
+
+
+@agents_app.command()
+@with_server
+def fork(
+    client: ServerClient,
+    agent: AgentId,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
+    *,
+    number: Annotated[int, typer.Option("-n", help="so many, with names drawn")] = 1,
+    turn: Annotated[str | None, typer.Option(help="from this turn, not the latest")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Give an agent's conversation further names; nothing is copied or computed."""
+    body: Json = {"ids": names} if names else {"n": number}
+    if turn:
+        body["turn_id"] = turn
+    made = client.call("POST", f"/v1/agents/{agent}/fork", json=body)["data"]
+    if as_json:
+        print_json(made)
+    else:
+        for one in made:
+            typer.echo(one["id"])
+
+
+@agents_app.command()
+@with_server
+def rewind(
+    client: ServerClient,
+    agent: AgentId,
+    turn: Annotated[str, typer.Argument(help="a turn's id, or how many turns to go back")] = "1",
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Go back to an earlier turn; what came after stays in the log for a while."""
+    found = client.call(
+        "POST", f"/v1/agents/{agent}/rewind", json={"turn_id": find_turn(client, agent, turn)}
+    )
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo(f"{agent} is at turn {found['turns']}, {found['head'] or 'before the first'}")
+
+
+@agents_app.command("rm")
+@with_server
+def remove(
+    client: ServerClient,
+    agents: Annotated[list[str], typer.Argument(metavar="AGENT...")],
+    *,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="do not ask")] = False,
+) -> None:
+    """Delete agents; forks keep the past they share."""
+    if not yes:
+        typer.confirm(f"delete {', '.join(agents)}?", abort=True)
+    for agent in agents:
+        client.call("DELETE", f"/v1/agents/{agent}")
+        typer.echo(f"deleted {agent}")
+
+
+@agents_app.command("export")
+@with_server
+def export_agent(
+    client: ServerClient,
+    agent: AgentId,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="default: AGENT.tar")
+    ] = None,
+    *,
+    force: Annotated[bool, typer.Option("--force", help="replace a file that is there")] = False,
+) -> None:
+    """Write an agent, with its turns and attention state, into one file."""
+    target = file or Path(f"{agent}.tar")
+    if target.exists() and not force:
+        raise InvalidRequestError(f"{target} is there; name another file, or give --force")
+    part = target.with_name(f"{target.name}.part")
+    screen = console(is_error=True)
+    try:
+        with part.open("wb") as sink, Progress(console=screen, transient=True) as progress:
+            task = progress.add_task(f"exporting {agent}", total=None)
+            for nbytes in client.download(f"/v1/agents/{agent}/export", sink):
+                progress.advance(task, nbytes)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+    typer.echo(f"{target}: {size(target.stat().st_size)}")
+
+
+@agents_app.command("import")
+@with_server
+def import_agent(
+    client: ServerClient,
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False)],
+    *,
+    agent_id: Annotated[str | None, typer.Option("--id", help="another name for it")] = None,
+    messages_only: Annotated[bool, typer.Option("--messages-only", help="leave state out")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read an agent from a file that `export` wrote."""
+    query: Json = {"messages_only": str(messages_only).lower()}
+    if agent_id:
+        query["id"] = agent_id
+    screen = console(is_error=True)
+    with Progress(console=screen, transient=True) as progress:
+        pieces = progress.track(
+            file_pieces(file), total=-(-file.stat().st_size // 2**20), description="importing"
+        )
+        found = client.upload("/v1/agents/import", iter(pieces), **query)
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo(
+            f"{found['id']}: at turn {found['turns']:,}; state {found['import_state']} "
+            f"({found['import_reason']})"
+        )
+
+
+# -- turns -----------------------------------------------------------------------------------------
+
+
+def find_turn(client: ServerClient, agent: str, wanted: str) -> str | None:
+    """The id of a turn, named by itself or by how many turns to go back; None is the beginning.
+
+    Raises:
+        InvalidRequestError: the agent has fewer turns.
+    """
+    if not wanted.isdecimal():
+        return wanted
+    back = int(wanted)
+    path: list[Json] = []
+    for turn in client.pages(f"/v1/agents/{agent}/turns", "before"):
+        path.append(turn)
+        if len(path) > back:
+            return str(turn["id"])
+    if back > len(path):
+        raise InvalidRequestError(f"{agent} has {len(path)} turns, and cannot go back {back}")
+    return None
+
+
+def _family(client: ServerClient, agent: str) -> tuple[dict[str, Json], dict[str, str | None]]:
+    """All turns of agents that share one with this agent, and where each of them stands."""
+    turns = {turn["id"]: turn for turn in client.pages(f"/v1/agents/{agent}/turns", "before")}
+    heads: dict[str, str | None] = {agent: client.call("GET", f"/v1/agents/{agent}")["head"]}
+    for count, other in enumerate(client.pages("/v1/agents", "after")):
+        if count == _MANY:
+            break
+        theirs = {t["id"]: t for t in client.pages(f"/v1/agents/{other['id']}/turns", "before")}
+        if theirs.keys() & turns.keys():
+            turns |= theirs
+            heads[other["id"]] = other["head"]
+    return turns, heads
+
+
+def turn_tree(turns: dict[str, Json], heads: dict[str, str | None], agent: str) -> Tree:
+    """Draw turns as a tree that goes to the right only where conversations part."""
+    children: dict[str | None, list[Json]] = {}
+    for turn in sorted(turns.values(), key=lambda one: float(one["created_at"])):
+        parent = turn["parent"] if turn["parent"] in turns else None
+        children.setdefault(parent, []).append(turn)
+    names: dict[str | None, list[str]] = {}
+    for name, head in heads.items():
+        names.setdefault(head, []).append(name)
+    root = Tree(Text(agent, "bold"), guide_style="dim")
+    todo = [(root, turn) for turn in reversed(children.get(None, []))]
+    while todo:
+        branch, turn = todo.pop()
+        node = branch.add(_turn_line(turn, names.get(turn["id"], [])))
+        following = children.get(turn["id"], [])
+        below = branch if len(following) == 1 else node
+        todo += [(below, one) for one in reversed(following)]
+    return root
+
+
+def _turn_line(turn: Json, heads: list[str]) -> Text:
+    asked, replied = _said(turn)
+    line = Text(turn["id"][-8:], "yellow", no_wrap=True, overflow="ellipsis")
+    for name in heads:
+        line.append(f" ({name})", "bold green")
+    return line.append(f" {asked} ").append(f"→ {replied}", "dim")
+
+
+def _said(turn: Json) -> tuple[str, str]:
+    """What was asked and replied in a turn, shortened."""
+    replies = [m for m in turn["messages"] if m["role"] == "assistant"]
+    asked = [m for m in turn["messages"] if m["role"] in ("user", "tool")]
+    return (
+        shorten(message_text(asked[-1]), _SAID_WIDTH) if asked else "",
+        shorten(message_text(replies[-1]), _SAID_WIDTH) if replies else "",
+    )

@@ -1,0 +1,227 @@
+"""`semantic chat`: talk to an agent, fork it and go back, from a terminal."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from semantic.domain.errors import InvalidRequestError
+from semantic.entrypoints.cli.agents import find_turn, turn_tree
+from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
+from semantic.entrypoints.cli.flags import AsJson, print_json, with_server
+from semantic.entrypoints.cli.screen import console, reuse_bar
+
+_HELP = """\
+  /fork [NAME]    go on as another agent from here
+  /rewind [N]     take back the last turn, or the last N
+  /log            show the turns
+  /explain        say where the latest prompt came from, and why
+  /model [NAME]   say which model answers, or ask for another
+  /quit           leave (Ctrl-D does too); the agent stays
+  Ctrl-C stops a reply."""
+
+
+@with_server
+def chat(
+    client: ServerClient,
+    agent: Annotated[str, typer.Argument(metavar="[AGENT]", help="made if it is not there")] = "me",
+    *,
+    message: Annotated[
+        str | None, typer.Option("-m", "--message", help="say this and end, without a prompt")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="system prompt of a new agent")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="longest reply")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 always says the likeliest")] = None,
+    as_json: AsJson = False,
+) -> int | None:
+    """Talk to an agent. It remembers, also after a restart of the server."""
+    if as_json and message is None:
+        raise InvalidRequestError("--json needs --message: it prints one reply")
+    limits = {"max_tokens": max_tokens, "temperature": temperature}
+    options = {name: value for name, value in limits.items() if value is not None}
+    talk = Talk(client, agent, console(), options)
+    talk.open(system)
+    if as_json:
+        path = f"/v1/agents/{agent}/generate"
+        print_json(client.call("POST", path, json={"message": message, **options}))
+    elif message is not None:
+        talk.say(message)
+    else:
+        talk.run()
+    return None
+
+
+@dataclass
+class Talk:
+    """One conversation at a terminal."""
+
+    client: ServerClient
+    agent: str
+    screen: Console
+    options: Json = field(default_factory=dict)
+
+    def open(self, system: str | None = None) -> None:
+        """Find the agent, or make it."""
+        try:
+            found = self.client.call("GET", self.path)
+        except ServerError as error:
+            if error.status != 404:
+                raise
+            body = {"id": self.agent, **({"system": system} if system else {})}
+            found = self.client.call("POST", "/v1/agents", json=body)
+        else:
+            if system is not None and found["settings"]["system"] != system:
+                raise InvalidRequestError(
+                    f"{self.agent} is there, with another system prompt; choose another name"
+                )
+        if found["turns"] and self.screen.is_terminal:
+            tier = found["state"]["tier"]
+            self.screen.print(
+                f"[dim]{found['turns']} turns, {found['tokens']:,} tokens, {tier}[/dim]"
+            )
+
+    @property
+    def path(self) -> str:
+        """Where the agent is."""
+        return f"/v1/agents/{self.agent}"
+
+    def run(self) -> None:
+        """Read lines until the end; what fails is told, and the next line is read."""
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - gives `input` a history
+        if self.screen.is_terminal:
+            self.screen.print(f"[dim]talking to {escape(self.agent)}; /help lists commands[/dim]")
+        while (line := self._read()) is not None:
+            try:
+                if not self._obey(line):
+                    return
+            except (ServerError, InvalidRequestError) as error:
+                self.screen.print(f"[red]{escape(error.message)}[/red]")
+
+    def _read(self) -> str | None:
+        prompt = f"{self.agent}> " if sys.stdin.isatty() else ""
+        while True:
+            try:
+                if line := input(prompt).strip():
+                    return line
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                self.screen.print()
+
+    def _obey(self, line: str) -> bool:
+        """Do what a line asks for; False at the end."""
+        if not line.startswith("/"):
+            self.say(line)
+            return True
+        name, _, argument = line.removeprefix("/").partition(" ")
+        commands: dict[str, Callable[[str], None]] = {
+            "fork": self._fork,
+            "rewind": self._rewind,
+            "log": self._log,
+            "explain": self._explain,
+            "model": self._model,
+            "help": lambda _: self.screen.print(_HELP, markup=False),
+        }
+        if name in ("quit", "exit", "q"):
+            return False
+        if name not in commands:
+            raise InvalidRequestError(f"unknown command /{name}; /help lists them")
+        commands[name](argument.strip())
+        return True
+
+    # -- saying -----------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        """Say something and show the reply as it comes; Ctrl-C stops it."""
+        started, first = time.monotonic(), None
+        events = self.client.events(
+            "POST", f"{self.path}/generate", json={"message": text, "stream": True, **self.options}
+        )
+        try:
+            for event in events:
+                if event["type"] in ("text", "thinking", "tool_call") and first is None:
+                    first = time.monotonic()
+                self._show(event, started, first)
+        except KeyboardInterrupt:
+            self.screen.print("\n[dim]stopped; this turn is not kept[/dim]")
+        finally:
+            events.close()  # type: ignore[attr-defined]
+
+    def _show(self, event: Json, started: float, first: float | None) -> None:
+        match event["type"]:
+            case "text":
+                self._write(event["text"])
+            case "thinking":
+                self.screen.print(escape(event["text"]), style="dim italic", end="")
+            case "tool_call":
+                self.screen.print(f"\n[cyan]calls {escape(event['name'])}[/cyan] ", end="")
+            case "tool_arguments":
+                self._write(event["arguments"])
+            case "prefill" if self.screen.is_terminal and event["done"] < event["total"]:
+                self.screen.print(f"[dim]reading {event['done']}/{event['total']}[/dim]", end="\r")
+            case "finished":
+                self._conclude(event, started, first)
+            case "error":
+                self.screen.print()
+                raise ServerError(event["error"]["message"])
+
+    def _write(self, text: str) -> None:
+        self.screen.out(text, end="", highlight=False)
+        self.screen.file.flush()
+
+    def _conclude(self, reply: Json, started: float, first: float | None) -> None:
+        self.screen.print()
+        if not self.screen.is_terminal:
+            return
+        usage, now = reply["usage"], time.monotonic()
+        parts = []
+        if first is not None:
+            parts.append(f"first token after {first - started:.2f} s")
+            if usage["completion_tokens"] > 1:
+                rate = (usage["completion_tokens"] - 1) / max(now - first, 1e-9)
+                parts.append(f"{rate:.0f} tokens/s")
+        if reply["finish_reason"] not in ("end_turn", "stop_sequence"):
+            parts.append(f"ended by {reply['finish_reason']}")
+        self.screen.print(reuse_bar(reply["reuse"]).append(f"  {'; '.join(parts)}", "dim"))
+
+    # -- commands ---------------------------------------------------------------------------------
+
+    def _fork(self, name: str) -> None:
+        body = {"ids": [name]} if name else {"n": 1}
+        self.agent = self.client.call("POST", f"{self.path}/fork", json=body)["data"][0]["id"]
+        self.screen.print(f"[dim]now talking to {escape(self.agent)}[/dim]")
+
+    def _rewind(self, back: str) -> None:
+        turn = find_turn(self.client, self.agent, back or "1")
+        found = self.client.call("POST", f"{self.path}/rewind", json={"turn_id": turn})
+        self.screen.print(f"[dim]back at turn {found['turns']}[/dim]")
+
+    def _log(self, _: str) -> None:
+        turns = {t["id"]: t for t in self.client.pages(f"{self.path}/turns", "before")}
+        head = self.client.call("GET", self.path)["head"]
+        self.screen.print(turn_tree(turns, {self.agent: head}, self.agent))
+
+    def _explain(self, _: str) -> None:
+        why = self.client.call("GET", f"{self.path}/explain")
+        self.screen.print(reuse_bar(why["reuse"]))
+        self.screen.print(escape(why["summary"]))
+        if left := why["diverged"]:
+            self.screen.print(f"[dim]…{escape(left['before'])}[/dim]")
+            self.screen.print(f"[red]- {escape(left['expected'])}[/red]")
+            self.screen.print(f"[green]+ {escape(left['actual'])}[/green]")
+
+    def _model(self, name: str) -> None:
+        if name:
+            self.client.call("PATCH", self.path, json={"model": name})
+        listed = self.client.call("GET", "/v1/models")["data"]
+        wanted = self.client.call("GET", self.path)["settings"]["model"] or "the one served"
+        self.screen.print(f"asks for {escape(wanted)}; there is:")
+        for model in listed:
+            self.screen.print(f"  {escape(model['id'])}  [dim]{escape(str(model['state']))}[/dim]")

@@ -1,0 +1,140 @@
+"""A running server, as the commands see it: JSON calls, event streams and files."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Self, TypeAlias
+
+import httpx
+
+from semantic.domain.errors import SemanticError
+
+Json: TypeAlias = dict[str, Any]
+DEFAULT_URL = "http://127.0.0.1:8000"
+_CONNECT_S = 5.0
+_PIECE = 2**20
+# A server's whole list, page by page; a page holds at most so many.
+_PAGE = 100
+
+
+class ServerError(SemanticError):
+    """A server refused, or there is none.
+
+    Attributes:
+        status: Its HTTP status; 0 if it did not answer.
+    """
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServerClient:
+    """Speaks to one server; close it by leaving its context."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        """Name a server; nothing is sent yet.
+
+        Args:
+            url: Its address, with or without `/v1`.
+            key: Sent as a bearer token, if given.
+        """
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.key = key
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        timeout = httpx.Timeout(None, connect=_CONNECT_S)
+        self._http = httpx.Client(
+            base_url=self.url, headers=headers, timeout=timeout, trust_env=False
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def call(self, method: str, path: str, **options: Any) -> Json:
+        """Send a request and return its JSON; empty for an answer without a body.
+
+        Raises:
+            ServerError: it was refused, or nobody answered.
+        """
+        with self._answers():
+            response = self._http.request(method, path, **options)
+            self._check(response)
+            found: Json = response.json() if response.content else {}
+            return found
+
+    def pages(self, path: str, cursor: str, **query: Any) -> Iterator[Json]:
+        """Yield the entries of a list that comes in pages; `cursor` names the next one's field."""
+        query = {"limit": _PAGE, **query}
+        while True:
+            page = self.call("GET", path, params=query)
+            yield from page["data"]
+            if page["next"] is None:
+                return
+            query[cursor] = page["next"]
+
+    def events(self, method: str, path: str, **options: Any) -> Iterator[Json]:
+        """Yield the JSON of each event of a stream; closing the iterator hangs up.
+
+        Raises:
+            ServerError: it was refused, or broke off.
+        """
+        with self._answers(), self._http.stream(method, path, **options) as response:
+            self._check(response)
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line.removeprefix("data: "))
+
+    def download(self, path: str, target: IO[bytes]) -> Iterator[int]:
+        """Write a file, yielding the number of bytes after each piece."""
+        with self._answers(), self._http.stream("GET", path) as response:
+            self._check(response)
+            for piece in response.iter_bytes(_PIECE):
+                target.write(piece)
+                yield len(piece)
+
+    def upload(self, path: str, pieces: Iterator[bytes], **query: Any) -> Json:
+        """Send a file."""
+        return self.call("POST", path, content=pieces, params=query)
+
+    @contextlib.contextmanager
+    def _answers(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.InvalidURL as error:
+            raise ServerError(f"--server: {self.url!r} is no address: {error}") from error
+        except httpx.ConnectError as error:
+            raise ServerError(
+                f"no server answers at {self.url}; start one with `semantic serve`, or name its "
+                "address with --server"
+            ) from error
+        except httpx.HTTPError as error:
+            raise ServerError(
+                f"{self.url} broke off: {str(error) or type(error).__name__}"
+            ) from error
+
+    def _check(self, response: httpx.Response) -> None:
+        if response.is_success:
+            return
+        response.read()
+        message = _message(response)
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            message = f"{message} Give a key with --key or SEMANTIC_API_KEY."
+        raise ServerError(message, response.status_code)
+
+
+def file_pieces(path: Path) -> Iterator[bytes]:
+    """Read a file piece by piece."""
+    with path.open("rb") as source:
+        while piece := source.read(_PIECE):
+            yield piece
+
+
+def _message(response: httpx.Response) -> str:
+    """The sentence in a refusal, or its status if there is none."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(response.json()["error"]["message"])
+    return f"{response.request.url} answered {response.status_code} {response.reason_phrase}"

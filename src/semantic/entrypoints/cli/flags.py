@@ -1,0 +1,103 @@
+"""Flags that many commands share: those of settings, and those that find a running server."""
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import typer
+
+from semantic.adapters.config.settings import Settings, load_settings, misspelled
+from semantic.entrypoints.cli.client import DEFAULT_URL, Json, ServerClient
+
+Command: TypeAlias = Callable[..., int | None]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
+
+
+def with_settings(*names: str) -> Callable[[Command], Command]:
+    """Give a command flags for these settings and `--config`; it gets all settings first."""
+
+    def decorate(command: Command) -> Command:
+        def prepare(options: Json) -> AbstractContextManager[Settings]:
+            config = options.pop("config")
+            given = {name: options.pop(name) for name in names}
+            for warning in misspelled(os.environ):
+                sys.stderr.write(f"semantic: {warning}\n")
+            given = {name: value for name, value in given.items() if value is not None}
+            return nullcontext(load_settings(given, config=config))
+
+        option = typer.Option("--config", metavar="FILE", help="a TOML file of settings")
+        config = _parameter("config", Path | None, option)
+        return _with_flags(command, [*map(_setting, names), config], prepare)
+
+    return decorate
+
+
+def with_server(command: Command) -> Command:
+    """Give a command flags that say which server it speaks to; it gets a client first."""
+    server = typer.Option(
+        "--server", envvar="SEMANTIC_URL", metavar="URL", help=f"default: {DEFAULT_URL}"
+    )
+    key = typer.Option(
+        "--key", envvar="SEMANTIC_API_KEY", metavar="KEY", help="where the server wants one"
+    )
+    flags = [_parameter("server", str | None, server), _parameter("key", str | None, key)]
+
+    def prepare(options: Json) -> ServerClient:
+        return ServerClient(options.pop("server") or DEFAULT_URL, options.pop("key"))
+
+    return _with_flags(command, flags, prepare)
+
+
+def print_json(value: object) -> None:
+    """Print a value for scripts."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _with_flags(
+    command: Command,
+    flags: Iterable[inspect.Parameter],
+    prepare: Callable[[Json], AbstractContextManager[object]],
+) -> Command:
+    """Wrap a command so that typer sees more flags; `prepare` makes one value of them."""
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+
+    def run(**options: Any) -> int | None:
+        with prepare(options) as prepared:
+            return command(prepared, **options)
+
+    run.__doc__, run.__name__ = command.__doc__, command.__name__
+    parameters = [
+        *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own),
+        *flags,
+    ]
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _setting(name: str) -> inspect.Parameter:
+    """The flag of a setting; what it may be, the settings check themselves."""
+    field = Settings.model_fields[name]
+    choices = getattr(field.annotation, "__args__", ())
+    is_switch = field.annotation is bool
+    text = str(field.description)
+    if choices and all(isinstance(choice, str) for choice in choices):
+        text = f"{text}; one of {', '.join(choices)}"
+    if field.default is not None and not is_switch:
+        text = f"{text} (default: {field.default})"
+    metavar = None if is_switch else name.rpartition("_")[2].upper()
+    option = typer.Option(
+        f"--{name.replace('_', '-')}", help=text, metavar=metavar, show_default=False
+    )
+    return _parameter(name, bool | None if is_switch else str | None, option)
+
+
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
+    )

@@ -1,0 +1,245 @@
+"""`semantic launch`: run another program's client against this server.
+
+Everything it needs to know (address, model, how much the model reads and writes) is given to that
+one process, by its environment, its flags, or a file of its own in a temporary directory. The
+client's configuration at home is left alone.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from semantic.domain.errors import InvalidRequestError
+from semantic.entrypoints.cli.client import Json, ServerClient
+from semantic.entrypoints.cli.flags import print_json, with_server
+
+# Of a model's context, what clients are told they may ask for in one reply.
+_REPLY_SHARE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a client has to know of a server."""
+
+    url: str
+    key: str
+    model: str
+    context: int
+
+    @property
+    def openai_url(self) -> str:
+        """Where OpenAI's protocols are."""
+        return f"{self.url}/v1"
+
+    @property
+    def reply(self) -> int:
+        """The most tokens of a reply."""
+        return self.context // _REPLY_SHARE
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a client is started.
+
+    Attributes:
+        command: The program and its first arguments; `{dir}` is the temporary directory.
+        env: More environment; `{dir}` here too.
+        files: Written into the temporary directory, by name.
+    """
+
+    command: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    files: dict[str, Json] = field(default_factory=dict)
+
+
+def _claude(target: Target) -> Launch:
+    models = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
+    return Launch(
+        ("claude",),
+        {
+            "ANTHROPIC_BASE_URL": target.url,
+            "ANTHROPIC_API_KEY": target.key,
+            **dict.fromkeys(models, target.model),
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(target.context),
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(target.reply),
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        },
+    )
+
+
+def _codex(target: Target) -> Launch:
+    provider = (
+        f'{{name="semantic",base_url="{target.openai_url}",wire_api="responses",'
+        'env_key="SEMANTIC_CLIENT_KEY"}'
+    )
+    settings = {
+        "model": json.dumps(target.model),
+        "model_provider": '"semantic"',
+        "model_context_window": str(target.context),
+        "model_providers.semantic": provider,
+    }
+    flags = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
+    return Launch(("codex", *flags), {"SEMANTIC_CLIENT_KEY": target.key})
+
+
+def _opencode(target: Target) -> Launch:
+    config = {
+        "model": f"semantic/{target.model}",
+        "small_model": f"semantic/{target.model}",
+        "provider": {
+            "semantic": {
+                "npm": "@ai-sdk/openai-compatible",
+                "name": "Semantic",
+                "options": {"baseURL": target.openai_url, "apiKey": target.key},
+                "models": {
+                    target.model: {"limit": {"context": target.context, "output": target.reply}}
+                },
+            }
+        },
+    }
+    return Launch(("opencode",), {"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
+
+
+def _pi(target: Target) -> Launch:
+    model = {"id": target.model, "contextWindow": target.context, "maxTokens": target.reply}
+    provider = {
+        "baseUrl": target.openai_url,
+        "api": "openai-completions",
+        "apiKey": target.key,
+        "models": [model],
+    }
+    return Launch(
+        ("pi", "--provider", "semantic", "--model", target.model),
+        {"PI_CODING_AGENT_DIR": "{dir}"},
+        {"models.json": {"providers": {"semantic": provider}}},
+    )
+
+
+def _qwen(target: Target) -> Launch:
+    return Launch(
+        ("qwen",),
+        {
+            "OPENAI_BASE_URL": target.openai_url,
+            "OPENAI_API_KEY": target.key,
+            "OPENAI_MODEL": target.model,
+        },
+    )
+
+
+def _aider(target: Target) -> Launch:
+    model = f"openai/{target.model}"
+    known = {
+        "max_input_tokens": target.context,
+        "max_output_tokens": target.reply,
+        "litellm_provider": "openai",
+        "mode": "chat",
+    }
+    return Launch(
+        ("aider", "--model", model, "--model-metadata-file", "{dir}/models.json"),
+        {"OPENAI_API_BASE": target.openai_url, "OPENAI_API_KEY": target.key},
+        {"models.json": {model: known}},
+    )
+
+
+def _continue(target: Target) -> Launch:
+    model = {
+        "name": target.model,
+        "provider": "openai",
+        "model": target.model,
+        "apiBase": target.openai_url,
+        "apiKey": target.key,
+        "capabilities": ["tool_use"],
+        "defaultCompletionOptions": {"contextLength": target.context, "maxTokens": target.reply},
+    }
+    config = {"name": "semantic", "version": "0.0.1", "schema": "v1", "models": [model]}
+    # JSON is YAML too.
+    return Launch(("cn", "--config", "{dir}/config.yaml"), {}, {"config.yaml": config})
+
+
+CLIENTS: dict[str, Callable[[Target], Launch]] = {
+    "claude": _claude,
+    "codex": _codex,
+    "opencode": _opencode,
+    "pi": _pi,
+    "qwen": _qwen,
+    "aider": _aider,
+    "continue": _continue,
+}
+# How to get them, for whoever has not.
+INSTALL = {
+    "claude": "npm install -g @anthropic-ai/claude-code",
+    "codex": "npm install -g @openai/codex",
+    "opencode": "npm install -g opencode-ai",
+    "pi": "npm install -g @mariozechner/pi-coding-agent",
+    "qwen": "npm install -g @qwen-code/qwen-code",
+    "aider": "pipx install aider-chat",
+    "continue": "npm install -g @continuedev/cli",
+}
+
+
+@with_server
+def launch(
+    client: ServerClient,
+    name: Annotated[str, typer.Argument(metavar="CLIENT", help=f"one of {', '.join(CLIENTS)}")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARG]...", help="go to the client")
+    ] = None,
+    *,
+    model: Annotated[str | None, typer.Option(help="if not the one that is loaded")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print what would be run, as JSON")
+    ] = False,
+) -> int:
+    """Run a client against this server, with the right limits; its own configuration stays."""
+    if name not in CLIENTS:
+        raise InvalidRequestError(f"unknown client {name!r}; there are {', '.join(CLIENTS)}")
+    plan = CLIENTS[name](find_target(client, model))
+    if dry_run:
+        command = [*plan.command, *(arguments or [])]
+        print_json({"command": command, "env": plan.env, "files": plan.files})
+        return 0
+    program = shutil.which(plan.command[0])
+    if program is None:
+        raise InvalidRequestError(f"{plan.command[0]} is not installed: {INSTALL[name]}")
+    with tempfile.TemporaryDirectory(prefix="semantic-") as directory:
+        for file, content in plan.files.items():
+            (Path(directory) / file).write_text(json.dumps(content))
+        own = [word.replace("{dir}", directory) for word in plan.command[1:]]
+        env = {key: value.replace("{dir}", directory) for key, value in plan.env.items()}
+        return _run([program, *own, *(arguments or [])], {**os.environ, **env})
+
+
+def find_target(client: ServerClient, model: str | None = None) -> Target:
+    """Ask a server what it serves.
+
+    Raises:
+        InvalidRequestError: it has no such model.
+        ServerError: it does not answer.
+    """
+    listed = {entry["id"]: entry for entry in client.call("GET", "/v1/models")["data"]}
+    loaded = [name for name, entry in listed.items() if entry["state"] in ("ready", "loaded")]
+    name = model or next(iter(loaded or listed))
+    if name not in listed:
+        raise InvalidRequestError(f"{name!r} is not there; the server has {', '.join(listed)}")
+    context = listed[name].get("max_context") or 0
+    if not context:
+        raise InvalidRequestError(f"{name!r} is not loaded yet: its context is not known")
+    return Target(client.url, client.key or "none", name, context)
+
+
+def _run(command: list[str], env: dict[str, str]) -> int:
+    """Run a program in the foreground; Ctrl-C is its own business."""
+    with subprocess.Popen(command, env=env) as process:  # noqa: S603 - what the user asked for
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                continue

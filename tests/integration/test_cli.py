@@ -1,0 +1,186 @@
+"""The commands that speak to a running server."""
+
+import io
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from semantic.entrypoints.cli.app import main
+from semantic.entrypoints.cli.launch import CLIENTS, INSTALL
+from tests.smoke.server_process import serve
+
+pytestmark = pytest.mark.integration
+
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    place = tmp_path_factory.mktemp("server")
+    with serve(place / "home", place / "log", "--backend", "fake") as server:
+        server.await_ready()
+        yield server.url
+
+
+@pytest.fixture
+def run(
+    url: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> Run:
+    """Run a command that succeeds, in an empty directory, and return what it printed."""
+    monkeypatch.setenv("SEMANTIC_URL", url)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str, status: int = 0, given: str = "") -> str:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+        assert main(list(arguments)) == status, capfd.readouterr().err
+        captured = capfd.readouterr()
+        return captured.out or captured.err
+
+    return call
+
+
+def asked(run: Run, *arguments: str) -> Any:
+    return json.loads(run(*arguments, "--json"))
+
+
+def test_an_agent_lives_at_the_command_line(run: Run) -> None:
+    reply = run("chat", "ann", "-m", "Hello.", "--max-tokens", "8").strip()
+    assert reply
+    first = asked(run, "agents", "show", "ann")
+    assert (first["turns"], first["explanation"]["turn_id"]) == (1, first["head"])
+    assert asked(run, "chat", "ann", "-m", "More.", "--max-tokens", "8")["usage"]["cached_tokens"]
+
+    assert run("agents", "fork", "ann", "ben", "cid").split() == ["ben", "cid"]
+    assert "is at turn 1" in run("agents", "rewind", "ben")
+    assert asked(run, "agents", "show", "ben")["head"] == first["head"]
+    assert "before the first" in run("agents", "rewind", "cid", "2")
+    assert "has 1 turns, and cannot go back 2" in run("agents", "rewind", "ben", "2", status=2)
+
+    run("chat", "ben", "-m", "Another way.", "--max-tokens", "8")
+    graph = run("agents", "log", "ann", "--graph")
+    assert [line.count(" (ben) Another way.") for line in graph.splitlines()].count(1) == 1
+    assert " (ann) More." in graph
+    assert len(asked(run, "agents", "log", "ann", "--graph")["turns"]) == 3
+    assert "> More." in run("agents", "log", "ann")
+
+    assert {"ann", "ben", "cid"} <= {one["id"] for one in asked(run, "agents", "ls")}
+    table = run("agents", "ls", "--prefix", "a").splitlines()
+    assert [line.split()[0] for line in table] == ["agent", "ann"]
+
+
+def test_a_conversation_with_commands(run: Run) -> None:
+    given = "Hi.\n\n/fork dora2\nAgain.\n/log\n/rewind\n/explain\n/model\n/nonsense\n/help\n/quit\n"
+    said = run("chat", "dora", "--max-tokens", "4", "--system", "Be brief.", given=given)
+    for words in (
+        *("now talking to dora2", "Again.", "back at turn 1", "of the latest prompt's"),
+        *("asks for the one served", "unknown command /nonsense", "/fork [NAME]"),
+    ):
+        assert words.casefold() in said.casefold()
+    assert asked(run, "agents", "show", "dora2")["turns"] == 1
+    words = "is there, with another system prompt"
+    assert words in run("chat", "dora", "--system", "Be long.", "-m", "x", status=2)
+    assert "needs --message" in run("chat", "dora", "--json", status=2)
+
+
+def test_an_agent_goes_through_a_file(run: Run, tmp_path: Path) -> None:
+    run("chat", "eve", "-m", "Remember this.", "--max-tokens", "4")
+    assert run("agents", "export", "eve").startswith("eve.tar: ")
+    assert "--force" in run("agents", "export", "eve", status=2)
+    assert "state imported" in run("agents", "import", "eve.tar", "--id", "eve2")
+    found = asked(run, "agents", "import", "eve.tar", "--id", "eve3", "--messages-only")
+    assert found["import_state"] == "recomputed"
+    assert run("agents", "rm", "eve2", "eve3", "-y").split() == [
+        "deleted",
+        "eve2",
+        "deleted",
+        "eve3",
+    ]
+    assert "no agent 'eve2'" in run("agents", "rm", "eve2", "-y", status=2)
+    assert "no agent 'gone'" in run("agents", "export", "gone", status=2)
+    assert [file.name for file in tmp_path.iterdir()] == ["eve.tar"]
+
+
+def test_what_is_asked_before_it_is_deleted(run: Run) -> None:
+    run("chat", "flo", "-m", "Hi.", "--max-tokens", "2")
+    run("agents", "rm", "flo", given="n\n", status=130)
+    assert asked(run, "agents", "show", "flo")["turns"] == 1
+
+
+def test_top_shows_budgets_and_agents(run: Run) -> None:
+    run("chat", "gus", "-m", "Hi.", "--max-tokens", "2")
+    seen = run("top", "--once")
+    assert "fake on fake: ready" in seen
+    assert "gus" in seen
+    assert asked(run, "top")["cache"]["memory"]["budget"] == 4096 * 2**20
+
+
+def test_bench_measures_each_tier_and_cleans_up(run: Run) -> None:
+    card = asked(run, "bench", "--tokens", "64", "--rounds", "1")
+    assert list(card["first_token_s"]) == ["computed", "disk", "memory", "hot"]
+    assert all(seconds > 0 for seconds in card["first_token_s"].values())
+    assert not [one for one in asked(run, "agents", "ls") if one["id"].startswith("bench-")]
+    assert "tokens/s" in run("bench", "--tokens", "64", "--rounds", "1")
+
+
+def test_doctor_looks_at_everything(run: Run, url: str, tmp_path: Path) -> None:
+    port = url.rpartition(":")[2]
+    found = asked(run, "doctor", "--home", str(tmp_path), "--port", port)
+    by_name = {one["what"]: one for one in found}
+    names = {"Python", "torch", "mlx", "processor", "memory", "disk", "port", "model", "clients"}
+    assert names <= by_name.keys()
+    assert by_name["port"]["found"].endswith(": fake, ready")
+    assert not [one for one in found if one["level"] == "bad"]
+
+
+def test_doctor_says_what_is_wrong(run: Run, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        run("doctor", "--home", str(tmp_path), "--port", port, status=1)
+
+
+def test_every_client_that_can_be_launched_can_be_installed() -> None:
+    assert CLIENTS.keys() == INSTALL.keys()
+
+
+@pytest.mark.parametrize("client", list(CLIENTS))
+def test_a_client_is_told_where_the_server_is(run: Run, url: str, client: str) -> None:
+    plan = run("launch", client, "--dry-run", "--", "-p", "hi")
+    assert json.loads(plan)["command"][-2:] == ["-p", "hi"]
+    assert url in plan
+    assert "fake" in plan
+
+
+def test_a_launched_client_gets_files_arguments_and_its_status_is_ours(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for `pi`, which prints what it was given."""
+    program = tmp_path / "bin" / "pi"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "$@"\ncat "$PI_CODING_AGENT_DIR/models.json"\nexit 7\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    printed = run("launch", "pi", "--key", "secret", "--", "-p", "hi", status=7)
+    said, config = printed.splitlines()
+    assert said == "--provider semantic --model fake -p hi"
+    (model,) = json.loads(config)["providers"]["semantic"]["models"]
+    assert (model["contextWindow"], model["maxTokens"]) == (131_072, 32_768)
+    assert json.loads(config)["providers"]["semantic"]["apiKey"] == "secret"
+
+
+def test_who_is_not_there_is_said_in_a_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "unknown client 'vi'" in run("launch", "vi", status=2)
+    monkeypatch.setenv("PATH", "")
+    assert "is not installed: npm install" in run("launch", "codex", status=2)
+    words = "no server answers at http://127.0.0.1:1; start one with `semantic serve`"
+    for command in (["agents", "ls"], ["top"], ["chat", "-m", "x"], ["bench"], ["launch", "pi"]):
+        message = run(*command, "--server", "http://127.0.0.1:1/v1", status=2)
+        assert words in message
+        assert message.count("\n") == 1
