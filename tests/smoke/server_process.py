@@ -48,12 +48,24 @@ class ServerProcess:
 
     def await_ready(self) -> None:
         with httpx.Client(trust_env=False) as http:
-            for _ in range(1200):
-                if http.get(f"{self.url}/health/ready").status_code == 200:
-                    return
-                assert self.process.poll() is None, self.output
-                time.sleep(0.1)
+            self.await_ready_by(http)
+
+    def await_ready_by(self, http: httpx.Client) -> None:
+        """Ask with a client that may know a certificate."""
+        for _ in range(1200):
+            if http.get(f"{self.url}/health/ready").status_code == 200:
+                return
+            assert self.process.poll() is None, self.output
+            time.sleep(0.1)
         raise AssertionError(f"it never got ready: {self.output}")
+
+    def await_line(self, words: str) -> None:
+        """Wait until it has said something."""
+        for _ in range(600):
+            if words in self.output:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"it never said {words!r}: {self.output}")
 
     def stop(self) -> int:
         """Send Ctrl-C and return the exit status."""

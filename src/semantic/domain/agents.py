@@ -28,15 +28,15 @@ MAX_WEIGHT = 1000.0
 TOOL_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 
 
-def check_agent_id(text: str, param: str) -> None:
-    """Refuse what cannot name an agent.
+def check_agent_id(text: str, param: str, noun: str = "an agent id") -> None:
+    """Refuse what cannot name an agent, or a tenant.
 
     Raises:
         InvalidRequestError: it cannot; names `param`.
     """
     if not _ID_PATTERN.fullmatch(text):
         raise InvalidRequestError(
-            "an agent id is 1 to 128 of the characters A-Z a-z 0-9 . _ -", param=param
+            f"{noun} is 1 to 128 of the characters A-Z a-z 0-9 . _ -", param=param
         )
 
 
@@ -54,11 +54,15 @@ class Principal:
         tenant: Owner of agents and blocks; everyone is `local` while no keys are configured.
         salt: Mixed into block names, so tenants cannot probe each other's cache.
         weight: Share of the device relative to other principals.
+        key_id: The key it came with; empty while no keys are configured.
+        is_admin: Whether it may see and do what concerns all tenants.
     """
 
     tenant: str = LOCAL_TENANT
     salt: bytes = b""
     weight: float = 1.0
+    key_id: str = ""
+    is_admin: bool = False
 
     def __post_init__(self) -> None:
         _check_weight(self.weight)

@@ -4,7 +4,7 @@
       InvalidRequestError          400  a field is missing, wrong or unsupported
         ContextLengthError         400  the prompt does not fit the model's context
         ConflictError              409  what is there now contradicts it
-      AuthenticationError          401  for keys, which cannot be configured yet
+      AuthenticationError          401  no key, or one that this server does not know
       AgentNotFoundError           404
       ModelNotFoundError           404
       RateLimitedError             429  for rate limits, which cannot be configured yet

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 import structlog
 
+from semantic.adapters.config.keys import load_key_ring
 from semantic.adapters.config.settings import STARTER_MODEL, Settings
 from semantic.adapters.outbound.backends.mlx import runtime as mlx_runtime
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys, own_key
@@ -25,9 +26,11 @@ from semantic.application.agents.transfer import AgentTransfer
 from semantic.application.agents.turns import TurnLanes, TurnWatch
 from semantic.application.engine.device_thread import DeviceThread, LoadedModel, ModelRegistry
 from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.requests.access import Access
 from semantic.application.requests.reply import ReplyHub
 from semantic.application.requests.service import InferenceService
 from semantic.application.requests.stateful import StatefulChat
+from semantic.domain.access import KeyRing
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.reply_format import detect_reply_format
 from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ModelCacheSpec
@@ -45,6 +48,7 @@ class Server:
     """The wired application, ready for an HTTP front."""
 
     settings: Settings
+    access: Access
     backend_name: BackendName
     model_id: str
     device: DeviceThread
@@ -76,7 +80,9 @@ def bootstrap(settings: Settings) -> Server:
         CachePersistenceError: what is in the directory cannot be opened.
     """
     _prepare_directories(settings)
-    memory = AgentMemory(settings)
+    _require_key(settings, _key_ring(settings))
+    memory = AgentMemory(settings, lambda tenant: access.ring.policy(tenant).disk_bytes)
+    access = Access(lambda: _key_ring(settings), memory.agents.principal)
     backend_name = _choose_backend(settings)
     model_id = _served_id(settings, backend_name)
     hub = ReplyHub()
@@ -107,6 +113,7 @@ def bootstrap(settings: Settings) -> Server:
     chat = StatefulChat(memory.agents, lanes, inference)
     return Server(
         settings=settings,
+        access=access,
         backend_name=backend_name,
         model_id=model_id,
         device=device,
@@ -122,6 +129,25 @@ def bootstrap(settings: Settings) -> Server:
         ),
         feed=feed,
     )
+
+
+def _key_ring(settings: Settings) -> KeyRing:
+    return load_key_ring(settings.effective_key_file, settings.api_key, settings.admin_key)
+
+
+def _require_key(settings: Settings, ring: KeyRing) -> None:
+    """Refuse to let other machines in without a key.
+
+    Raises:
+        InvalidRequestError: they could reach the address, and there is no key.
+    """
+    if settings.is_remote and not ring.is_guarded:
+        raise InvalidRequestError(
+            f"host {settings.host} can be reached from other machines, and there are no keys. Make "
+            "one for each user: semantic keys add --tenant NAME; or set SEMANTIC_API_KEY. Without "
+            "keys the server listens on 127.0.0.1 only.",
+            param="host",
+        )
 
 
 def _export_keys(settings: Settings) -> ExportKeys:
@@ -160,7 +186,13 @@ def _is_own_home(home: Path) -> bool:
         names = {path.name for path in home.iterdir()}
     except OSError:
         return False
-    return home.name == ".semantic" or names <= {"cache", "export.key", "logs", "models"}
+    return home.name == ".semantic" or names <= {
+        "cache",
+        "export.key",
+        "keys.json",
+        "logs",
+        "models",
+    }
 
 
 def _limits(settings: Settings) -> EngineLimits:

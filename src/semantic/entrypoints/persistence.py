@@ -25,6 +25,8 @@ from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.request import EventSink
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.prompt.replay import LedgerReplayStore
+from semantic.domain.agents import Principal
+from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CachePersistenceError, DrainingError, ModelSwapError
 from semantic.domain.pool import BlockPool
 from semantic.ports.storage import LedgerPort
@@ -44,14 +46,22 @@ class AgentMemory:
         disk: Writes and reads blocks; None if nothing is kept there.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(
+        self, settings: Settings, disk_quota: Callable[[str], int | None] = lambda _: None
+    ) -> None:
         """Open the directory, if anything is to be kept there.
+
+        Args:
+            settings: Where it is, and how much it may hold.
+            disk_quota: Says how many bytes a tenant may have there; None is the settings' number.
 
         Raises:
             InvalidRequestError: it is no cache, or another server has it.
             CachePersistenceError: what is there cannot be opened.
         """
         self._settings = settings
+        self._disk_quota = disk_quota
+        self._root_of: list[Callable[[Principal], BlockName]] = []  # of each model
         self.codec = KVCodec(_FORMATS[settings.kv_bits])
         self._closing = threading.Lock()
         self._is_closed = False
@@ -80,7 +90,7 @@ class AgentMemory:
             self.disk = DiskTier(
                 self._files,
                 self.ledger,
-                _disk_limits(settings),
+                self._disk_limits(),
                 is_synced=settings.durability == "sync",
             )
         write = self.disk.change if self.disk else write_at_once(self.ledger)
@@ -123,6 +133,7 @@ class AgentMemory:
         store = AgentCacheStore(pool, self.disk, on_moved=self.agents.log.move)
         store.restore_index(self._parts)
         self._parts = ()
+        self._root_of.append(model.root)
         store.roots.update(model.root(principal) for principal in self.agents.principals())
         if self._files is not None:
             self._files.announce(model.root(self.agents.principal()), model.fingerprint)
@@ -193,11 +204,18 @@ class AgentMemory:
         if self._lock is not None:
             self._lock.close()
 
+    def _disk_limits(self) -> DiskLimits:
+        return DiskLimits(
+            budget_bytes=self._settings.disk_budget_mb * 2**20,
+            queue_bytes=self._settings.write_queue_mb * 2**20,
+            tenant_bytes=self._tenant_bytes,
+        )
 
-def _disk_limits(settings: Settings) -> DiskLimits:
-    quota = settings.tenant_disk_quota_mb
-    return DiskLimits(
-        budget_bytes=settings.disk_budget_mb * 2**20,
-        queue_bytes=settings.write_queue_mb * 2**20,
-        tenant_bytes=quota * 2**20 if quota else None,
-    )
+    def _tenant_bytes(self, root: BlockName) -> int | None:
+        """How much the tenant of a root may have on disk below it."""
+        settings = self._settings
+        usual = settings.tenant_disk_quota_mb * 2**20 or None
+        for principal in self.agents.principals():
+            if any(root_of(principal) == root for root_of in self._root_of):
+                return self._disk_quota(principal.tenant) or usual
+        return usual

@@ -3,13 +3,16 @@
 import asyncio
 import contextlib
 import math
+import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import structlog
 import uvicorn
@@ -31,6 +34,7 @@ from semantic.adapters.inbound.http.connections import (
 )
 from semantic.adapters.inbound.http.docs_page import docs_router
 from semantic.adapters.inbound.http.errors import install_error_handlers
+from semantic.adapters.inbound.http.guard import Guard, current_principal
 from semantic.adapters.inbound.http.health import health_router
 from semantic.adapters.inbound.http.middleware import (
     LOCAL_ORIGINS,
@@ -44,7 +48,7 @@ from semantic.adapters.inbound.http.middleware import (
 from semantic.adapters.inbound.openai.routes import openai_router
 from semantic.adapters.inbound.responses.routes import responses_router
 from semantic.application.agents.turns import PastTurns
-from semantic.domain.errors import InvalidRequestError, ModelSwapError
+from semantic.domain.errors import InvalidRequestError, ModelSwapError, SemanticError
 from semantic.entrypoints.bootstrap import Server
 from semantic.ports.inbound import ModelState
 
@@ -80,25 +84,35 @@ def create_app(server: Server) -> FastAPI:
     )
     install_error_handlers(app)
     app.include_router(docs_router(app.openapi, server.models.models))
-    principal = server.memory.agents.principal
+    principal = current_principal
     app.include_router(openai_router(server.inference, server.models, principal))
     past = PastTurns(server.memory.agents.log)
     app.include_router(responses_router(server.inference, server.models, past, principal))
-    app.include_router(health_router(server.models, server.problems))
+    app.include_router(health_router(server.models, lambda: _problems(server)))
     app.include_router(anthropic_router(server.inference, principal))
     _add_agents(app, server)
-    _add_middleware(app, server.settings)
+    _add_middleware(app, server)
     return app
 
 
-def _add_middleware(app: FastAPI, settings: Settings) -> None:
+def _problems(server: Server) -> list[str]:
+    """What is wrong, for probes; they are open to all, and details may name somebody's agent."""
+    problems = server.problems()
+    if problems and not current_principal().is_admin:
+        return ["something is wrong; with an admin key this says what, and so does the log"]
+    return problems
+
+
+def _add_middleware(app: FastAPI, server: Server) -> None:
     """Stand around the application what requests pass; the innermost is added first."""
+    settings = server.settings
     origins = settings.cors_origins or ()
     app.add_middleware(
         BodyLimit,
         max_bytes=int(settings.max_body_mb * 2**20),
         larger={IMPORT_PATH: settings.disk_budget_mb * 2**20},
     )
+    app.add_middleware(Guard, access=server.access)
     app.add_middleware(ForeignPages, origins=origins)
     if not settings.allow_remote:
         app.add_middleware(LocalHosts)
@@ -118,7 +132,7 @@ def _add_middleware(app: FastAPI, settings: Settings) -> None:
 
 
 def _add_agents(app: FastAPI, server: Server) -> None:
-    principal = server.memory.agents.principal
+    principal = current_principal
     # Before the paths that name an agent: `import` could be one.
     app.include_router(TransferApi(server.transfer, server.agents, principal).router())
     app.include_router(CacheApi(server.cache, server.feed, principal).router())
@@ -130,17 +144,26 @@ class _HttpServer(uvicorn.Server):
     """Ends replies at the first signal, and open connections at a second Ctrl-C or in time."""
 
     def __init__(
-        self, config: uvicorn.Config, on_exit: Callable[[], None], timeout_s: float
+        self,
+        config: uvicorn.Config,
+        on_exit: Callable[[], None],
+        on_reload: Callable[[], None],
+        timeout_s: float,
     ) -> None:
         super().__init__(config)
         self._on_exit = on_exit
+        self._on_reload = on_reload
         self._timeout_s = timeout_s
+        # A server that was started with nohup outlives its terminal.
+        ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._has_terminal = not ignores_hangup and _is_terminal_there()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle signals while serving; a clean stop is not reported as death by signal."""
         handled = (signal.SIGINT, signal.SIGTERM)
         before = {sig: signal.signal(sig, self.handle_exit) for sig in handled}
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self.handle_hangup)
         try:
             yield
         finally:
@@ -156,6 +179,14 @@ class _HttpServer(uvicorn.Server):
         elif sig == signal.SIGINT:
             asyncio.get_running_loop().call_soon_threadsafe(self._hang_up)
 
+    def handle_hangup(self, sig: int, frame: FrameType | None) -> None:
+        """Read keys, limits and the certificate again; stop if the terminal was closed."""
+        if self._has_terminal and not _is_terminal_there():
+            self.handle_exit(sig, frame)
+            return
+        loop = asyncio.get_running_loop()
+        loop.call_soon_threadsafe(loop.run_in_executor, None, self._on_reload)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for clients, though not for ever."""
         asyncio.get_running_loop().call_later(self._timeout_s, self._hang_up)
@@ -168,6 +199,14 @@ class _HttpServer(uvicorn.Server):
             _log.warning("open connections are cut", connections=len(connections))
         for connection in connections:
             connection.transport.abort()
+
+
+def _is_terminal_there() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def serve(server: Server) -> int:
@@ -193,9 +232,10 @@ def _close_memory(server: Server) -> None:
 def _serve(server: Server) -> int:
     settings = server.settings
     connections = _open_connections(settings)
+    tls = _tls_context(settings)
     listener = _listen(settings.host, settings.port, connections)
-    url = f"http://{_url_host(settings.host)}:{listener.getsockname()[1]}"
-    config = uvicorn.Config(
+    url = f"{'https' if tls else 'http'}://{_url_host(settings.host)}:{listener.getsockname()[1]}"
+    config = _HttpConfig(
         create_app(server),
         log_config=None,
         access_log=False,
@@ -204,16 +244,81 @@ def _serve(server: Server) -> int:
         ws="none",
         timeout_keep_alive=settings.keep_alive_s,
         timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout_s) + _CUT_S,
+        ssl_context_factory=(lambda *_: tls) if tls else None,
     )
+    config.handshake_timeout_s = settings.read_timeout_s
     sys.stdout.write(_banner(server, url))
     sys.stdout.flush()
-    http = _HttpServer(config, server.request_stop, settings.shutdown_timeout_s)
+    http = _HttpServer(
+        *(config, server.request_stop, lambda: _reload(server, tls), settings.shutdown_timeout_s)
+    )
     failures: list[str] = []
     threading.Thread(target=_announce, args=(server, http, failures), daemon=True).start()
     http.run(sockets=[listener])
     for failure in failures:
         raise ModelSwapError(failure)
     return 0
+
+
+def _reload(server: Server, tls: ssl.SSLContext | None) -> None:
+    """Read keys, limits and the certificate again; what is in force stays if that fails."""
+    try:
+        if tls is not None:
+            _load_certificate(tls, server.settings)
+        server.access.reload()
+    except SemanticError as error:
+        _log.error("keys and limits stay as they are", problem=error.message)
+    else:
+        _log.info("keys and limits were read again", keys=len(server.access.ring.keys))
+
+
+def _tls_context(settings: Settings) -> ssl.SSLContext | None:
+    """A server's side of TLS; None without a certificate."""
+    if settings.tls_cert is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    _load_certificate(context, settings)
+    return context
+
+
+def _load_certificate(context: ssl.SSLContext, settings: Settings) -> None:
+    """Read certificate and key; connections from now on use them.
+
+    Raises:
+        InvalidRequestError: they cannot be used.
+    """
+    certificate, key = settings.tls_cert, settings.tls_key
+    assert certificate is not None and key is not None  # noqa: S101, PT018 - see the settings
+    try:
+        # First into one that nobody uses: half a change would end all connections.
+        for place in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), context):
+            # No password is asked for on the terminal.
+            place.load_cert_chain(certificate.expanduser(), key.expanduser(), lambda: b"")
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
+        raise InvalidRequestError(
+            f"tls_cert {certificate} and tls_key {key} cannot be used: {error}; "
+            "both are PEM files, the key without a password",
+            param="tls_cert",
+        ) from error
+
+
+class _HttpConfig(uvicorn.Config):
+    """uvicorn's, with an event loop that waits for TLS no longer than for a request."""
+
+    handshake_timeout_s = 60.0
+
+    def get_loop_factory(self) -> Callable[[], asyncio.AbstractEventLoop]:
+        """Make the event loop."""
+        timeout_s = self.handshake_timeout_s
+
+        class Loop(asyncio.SelectorEventLoop):
+            async def create_server(self, *args: Any, **options: Any) -> asyncio.Server:
+                if options.get("ssl"):
+                    options.setdefault("ssl_handshake_timeout", timeout_s)
+                return await super().create_server(*args, **options)
+
+        return Loop
 
 
 def _open_connections(settings: Settings) -> OpenConnections:

@@ -29,9 +29,10 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_documentation_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "running.md").read_text()
+    docs = Path(__file__).parents[3] / "docs"
+    page = (docs / "running.md").read_text() + (docs / "security.md").read_text()
     actions = ("stats", "verify", "gc", "export-key")
-    for command in (["serve"], *(["cache", action] for action in actions)):
+    for command in (["serve"], *(["cache", action] for action in actions), ["keys", "add"]):
         assert main([*command, "--help"]) == 0
         flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
         assert {flag for flag in flags if f"`{flag}`" not in page} == set()

@@ -22,14 +22,16 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from semantic.domain.access import MIN_SECRET_CHARS
 from semantic.domain.errors import InvalidRequestError
 
 ENV_PREFIX = "SEMANTIC_"
 _ENVIRONMENT = "SEMANTIC_ENVIRONMENT"
-# The first chooses a file of settings; the others tell commands and examples where the server is.
-_NO_SETTINGS = (_ENVIRONMENT, "SEMANTIC_URL", "SEMANTIC_API_KEY")
+# The first chooses a file of settings; the other tells commands and examples where the server is.
+_NO_SETTINGS = (_ENVIRONMENT, "SEMANTIC_URL")
 STARTER_MODEL = "smollm2-135m-instruct"
 _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/\s]+")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _LOCAL_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 
 # Two hexadecimal digits a byte; `semantic cache export-key` prints one.
@@ -47,6 +49,17 @@ class Settings(BaseSettings):
     cors_origins: Annotated[tuple[str, ...] | None, NoDecode] = Field(
         None, description="web pages that may use the server, beside those of this machine"
     )
+    key_file: Path | None = Field(
+        None, description="who may use the server; see `semantic keys` (default: HOME/keys.json)"
+    )
+    api_key: str | None = Field(
+        None, repr=False, description="one key for everybody, or its sha256:..., beside the file's"
+    )
+    admin_key: str | None = Field(
+        None, repr=False, description="a key for /admin, /v1/cache and /metrics, or its sha256:..."
+    )
+    tls_cert: Path | None = Field(None, description="certificate chain (PEM): serve HTTPS with it")
+    tls_key: Path | None = Field(None, description="private key (PEM) of the certificate")
     max_body_mb: float = Field(32, gt=0, description="largest request body")
     max_connections: int = Field(
         1024, ge=1, description="most open connections; less if the limit of open files is low"
@@ -161,6 +174,18 @@ class Settings(BaseSettings):
                 raise ValueError(f"{origin!r} is not an origin such as https://a.example, or *")
         return value
 
+    @field_validator("api_key", "admin_key")
+    @classmethod
+    def _require_secret(cls, value: str | None) -> str | None:
+        if value is None or _DIGEST.fullmatch(value):
+            return value
+        if len(value) < MIN_SECRET_CHARS or not value.isascii() or not value.isprintable():
+            raise ValueError(
+                f"a key has at least {MIN_SECRET_CHARS} printable ASCII characters; "
+                "`semantic keys add` makes good ones"
+            )
+        return value
+
     @field_validator("home", "cache_dir", mode="before")
     @classmethod
     def _require_name(cls, value: object) -> object:
@@ -171,12 +196,24 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _require_consent(self) -> Self:
-        if self.host not in _LOCAL_HOSTS and not self.allow_remote:
+        if self.is_remote and not self.allow_remote:
             raise ValueError(
-                f"host {self.host} can be reached from other machines; "
-                "add --allow-remote to permit it"
+                f"host {self.host} can be reached from other machines; add --allow-remote to "
+                "permit it, and make a key for each user: semantic keys add --tenant NAME"
             )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key are given together, or neither is")
         return self
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether other machines can reach the address."""
+        return self.host not in _LOCAL_HOSTS
+
+    @property
+    def effective_key_file(self) -> Path:
+        """`key_file`, or its place under `home`."""
+        return self.key_file.expanduser() if self.key_file else self.home_dir / "keys.json"
 
     @property
     def home_dir(self) -> Path:

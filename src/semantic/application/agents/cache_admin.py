@@ -113,13 +113,13 @@ class CacheService:
             return CacheCounts(), "none"
         return replace(store.counts), store.usage().pressure.name.lower()
 
-    def overview(self, principal: Principal) -> CacheOverview:
-        """Read all figures; agents are those of the principal."""
+    def overview(self) -> CacheOverview:
+        """Read all figures, of all tenants together."""
         cache = self._ready()
         usage = cache.store.usage()
         counts, pressure = self.sample()
         num_replies, reuse = self._watch.totals
-        logical, unique, tiers = self._shared(cache, principal)
+        logical, unique, tiers = self._shared(cache)
         nodes = cache.store.nodes()
         files = [part.nbytes for node in nodes for part in tuple(node.files.values())]
         return CacheOverview(
@@ -144,11 +144,11 @@ class CacheService:
             problem=self._disk.problem if self._disk else "",
         )
 
-    def _shared(self, cache: ModelCache, principal: Principal) -> tuple[int, int, dict[Tier, int]]:
+    def _shared(self, cache: ModelCache) -> tuple[int, int, dict[Tier, int]]:
         """Bytes that agents reach, counted for each and counted once, and where agents are."""
         logical, unique = 0, dict[BlockName, int]()
         tiers = Counter(dict.fromkeys(Tier, 0))
-        for agent in self._agents.agents(principal.tenant):
+        for agent in self._agents.recent():
             pointer = self._agents.place(agent).pointer
             tiers[cache.housekeeping.footprint(agent).tier] += 1
             sizes = cache.store.sizes(pointer.block) if pointer else {}

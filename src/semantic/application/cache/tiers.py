@@ -185,7 +185,7 @@ class BlockTiers:
             CachePersistenceError: the tenant's share is full.
         """
         assert self.disk is not None  # noqa: S101 - it asks
-        quota = self.disk.limits.tenant_bytes
+        quota = self.disk.limits.tenant_bytes(part.root)
         with self.lock:
             victims: list[BlockPart] = []
             if quota is not None:

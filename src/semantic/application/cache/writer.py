@@ -18,7 +18,7 @@ from typing import TypeAlias, assert_never
 
 from semantic.application.cache.row_writer import RowWriter
 from semantic.domain.agents import Pointer
-from semantic.domain.blocks import BlockPart
+from semantic.domain.blocks import BlockName, BlockPart
 from semantic.domain.errors import CachePersistenceError, DrainingError
 from semantic.ports.backend import KVPayload
 from semantic.ports.storage import BlockFilesPort, DropPart, LedgerChange, LedgerPort, PutPart
@@ -43,12 +43,13 @@ class DiskLimits:
     Attributes:
         budget_bytes: Everything in the directory, other models' files and the ledger too.
         queue_bytes: The most that waits to be written.
-        tenant_bytes: Blocks of one tenant, for each model; None is as many as the budget allows.
+        tenant_bytes: Says of a root how much its tenant may have below it; None is as much as the
+            budget allows.
     """
 
     budget_bytes: int
     queue_bytes: int
-    tenant_bytes: int | None = None
+    tenant_bytes: Callable[[BlockName], int | None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,14 @@ from semantic.entrypoints.cli.bench import bench
 from semantic.entrypoints.cli.chat import chat
 from semantic.entrypoints.cli.doctor import doctor
 from semantic.entrypoints.cli.flags import with_settings
+from semantic.entrypoints.cli.keys import keys_app
 from semantic.entrypoints.cli.launch import launch
 from semantic.entrypoints.cli.top import top
 
 _SERVE_FLAGS = (
     *("host", "port", "model", "backend", "dtype", "device", "weights", "threads"),
     *("home", "cache_dir", "durability", "disk_budget_mb", "memory_budget_mb", "kv_bits"),
-    *("log_level", "allow_remote"),
+    *("tls_cert", "tls_key", "log_level", "allow_remote"),
 )
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
@@ -146,3 +147,4 @@ def _cache(action: str, settings: Settings, orphan_age_h: float | None = None) -
 for command in (chat, top, bench, doctor, launch):
     app.command()(command)
 app.add_typer(agents_app, name="agents")
+app.add_typer(keys_app, name="keys")

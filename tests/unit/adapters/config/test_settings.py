@@ -174,7 +174,8 @@ def test_the_shipped_test_settings_load() -> None:
         ("prot = 8000", "prot"),
         ('backend = "cuda"', "backend"),
         ("port = = 1", "configuration file"),
-        ('host = "0.0.0.0"', "--allow-remote"),
+        ('host = "0.0.0.0"', "--allow-remote .* semantic keys add"),
+        ('tls_cert = "a.pem"', "tls_cert and tls_key"),
     ],
 )
 def test_a_wrong_setting_is_named(tmp_path: Path, text: str, words: str) -> None:

@@ -43,7 +43,7 @@ class AgentLives(RuleBasedStateMachine):
 
     @initialize(spec=st.sampled_from(sorted(SPECS)), memory=memories, disk=disks, share=shares)
     def start(self, spec: str, memory: int, disk: int, share: int | None) -> None:
-        limits = RigLimits(memory, DiskLimits(disk, 400, share))
+        limits = RigLimits(memory, DiskLimits(disk, 400, lambda _: share))
         self.rig = MemoryRig(spec=SPECS[spec], limits=limits)
         self.said: dict[str, list[int]] = {}
         self.turns: dict[str, list[tuple[str, int]]] = {}
@@ -125,7 +125,7 @@ class AgentLives(RuleBasedStateMachine):
             self.rig.flush()
             self.rig.ledger.parts.clear()
             self.rig.ledger.is_index_whole = False
-        self.rig.restart(RigLimits(memory, DiskLimits(disk, 400, share)))
+        self.rig.restart(RigLimits(memory, DiskLimits(disk, 400, lambda _: share)))
         self.reserved = 0
         self.rig.housekeeping.refresh_pins()
         if is_crash:

@@ -39,7 +39,7 @@ def make_rig() -> Iterator[MakeRig]:
     def make(
         *, disk: int = 10**7, queue: int = 10**6, tenant: int | None = None, memory: int = 10**6
     ) -> MemoryRig:
-        made.append(MemoryRig(limits=RigLimits(memory, DiskLimits(disk, queue, tenant))))
+        made.append(MemoryRig(limits=RigLimits(memory, DiskLimits(disk, queue, lambda _: tenant))))
         return made[-1]
 
     yield make
@@ -375,7 +375,7 @@ def test_what_could_not_make_room_stays(make_rig: MakeRig) -> None:
 def test_what_could_not_make_room_in_a_tenants_share_stays(make_rig: MakeRig) -> None:
     rig = make_rig()
     others, pinned = sealed(rig, 1, 1), sealed(rig, 2, 3)
-    rig.restart(RigLimits(disk=DiskLimits(10**7, 10**6, tenant_bytes=ROOM)))
+    rig.restart(RigLimits(disk=DiskLimits(10**7, 10**6, tenant_bytes=lambda _: ROOM)))
     for node in rig.store.nodes():
         node.num_pins = int(node.name in pinned)
     sealed(rig, 3, 1)

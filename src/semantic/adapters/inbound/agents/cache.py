@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, assert_never
+from typing import Any, TypeAlias, assert_never
 
 from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
@@ -35,6 +35,7 @@ from semantic.application.agents.feed import (
 from semantic.domain.agents import Principal
 from semantic.ports.inbound import CacheCounts, CheckProgress
 
+Sample: TypeAlias = tuple[CacheCounts, str]
 _SAMPLE_S = 1.0
 _QUIET_SAMPLES = 5
 _PROGRESS_STEPS = 100
@@ -99,7 +100,7 @@ class CacheApi:
 
     async def overview(self) -> CacheOut:
         """Tiers, bytes, hit rates, sharing, queues and budgets."""
-        return CacheOut.about(await asyncio.to_thread(self._cache.overview, self._principal()))
+        return CacheOut.about(await asyncio.to_thread(self._cache.overview))
 
     async def collect(self, body: Collect | None = None) -> CollectOut:
         """Delete what no agent reaches."""
@@ -118,33 +119,39 @@ class CacheApi:
 
         A reader that is too slow misses events and is told how many: `{"type": "missed"}`.
         """
-        return streaming.EventStream(self._watch(self._feed.subscribe(self._principal().tenant)))
+        principal = self._principal()
+        sample = self._cache.sample if principal.is_admin else _no_sample
+        return streaming.EventStream(_watch(self._feed.subscribe(principal.tenant), sample))
 
-    async def _watch(self, subscription: Subscription) -> AsyncIterator[str]:
-        counts, pressure = self._cache.sample()
-        num_quiet = 0
-        try:
-            yield streaming.data(
-                {"type": "cache", **_difference(counts, counts), "pressure": pressure}
-            )
-            while True:
-                event = await subscription.next(_SAMPLE_S)
-                if event is not None:
-                    yield streaming.data(_shown(event))
-                seen, level = self._cache.sample()
-                num_quiet += 1
-                if (seen, level) != (counts, pressure):
-                    yield streaming.data(
-                        {"type": "cache", **_difference(seen, counts), "pressure": level}
-                    )
-                    counts, pressure, num_quiet = seen, level, 0
-                elif event is None and num_quiet >= _QUIET_SAMPLES:
-                    num_quiet = 0
-                    yield streaming.comment("quiet")
-        except StopAsyncIteration:
-            return
-        finally:
-            subscription.close()
+
+def _no_sample() -> Sample:
+    """What is seen of all tenants' blocks together by one of them: nothing."""
+    return CacheCounts(), "none"
+
+
+async def _watch(subscription: Subscription, sample: Callable[[], Sample]) -> AsyncIterator[str]:
+    counts, pressure = sample()
+    num_quiet = 0
+    try:
+        yield streaming.data({"type": "cache", **_difference(counts, counts), "pressure": pressure})
+        while True:
+            event = await subscription.next(_SAMPLE_S)
+            if event is not None:
+                yield streaming.data(_shown(event))
+            seen, level = sample()
+            num_quiet += 1
+            if (seen, level) != (counts, pressure):
+                yield streaming.data(
+                    {"type": "cache", **_difference(seen, counts), "pressure": level}
+                )
+                counts, pressure, num_quiet = seen, level, 0
+            elif event is None and num_quiet >= _QUIET_SAMPLES:
+                num_quiet = 0
+                yield streaming.comment("quiet")
+    except StopAsyncIteration:
+        return
+    finally:
+        subscription.close()
 
 
 async def _progress(first: CheckProgress, rest: Iterator[CheckProgress]) -> AsyncIterator[str]:

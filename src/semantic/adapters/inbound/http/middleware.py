@@ -135,12 +135,13 @@ class AccessLog:
 def _write_line(scope: Scope, status: int, elapsed_s: float, defect: Exception | None) -> None:
     method, path, ms = scope["method"], scope["path"], round(elapsed_s * 1000, 1)
     log = _log.debug if path.startswith("/health") else _log.info
+    named = {"method": method, "path": path, "status": status, "ms": ms}
+    if tenant := scope["state"].get("tenant"):
+        named["tenant"] = tenant
     if defect is None:
-        log("request", method=method, path=path, status=status, ms=ms)
+        log("request", **named)
     else:
-        _log.error(
-            "request failed", method=method, path=path, status=status, ms=ms, exc_info=defect
-        )
+        _log.error("request failed", **named, exc_info=defect)
 
 
 # What stands behind `/v1/`. Some clients leave the prefix out, others put it into their base URL.
@@ -238,7 +239,7 @@ class BodyLimit:
             body = _Body(scope, receive, send, limit, _Unpacker(_WINDOW_BITS[encoding]))
             await self._app(_plain(scope), body.receive, body.send)
         else:
-            await _read_off(receive, limit.max_bytes)
+            await read_off(receive, limit.max_bytes)
             await _unknown(encoding)(scope, receive, send)
 
 
@@ -323,7 +324,7 @@ def _plain(scope: Scope) -> Scope:
     return inner
 
 
-async def _read_off(receive: Receive, max_bytes: int) -> None:
+async def read_off(receive: Receive, max_bytes: int) -> None:
     """Read a body for nothing: closed while it still comes, a connection loses the answer."""
     num_read, is_more = 0, True
     while is_more and num_read <= max_bytes:

@@ -1,0 +1,268 @@
+"""The key file: who may use the server, as `semantic keys` writes it and people edit it.
+
+It is replaced as a whole, so that a server that reads it sees the old one or the new one. Secrets
+are not in it: only what can be compared with them.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from semantic.domain.access import (
+    ApiKey,
+    KeyRing,
+    Rate,
+    TenantPolicy,
+    new_secret,
+    secret_digest,
+)
+from semantic.domain.agents import LOCAL_TENANT, MAX_WEIGHT, check_agent_id
+from semantic.domain.errors import InvalidRequestError, SemanticError
+
+
+def _check_tenant(name: str) -> str:
+    try:
+        check_agent_id(name, "tenant", "a tenant's name")
+    except SemanticError as error:
+        raise ValueError(error.message) from error
+    return name
+
+
+TenantName = Annotated[str, AfterValidator(_check_tenant)]
+Count = Annotated[int, Field(ge=1, le=2**53)]
+Digest = Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")]
+_MB = 2**20
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RateEntry(_Entry):
+    """A rate; what is left out has no limit."""
+
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+
+    def to_domain(self) -> Rate:
+        """The same as the core knows it."""
+        return Rate(self.requests_per_minute, self.tokens_per_minute)
+
+
+class TenantEntry(_Entry):
+    """What a tenant may take up."""
+
+    weight: Annotated[float, Field(gt=0, le=MAX_WEIGHT)] = 1.0
+    disk_quota_mb: Count | None = None
+    max_concurrent: Count | None = None
+    max_connections: Count | None = None
+    key: RateEntry = RateEntry()
+    agent: RateEntry = RateEntry()
+
+    def to_domain(self) -> TenantPolicy:
+        """The same as the core knows it."""
+        return TenantPolicy(
+            weight=self.weight,
+            disk_bytes=self.disk_quota_mb * _MB if self.disk_quota_mb else None,
+            max_concurrent=self.max_concurrent,
+            max_connections=self.max_connections,
+            key_rate=self.key.to_domain(),
+            agent_rate=self.agent.to_domain(),
+        )
+
+
+class KeyEntry(_Entry):
+    """A key that was given out."""
+
+    id: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+    tenant: TenantName
+    hash: Digest
+    admin: bool = False
+    note: str = ""
+    created: datetime
+    revoked: datetime | None = None
+    rate: RateEntry | None = None
+
+    def to_domain(self) -> ApiKey:
+        """The same as the core knows it."""
+        return ApiKey(
+            id=self.id,
+            tenant=self.tenant,
+            digest=self.hash,
+            is_admin=self.admin,
+            is_revoked=self.revoked is not None,
+            rate=self.rate.to_domain() if self.rate else None,
+        )
+
+
+class KeyFile(_Entry):
+    """The whole file.
+
+    Attributes:
+        limits: Of all requests together.
+    """
+
+    version: Literal[1] = 1
+    limits: RateEntry = RateEntry()
+    tenants: dict[TenantName, TenantEntry] = {}
+    keys: tuple[KeyEntry, ...] = ()
+
+    def to_domain(self) -> KeyRing:
+        """The same as the core knows it."""
+        return KeyRing(
+            keys=tuple(key.to_domain() for key in self.keys),
+            tenants={name: entry.to_domain() for name, entry in self.tenants.items()},
+            rate=self.limits.to_domain(),
+        )
+
+    def with_key(
+        self,
+        tenant: str,
+        limits: TenantEntry,
+        *,
+        is_admin: bool = False,
+        note: str = "",
+        rate: RateEntry | None = None,
+    ) -> tuple["KeyFile", KeyEntry, str]:
+        """Give a key out; returns the file with it, the key, and its secret, which is not kept.
+
+        Raises:
+            InvalidRequestError: the tenant cannot be called that.
+        """
+        check_agent_id(tenant, "tenant", "a tenant's name")
+        secret = new_secret()
+        key = KeyEntry(
+            id=f"key_{secrets.token_hex(4)}",
+            tenant=tenant,
+            hash=secret_digest(secret),
+            admin=is_admin,
+            note=note,
+            created=_now(),
+            rate=rate,
+        )
+        tenants = {**self.tenants, tenant: limits}
+        return self.model_copy(update={"keys": (*self.keys, key), "tenants": tenants}), key, secret
+
+    def without_key(self, key_id: str) -> "KeyFile":
+        """Revoke a key; it stays in the list.
+
+        Raises:
+            InvalidRequestError: there is none of this id.
+        """
+        if key_id not in {key.id for key in self.keys}:
+            raise InvalidRequestError(
+                f"there is no key {key_id!r}; `semantic keys list` shows them.", param="id"
+            )
+        keys = tuple(
+            key.model_copy(update={"revoked": key.revoked or _now()}) if key.id == key_id else key
+            for key in self.keys
+        )
+        return self.model_copy(update={"keys": keys})
+
+
+def _now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)
+
+
+def load_key_ring(path: Path, api_key: str | None, admin_key: str | None) -> KeyRing:
+    """Read all keys there are: those of the file, and those of the settings.
+
+    Args:
+        path: The file.
+        api_key: A key of the tenant `local`, or what is kept of one.
+        admin_key: The same, and an admin's.
+
+    Raises:
+        InvalidRequestError: the file cannot be used; says what is wrong with it.
+    """
+    ring = read_key_file(path).to_domain()
+    own = tuple(
+        ApiKey(f"settings.{name}", LOCAL_TENANT, _digest(secret), is_admin=name == "admin_key")
+        for name, secret in (("api_key", api_key), ("admin_key", admin_key))
+        if secret
+    )
+    return KeyRing((*ring.keys, *own), ring.tenants, ring.rate)
+
+
+def _digest(secret: str) -> str:
+    return secret if secret.startswith("sha256:") else secret_digest(secret)
+
+
+def read_key_file(path: Path) -> KeyFile:
+    """Read a key file; one that is not there has no keys.
+
+    Raises:
+        InvalidRequestError: it cannot be used; says what is wrong with it.
+    """
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise InvalidRequestError(
+                    f"{path} can be written by others, who could add keys; run: chmod 600 {path}",
+                    param="key_file",
+                )
+            content = file.read()
+    except FileNotFoundError:
+        return KeyFile()
+    except OSError as error:
+        raise InvalidRequestError(
+            f"the key file {path} cannot be read: {error.strerror}", param="key_file"
+        ) from error
+    try:
+        return KeyFile.model_validate_json(content)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(str(part) for part in problem["loc"]) or "the file"
+        raise InvalidRequestError(
+            f"the key file {path} is wrong: {place}: {problem['msg']}", param="key_file"
+        ) from error
+
+
+def edit_key_file(path: Path, edit: Callable[[KeyFile], KeyFile]) -> None:
+    """Change a key file: whole or not at all, and one change after another.
+
+    Raises:
+        InvalidRequestError: it cannot be read or written.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(path.parent):
+            _replace(path, edit(read_key_file(path)))
+    except OSError as error:
+        raise InvalidRequestError(
+            f"the key file {path} cannot be written: {error.strerror}", param="key_file"
+        ) from error
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _replace(path: Path, content: KeyFile) -> None:
+    text = json.dumps(content.model_dump(mode="json", exclude_none=True), indent=2) + "\n"
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")  # 0600
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

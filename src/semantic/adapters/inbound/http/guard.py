@@ -1,0 +1,80 @@
+"""The guard: whose request it is, by its key, and whether that key opens what it asks for.
+
+Probes are open to everybody. Where keys exist, all else needs one; what concerns all tenants needs
+an admin's. Endpoints ask `current_principal` on whose behalf they work.
+"""
+
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from semantic.adapters.inbound.http.errors import error_response
+from semantic.adapters.inbound.http.middleware import read_off
+from semantic.application.requests.access import Access
+from semantic.domain.agents import Principal
+from semantic.domain.errors import AuthenticationError
+
+_OPEN = ("/health",)
+_ADMIN = ("/admin", "/v1/cache", "/metrics")
+_MAX_REFUSED_BYTES = 2**20  # of a body that is read for the sake of its answer
+
+_current: ContextVar[Principal] = ContextVar("principal")
+
+
+def current_principal() -> Principal:
+    """On whose behalf the request runs that is being answered."""
+    return _current.get()
+
+
+class Guard:
+    """Finds out whose a request is, and refuses what its key does not open."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._admit(scope)
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            await read_off(receive, _MAX_REFUSED_BYTES)
+            await refusal(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> Response | None:
+        """Note the principal, or say why there is none."""
+        path: str = scope["path"]
+        try:
+            principal = self._access.authenticate(_secrets(Headers(scope=scope)))
+        except AuthenticationError as error:
+            if _is_under(path, _OPEN):
+                _current.set(Principal())
+                return None
+            headers = {"www-authenticate": "Bearer"}
+            return error_response(401, error.message, "invalid_api_key", headers=headers)
+        if _is_under(path, _ADMIN) and not principal.is_admin:
+            message = f"{path} needs an admin key: make one with `semantic keys add --admin`."
+            return error_response(403, message, "admin_key_required")
+        _current.set(principal)
+        scope.setdefault("state", {})["tenant"] = principal.tenant
+        return None
+
+
+def _is_under(path: str, places: tuple[str, ...]) -> bool:
+    return any(path == place or path.startswith(f"{place}/") for place in places)
+
+
+def _secrets(headers: Headers) -> Iterator[str]:
+    """What a request sent as its key: some clients send two, of which one is meant."""
+    yield from headers.getlist("x-api-key")
+    for value in headers.getlist("authorization"):
+        scheme, _, secret = value.partition(" ")
+        if scheme.lower() == "bearer":
+            yield secret.strip()

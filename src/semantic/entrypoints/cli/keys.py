@@ -1,0 +1,150 @@
+"""`semantic keys`: give keys out, list them, and revoke them."""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, TypeVar
+
+import typer
+from pydantic import ValidationError
+
+from semantic.adapters.config.keys import (
+    KeyEntry,
+    KeyFile,
+    RateEntry,
+    TenantEntry,
+    edit_key_file,
+    read_key_file,
+)
+from semantic.adapters.config.settings import Settings
+from semantic.domain.agents import LOCAL_TENANT
+from semantic.domain.errors import InvalidRequestError
+from semantic.entrypoints.cli.flags import with_settings
+
+_RELOAD = "A running server reads the file again on SIGHUP: kill -HUP <its process id>"
+_Limits = TypeVar("_Limits", RateEntry, TenantEntry)
+
+
+keys_app = typer.Typer(
+    help="Give out, list or revoke API keys. While there are none, the server listens on this "
+    "machine alone and asks nobody for a key.",
+    no_args_is_help=True,
+)
+
+
+@keys_app.command()
+@with_settings("key_file", "home")
+def add(
+    settings: Settings,
+    *,
+    tenant: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="to whom it belongs; agents and attention state are the tenant's. The default has "
+            "what there was before there were keys",
+        ),
+    ] = LOCAL_TENANT,
+    admin: Annotated[
+        bool,
+        typer.Option("--admin", help="it opens /admin, /v1/cache and /metrics, of all tenants"),
+    ] = False,
+    note: Annotated[str, typer.Option(metavar="TEXT", help="what it is for")] = "",
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=N",
+            help="a limit of this key: requests_per_minute or tokens_per_minute. May be repeated",
+        ),
+    ] = None,
+    tenant_limit: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=N",
+            help="a limit of the tenant: weight, disk_quota_mb, max_concurrent, max_connections; "
+            "of each of its keys: key.requests_per_minute, key.tokens_per_minute; of each of its "
+            "agents: agent.requests_per_minute, agent.tokens_per_minute. May be repeated",
+        ),
+    ] = None,
+) -> int:
+    """Make a key and print it, this once: only its hash is kept.
+
+    A running server reads the key file again on SIGHUP.
+    """
+    made: list[tuple[KeyEntry, str]] = []
+
+    def add_to(file: KeyFile) -> KeyFile:
+        rate = _read_limits(RateEntry(), limit) if limit else None
+        limits = _read_limits(file.tenants.get(tenant, TenantEntry()), tenant_limit or ())
+        file, key, secret = file.with_key(tenant, limits, is_admin=admin, note=note, rate=rate)
+        made.append((key, secret))
+        return file
+
+    edit_key_file(settings.effective_key_file, add_to)
+    ((key, secret),) = made
+    sys.stdout.write(f"{secret}\n")
+    kind = "an admin key" if key.admin else "a key"
+    sys.stderr.write(f"{key.id}: {kind} of tenant {key.tenant}, shown this once. {_RELOAD}\n")
+    return 0
+
+
+@keys_app.command("list")
+@with_settings("key_file", "home")
+def list_keys(settings: Settings) -> int:
+    """List keys, and the limits of tenants."""
+    file = read_key_file(settings.effective_key_file)
+    for key in file.keys:
+        kind, state = "admin" if key.admin else "user", "revoked" if key.revoked else "valid"
+        rate = _told(key.rate) if key.rate else ""
+        line = f"{key.id}  {key.tenant:<16}  {kind:<5}  {key.created:%Y-%m-%d}  {state:<7}  "
+        sys.stdout.write(f"{line}{rate}  {key.note}".rstrip() + "\n")
+    for name, tenant in file.tenants.items():
+        sys.stdout.write(f"tenant {name}: {_told(tenant) or 'no limits'}\n")
+    sys.stdout.write(f"all together: {_told(file.limits) or 'no limits'}\n")
+    return 0
+
+
+@keys_app.command()
+@with_settings("key_file", "home")
+def revoke(
+    settings: Settings,
+    *,
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="as `semantic keys list` shows it")],
+) -> int:
+    """Let a key open nothing any more; what its tenant has stays.
+
+    To replace a key, add one for the same tenant and revoke the old one. A running server reads the
+    key file again on SIGHUP.
+    """
+    edit_key_file(settings.effective_key_file, lambda file: file.without_key(key_id))
+    sys.stderr.write(f"{key_id} is revoked. {_RELOAD}\n")
+    return 0
+
+
+def _read_limits(entry: _Limits, given: Sequence[str]) -> _Limits:
+    """Change what was given as NAME=N.
+
+    Raises:
+        InvalidRequestError: a name or a number is wrong; says which.
+    """
+    values = entry.model_dump()
+    for text in given:
+        name, _, number = text.partition("=")
+        *group, last = name.split(".")
+        inner = values[group[0]] if group and isinstance(values.get(group[0]), dict) else values
+        inner[last] = number
+    try:
+        return type(entry).model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(map(str, problem["loc"]))
+        raise InvalidRequestError(f"limit {name}: {problem['msg']}", param=name) from error
+
+
+def _told(entry: RateEntry | TenantEntry) -> str:
+    values = entry.model_dump(exclude_defaults=True)
+    flat = {
+        f"{name}.{inner}" if inner else name: number
+        for name, value in values.items()
+        for inner, number in (value.items() if isinstance(value, dict) else [("", value)])
+    }
+    return ", ".join(f"{name}={number:g}" for name, number in flat.items())

@@ -1,0 +1,347 @@
+"""Two tenants of one server, who share nothing and cannot tell that the other is there."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from semantic.adapters.config.keys import KeyFile, TenantEntry, edit_key_file
+from semantic.domain.errors import InvalidRequestError
+from semantic.entrypoints.bootstrap import bootstrap
+from tests.http_server import RunningServer, make_settings, run_server
+
+pytestmark = pytest.mark.integration
+
+LONG = "All work and no play makes an agent dull. " * 30
+SAID = [{"role": "user", "content": LONG}]
+CHAT = {"model": "fake", "max_tokens": 4, "temperature": 0, "messages": SAID}
+ASK = {"model": "fake", "max_output_tokens": 4, "input": LONG, "temperature": 0}
+
+
+def give_keys(home: Path, *tenants: str, limits: TenantEntry | None = None) -> dict[str, str]:
+    """Make a key for each tenant, and one for the admin."""
+    secrets: dict[str, str] = {}
+
+    def add(file: KeyFile) -> KeyFile:
+        for name in (*tenants, "admin"):
+            file, _, secrets[name] = file.with_key(
+                name, limits or TenantEntry(), is_admin=name == "admin"
+            )
+        return file
+
+    edit_key_file(home / "keys.json", add)
+    return secrets
+
+
+class House:
+    """A server with keys, and a client for each tenant."""
+
+    def __init__(self, running: RunningServer, secrets: dict[str, str]) -> None:
+        self.running = running
+        self.secrets = secrets
+        self.stack = contextlib.ExitStack()
+        self.a, self.b, self.admin = (self.client(name) for name in ("a", "b", "admin"))
+        self.nobody = self.stack.enter_context(running.client())
+
+    def client(self, tenant: str) -> httpx.Client:
+        headers = {"x-api-key": self.secrets[tenant]}
+        return self.stack.enter_context(self.running.client(headers=headers))
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    home = tmp_path_factory.mktemp("home")
+    secrets = give_keys(home, "a", "b")
+    with run_server(make_settings(home)) as running:
+        house = House(running, secrets)
+        with house.stack:
+            yield house
+
+
+# -- keys -----------------------------------------------------------------------------------------
+
+PATHS = [
+    *(("GET", "/"), ("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/v1/models")),
+    *(("GET", "/v1/agents"), ("GET", "/v1/events"), ("GET", "/v1/responses/x")),
+    *(("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/messages")),
+    *(("POST", "/chat/completions"), ("POST", "/v1/messages/count_tokens")),
+    *(("POST", "/v1/agents"), ("POST", "/v1/agents/import"), ("POST", "/v1/cache/gc")),
+    *(("GET", "/v1/cache"), ("GET", "/cache"), ("GET", "/metrics"), ("GET", "/admin")),
+    *(("GET", "/nowhere"), ("HEAD", "/v1/models")),
+]
+
+
+@pytest.mark.parametrize("method,path", PATHS)
+def test_without_a_key_nothing_is_answered(house: House, method: str, path: str) -> None:
+    bodies = set()
+    for headers in (
+        {},
+        {"x-api-key": "none"},
+        {"authorization": f"Basic {house.secrets['a']}"},
+        {"authorization": "Bearer"},
+        {"x-api-key": house.secrets["a"][:-1]},
+        {"cookie": f"x-api-key={house.secrets['a']}"},
+    ):
+        answer = house.nobody.request(method, path, headers=headers)
+        assert answer.status_code == 401, path
+        assert answer.headers["www-authenticate"] == "Bearer"
+        bodies.add(json.dumps({**answer.json(), "request_id": ""}) if answer.content else "")
+    assert len(bodies) == 1
+    answer = house.nobody.request(method, f"{path}?api_key={house.secrets['a']}")
+    assert answer.status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/health/startup"])
+def test_probes_need_no_key(house: House, path: str) -> None:
+    assert house.nobody.get(path).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/healthy", "/health/../v1/models", "//health/live", "/Health"])
+def test_paths_like_a_probes_need_one(house: House, path: str) -> None:
+    url = httpx.URL(house.running.url).copy_with(raw_path=path.encode())
+    assert house.nobody.get(url).status_code == 401
+
+
+def test_errors_have_the_shape_of_the_clients_vendor(house: House) -> None:
+    openai = house.nobody.post("/v1/chat/completions", json=CHAT).json()
+    assert openai["error"]["code"] == "invalid_api_key"
+    anthropic = house.nobody.post("/v1/messages", json=CHAT).json()
+    assert (anthropic["type"], anthropic["error"]["type"]) == ("error", "authentication_error")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x-api-key": "{a}"},
+        {"authorization": "Bearer {a}"},
+        {"authorization": "bearer  {a}"},
+        {"x-api-key": "none", "authorization": "Bearer {a}"},
+        {"x-api-key": "{a}", "authorization": "Bearer none"},
+    ],
+)
+def test_a_key_is_taken_from_either_header(house: House, headers: dict[str, str]) -> None:
+    sent = {name: value.format(a=house.secrets["a"]) for name, value in headers.items()}
+    assert house.nobody.get("/v1/models", headers=sent).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "method,path",
+    [
+        *(("GET", "/v1/cache"), ("GET", "/cache"), ("POST", "/v1/cache/gc")),
+        *(("POST", "/v1/cache/verify"), ("GET", "/metrics"), ("GET", "/admin/models")),
+    ],
+)
+def test_what_concerns_all_needs_an_admins_key(house: House, method: str, path: str) -> None:
+    assert house.nobody.request(method, path).status_code == 401
+    answer = house.a.request(method, path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_key_required")
+    assert house.admin.request(method, path).status_code not in (401, 403)
+
+
+def test_a_large_body_without_a_key_is_answered(house: House) -> None:
+    answer = house.nobody.post("/v1/chat/completions", content=b"x" * 500_000)
+    assert answer.status_code == 401
+
+
+# -- what tenants share: nothing ------------------------------------------------------------------
+
+
+def _chat(http: httpx.Client) -> tuple[int, str]:
+    body = http.post("/v1/chat/completions", json=CHAT).json()
+    cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached, body["choices"][0]["message"]["content"]
+
+
+def _completion(http: httpx.Client) -> tuple[int, str]:
+    asked = {"model": "fake", "max_tokens": 4, "temperature": 0, "prompt": LONG}
+    body = http.post("/v1/completions", json=asked).json()
+    return body["usage"]["prompt_tokens_details"]["cached_tokens"], body["choices"][0]["text"]
+
+
+def _response(http: httpx.Client) -> tuple[int, str]:
+    body = http.post("/v1/responses", json=ASK).json()
+    cached = body["usage"]["input_tokens_details"]["cached_tokens"]
+    return cached, body["output"][-1]["content"][0]["text"]
+
+
+def _message(http: httpx.Client) -> tuple[int, str]:
+    body = http.post("/v1/messages", json=CHAT).json()
+    return body["usage"]["cache_read_input_tokens"], body["content"][0]["text"]
+
+
+def _generate(http: httpx.Client) -> tuple[int, str]:
+    agent = http.post("/v1/agents", json={}).json()["id"]
+    asked = {"message": LONG, "max_tokens": 4, "temperature": 0}
+    body = http.post(f"/v1/agents/{agent}/generate", json=asked).json()
+    return body["usage"]["cached_tokens"], str(body["message"])
+
+
+@pytest.mark.parametrize("protocol", [_chat, _completion, _response, _message, _generate])
+def test_an_identical_prompt_is_cold_for_the_other_tenant(tmp_path: Path, protocol: Any) -> None:
+    secrets = give_keys(tmp_path, "a", "b")
+    with run_server(make_settings(tmp_path)) as running:
+        house = House(running, secrets)
+        with house.stack:
+            cold, text = protocol(house.a)
+            warm, again = protocol(house.a)
+            other, same = protocol(house.b)
+    assert cold == other == 0
+    assert warm > 0
+    assert text == again == same
+
+
+def _known_to_a(house: House) -> dict[str, str]:
+    """An agent, a turn and a response of tenant a."""
+    agent = house.a.post("/v1/agents", json={"id": "secret-plans"})
+    assert agent.status_code in (200, 201)
+    said = {"message": "hi", "max_tokens": 2}
+    turn = house.a.post("/v1/agents/secret-plans/generate", json=said).json()
+    response = house.a.post("/v1/responses", json=ASK).json()
+    return {"agent": "secret-plans", "turn": turn["turn_id"], "response": response["id"]}
+
+
+AGENT_REQUESTS: list[tuple[str, str, Any]] = [
+    ("GET", "/v1/agents/{agent}", None),
+    ("PATCH", "/v1/agents/{agent}", {"pin": True}),
+    ("DELETE", "/v1/agents/{agent}", None),
+    ("GET", "/v1/agents/{agent}/turns", None),
+    ("GET", "/v1/agents/{agent}/explain", None),
+    ("GET", "/v1/agents/{agent}/export", None),
+    ("POST", "/v1/agents/{agent}/fork", {"ids": ["mine"]}),
+    ("POST", "/v1/agents/{agent}/rewind", {"turn_id": None}),
+    ("POST", "/v1/agents/{agent}/cancel", None),
+    ("POST", "/v1/agents/{agent}/prefetch", None),
+    ("POST", "/v1/agents/{agent}/evict", {"to": "cold"}),
+    ("POST", "/v1/agents/{agent}/generate", {"message": "hi", "max_tokens": 2}),
+    ("GET", "/v1/responses/{response}", None),
+    ("GET", "/v1/responses/{response}?stream=true", None),
+    ("DELETE", "/v1/responses/{response}", None),
+    ("POST", "/v1/responses/{response}/cancel", None),
+    ("POST", "/v1/responses", {**ASK, "previous_response_id": "{response}"}),
+]
+
+
+@pytest.mark.parametrize("method,path,body", AGENT_REQUESTS)
+def test_a_foreign_id_is_answered_as_one_that_does_not_exist(
+    house: House, method: str, path: str, body: Any
+) -> None:
+    known = _known_to_a(house)
+    unknown = {name: f"{value[:-3]}xyz" for name, value in known.items()}
+
+    def ask(ids: dict[str, str]) -> tuple[int, str]:
+        url = path
+        sent = json.dumps(body) if body is not None else None
+        for name, value in ids.items():
+            url = url.replace(f"{{{name}}}", value)
+            sent = sent and sent.replace(f"{{{name}}}", value)
+        headers = {"content-type": "application/json"}
+        answer = house.b.request(method, url, content=sent, headers=headers)
+        text = answer.text
+        for name, value in ids.items():
+            text = text.replace(value, name)
+        return answer.status_code, text
+
+    foreign, missing = ask(known), ask(unknown)
+    assert foreign == missing
+    assert foreign[0] == (400 if path == "/v1/responses" else 404)
+    # It is still there, and its owner's.
+    assert house.a.get("/v1/agents/secret-plans").status_code == 200
+    assert house.a.get(f"/v1/responses/{known['response']}").status_code == 200
+
+
+def test_lists_show_ones_own(house: House) -> None:
+    _known_to_a(house)
+    house.b.post("/v1/agents", json={"id": "b-only"})
+    names = [agent["id"] for agent in house.b.get("/v1/agents").json()["data"]]
+    assert "b-only" in names
+    assert "secret-plans" not in names
+
+
+def test_both_may_use_the_same_name_for_their_own(house: House) -> None:
+    for http in (house.a, house.b):
+        assert http.post("/v1/agents", json={"id": "coder"}).status_code == 201
+    assert house.a.delete("/v1/agents/coder").status_code == 204
+    assert house.b.get("/v1/agents/coder").status_code == 200
+
+
+def test_an_agents_turn_cannot_be_forked_into_by_its_id(house: House) -> None:
+    turn = _known_to_a(house)["turn"]
+    house.b.post("/v1/agents", json={"id": "forker"})
+    answers = [
+        house.b.post("/v1/agents/forker/fork", json={"ids": ["new"], "turn_id": turn_id})
+        for turn_id in (turn, "turn_unknown")
+    ]
+    assert [answer.status_code for answer in answers] == [404, 404]
+    assert answers[0].text.replace(turn, "turn_unknown") == answers[1].text
+
+
+def test_events_tell_of_ones_own_agents_only(house: House) -> None:
+    with house.b.stream("GET", "/v1/events") as feed:
+        lines = (line for line in feed.iter_lines() if line.startswith("data: "))
+        first = json.loads(next(lines)[6:])
+        house.a.post("/v1/agents", json={"id": "unseen"})
+        _chat(house.a)
+        house.b.post("/v1/agents", json={"id": "seen"})
+        event = json.loads(next(lines)[6:])
+        assert event == {"type": "agent.created", "agent_id": "seen"}
+    # Nor do figures of all blocks tell what another does.
+    assert first["pressure"] == "none"
+
+
+def test_an_exported_agent_does_not_bring_the_other_tenants_state(house: House) -> None:
+    _known_to_a(house)
+    file = house.a.get("/v1/agents/secret-plans/export").content
+    taken = house.b.post("/v1/agents/import?id=gift", content=file)
+    assert taken.status_code == 201
+    assert house.a.get("/v1/agents/gift").status_code == 404
+
+
+def test_a_new_key_finds_what_the_old_one_left(tmp_path: Path) -> None:
+    secrets = give_keys(tmp_path, "a")
+    with run_server(make_settings(tmp_path)) as running:
+        old = running.client(headers={"x-api-key": secrets["a"]})
+        assert _chat(old)[0] == 0
+        key = running.server.access.ring.find(secrets["a"])
+        assert key is not None
+        renewed = give_keys(tmp_path, "a")
+        edit_key_file(tmp_path / "keys.json", lambda file: file.without_key(key.id))
+        running.server.access.reload()
+        assert old.get("/v1/models").status_code == 401
+        with running.client(headers={"x-api-key": renewed["a"]}) as new:
+            assert _chat(new)[0] > 0
+        old.close()
+
+
+def test_details_of_a_problem_are_for_the_admin(tmp_path: Path) -> None:
+    secrets = give_keys(tmp_path, "a")
+    with run_server(make_settings(tmp_path)) as running, running.client() as http:
+        memory: Any = running.server.memory
+        memory._loss = "the turns of agent secret-plans are lost"
+        told = http.get("/health").json()["problem"]
+        assert told
+        assert "secret-plans" not in told
+        known = http.get("/health", headers={"x-api-key": secrets["admin"]}).json()["problem"]
+        assert "secret-plans" in known
+
+
+# -- without keys ---------------------------------------------------------------------------------
+
+
+def test_without_keys_any_key_is_welcome_and_all_is_open(tmp_path: Path) -> None:
+    with run_server(make_settings(tmp_path)) as running, running.client() as http:
+        for headers in ({}, {"x-api-key": "none"}, {"authorization": "Bearer x"}):
+            for path in ("/v1/models", "/v1/cache", "/v1/agents"):
+                assert http.get(path, headers=headers).status_code == 200
+
+
+def test_other_machines_are_let_in_with_keys_only(tmp_path: Path) -> None:
+    remote = {"host": "0.0.0.0", "allow_remote": True}  # noqa: S104
+    with pytest.raises(InvalidRequestError, match="semantic keys add --tenant NAME"):
+        bootstrap(make_settings(tmp_path, **remote))
+    give_keys(tmp_path)
+    server = bootstrap(make_settings(tmp_path, **remote))
+    assert server.memory.close(5)

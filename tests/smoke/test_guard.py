@@ -1,0 +1,86 @@
+"""A guarded server process: keys and certificates that change while it runs."""
+
+import signal
+import ssl
+from pathlib import Path
+
+import httpx
+import pytest
+
+from semantic.adapters.config.keys import KeyFile, TenantEntry, edit_key_file
+from tests.certificates import make_certificate
+from tests.smoke.server_process import ServerProcess, StartFailedError, serve
+
+pytestmark = pytest.mark.smoke
+
+
+def add_key(home: Path) -> str:
+    secrets: list[str] = []
+
+    def add(file: KeyFile) -> KeyFile:
+        file, _, secret = file.with_key("acme", TenantEntry())
+        secrets.append(secret)
+        return file
+
+    edit_key_file(home / "keys.json", add)
+    return secrets[0]
+
+
+def client(server: ServerProcess, certificate: Path | None = None) -> httpx.Client:
+    verify = ssl.create_default_context(cafile=certificate) if certificate else False
+    return httpx.Client(base_url=server.url, verify=verify, trust_env=False, timeout=30)
+
+
+def test_keys_and_certificate_are_read_again_on_a_signal(tmp_path: Path) -> None:
+    home, log = tmp_path / "home", tmp_path / "log"
+    home.mkdir()
+    old = add_key(home)
+    first, key = make_certificate(tmp_path)
+    given = ("--backend", "fake", "--tls-cert", str(first), "--tls-key", str(key))
+    remote = ("--host", "0.0.0.0", "--allow-remote")  # noqa: S104 - that is the point
+    with serve(home, log, *given, *remote) as server:
+        assert server.url.startswith("https://")
+        server.url = server.url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
+        with client(server, first) as http:
+            server.await_ready_by(http)
+            assert http.get("/v1/models").status_code == 401
+            assert http.get("/v1/models", headers={"x-api-key": old}).status_code == 200
+            new = add_key(home)
+            assert http.get("/v1/models", headers={"x-api-key": new}).status_code == 401
+        second, new_key = make_certificate(tmp_path, "two")
+        first_text = first.read_bytes()
+        first.write_bytes(second.read_bytes())
+        key.write_bytes(new_key.read_bytes())
+        server.process.send_signal(signal.SIGHUP)
+        server.await_line("keys and limits were read again")
+        with client(server, second) as http:
+            assert http.get("/v1/models", headers={"x-api-key": new}).status_code == 200
+        # What cannot be read changes nothing.
+        first.write_bytes(first_text)
+        server.process.send_signal(signal.SIGHUP)
+        server.await_line("keys and limits stay as they are")
+        with client(server, second) as http:
+            assert http.get("/v1/models", headers={"x-api-key": new}).status_code == 200
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (("--host", "0.0.0.0", "--allow-remote"), "semantic keys add"),  # noqa: S104
+        (("--tls-cert", "gone.pem"), "tls_cert and tls_key are given together"),
+        (("--tls-cert", "gone.pem", "--tls-key", "gone.key"), "tls_cert gone.pem"),
+    ],
+    ids=["no key", "half a pair", "no file"],
+)
+def test_a_server_that_would_be_open_does_not_start(
+    tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    with (
+        pytest.raises(StartFailedError) as failure,
+        serve(tmp_path / "home", tmp_path / "log", "--backend", "fake", *arguments),
+    ):
+        pass
+    assert failure.value.status == 2
+    assert words in failure.value.output
+    assert "Traceback" not in failure.value.output
