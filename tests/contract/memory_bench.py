@@ -1,32 +1,29 @@
 """An engine with a memory: real files and a real ledger in a directory, and what it answered."""
 
-import itertools
 import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from semantic.adapters.outbound.backends.fake import FakeTokenizer
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.cache.index import BlockNode
 from semantic.application.cache.restore_plan import WantedPart
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
-from semantic.application.engine.engine import BlockPoolBatchEngine
-from semantic.application.engine.request import EngineEvent, EventBatch, Job, ReplyState
+from semantic.application.engine.request import Job
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockNamespace, BlockPart
 from semantic.domain.errors import DrainingError
-from semantic.domain.events import Finished, TextDelta
 from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload, ModelBackendPort
-from tests.contract.test_engine_contract import IdTokenizer
+from tests.unit.application.engine_rig import GREEDY, EngineRig
 
-GREEDY = SamplingParams(temperature=0, seed=0)
 NUM_REPLY = 6
 HEAD = 21  # where the system prompt of all conversations ends: inside a block
 
@@ -67,48 +64,48 @@ class BenchLimits:
     prefill_step_size: int = 16
 
 
-class MemoryBench:
+class IdTokenizer(FakeTokenizer):
+    """Writes each token as its id, so that text tells the tokens."""
+
+    eos_ids: frozenset[int] = frozenset()
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def token_bytes(self, token: int) -> bytes:
+        return f"{token} ".encode()
+
+
+class MemoryBench(EngineRig[ModelBackendPort]):
     """One start of a server, without the server."""
 
     def __init__(
         self, directory: Path, backend: ModelBackendPort, limits: BenchLimits | None = None
     ) -> None:
-        limits = limits or BenchLimits()
-        self._directory, self._backend, self._limits = directory, backend, limits
-        self.events: dict[str, list[EngineEvent]] = {}
+        self._directory, self._limits = directory, limits or BenchLimits()
         self.files = GatedFiles(directory)
         self.ledger = SqliteLedger(directory)
         state = self.ledger.load()
         self.disk = DiskTier(self.files, self.ledger, DiskLimits(2**30, 2**26))
-        budget = backend.bytes_for(limits.budget_tokens) + limits.extra_bytes
-        self.store = AgentCacheStore(BlockPool(backend.spec, budget), self.disk)
-        self.store.restore_index(state.parts)
-        self.disk.start(self.store.is_on_disk)
+        budget = backend.bytes_for(self._limits.budget_tokens) + self._limits.extra_bytes
+        store = AgentCacheStore(BlockPool(backend.spec, budget), self.disk)
+        store.restore_index(state.parts)
+        self.disk.start(store.is_on_disk)
         self._news = threading.Event()
-        # Steps seem to take long, so that reading is always worth it.
-        clock = itertools.count(step=0.5)
-        self.engine = BlockPoolBatchEngine(
-            backend,
-            IdTokenizer(),
-            self.store,
-            EngineLimits(
-                prefill_step_size=limits.prefill_step_size,
-                max_idle=limits.max_idle,
-                target_step_ms=10**9,
-            ),
-            self._keep,
-            clock=lambda: float(next(clock)),
-            on_ready=self._news.set,
+        engine_limits = EngineLimits(
+            prefill_step_size=self._limits.prefill_step_size,
+            max_idle=self._limits.max_idle,
+            target_step_ms=10**9,
+        )
+        tokenizer, on_ready = IdTokenizer(), self._news.set
+        super().__init__(
+            backend, store, engine_limits, tokenizer=tokenizer, tick=0.5, on_ready=on_ready
         )
         self.root = BlockNamespace("model", backend.traits.kv_abi).root()
 
-    def _keep(self, batch: EventBatch) -> None:
-        for name, event in batch:
-            self.events.setdefault(name, []).append(event)
-
     # -- requests -------------------------------------------------------------------------------
 
-    def submit(
+    def ask(
         self,
         name: str,
         tokens: Sequence[int],
@@ -120,46 +117,30 @@ class MemoryBench:
         """Queue a prompt whose first tokens are a system prompt."""
         stop = StopRules(ignore_eos=True)
         job = Job(name, agent or name, self.root, tuple(tokens), params, stop, num_reply)
-        self.engine.submit(replace(job, boundaries=(HEAD,) if len(tokens) > HEAD else ()))
+        self.submit(replace(job, boundaries=(HEAD,) if len(tokens) > HEAD else ()))
 
-    def step(self, count: int = 1) -> None:
-        """So many turns of the loop, and the invariants after each."""
-        for _ in range(count):
-            if not self.engine.step():
-                self._news.wait(0.02)
-                self._news.clear()
-            self.engine.check_integrity()
-
-    def run(self) -> None:
-        """Step until nothing is left to do."""
-        for _ in range(5000):
-            if not self.engine.has_work:
-                return
-            self.step()
-        raise AssertionError("the engine did not come to rest")
+    def wait(self) -> None:
+        self._news.wait(0.02)
+        self._news.clear()
 
     def say(
         self, name: str, tokens: Sequence[int], num_reply: int = NUM_REPLY, *, agent: str = "a"
     ) -> list[int]:
         """Run one request to its end."""
-        self.submit(name, tokens, num_reply, agent=agent)
+        self.ask(name, tokens, num_reply, agent=agent)
         self.run()
         return self.reply(name)
 
     def reply(self, name: str) -> list[int]:
         """The tokens of a reply that must not have failed."""
-        final = self.events[name][-1]
-        assert isinstance(final, Finished), final
-        text = "".join(e.text for e in self.events[name] if isinstance(e, TextDelta))
-        return IdTokenizer().encode(text)
+        self.finished(name)
+        return IdTokenizer().encode(self.text(name))
 
     def reuse(self, name: str) -> Reuse:
         """Where the tokens of a prompt came from."""
-        (left,) = [e for e in self.events[name] if isinstance(e, ReplyState)]
-        final = self.events[name][-1]
-        assert isinstance(final, Finished)
-        assert final.usage.cache_read_tokens == left.reuse.reused
-        return left.reuse
+        reuse = self.reply_state(name).reuse
+        assert self.num_reused(name) == reuse.reused
+        return reuse
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -181,7 +162,7 @@ class MemoryBench:
     @property
     def can_cut_anywhere(self) -> bool:
         """Whether sequences can be resumed at any token."""
-        return self._backend.spec.kinds == (LayerKind.FULL,)
+        return self.backend.spec.kinds == (LayerKind.FULL,)
 
     def close(self) -> None:
         """End as a server does."""

@@ -13,17 +13,18 @@ from semantic.application.cache.restore_plan import WantedPart
 from semantic.application.engine import engine as batch_engine
 from semantic.application.engine import restore
 from semantic.domain.agents import Reuse
-from semantic.domain.events import Finished
-from semantic.domain.sampling import FinishReason
+from semantic.domain.sampling import FinishReason, SamplingParams
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import ModelBackendPort
 from tests.contract.conftest import Alone, Subject
 from tests.contract.driver import prompt
-from tests.contract.memory_bench import GREEDY, HEAD, NUM_REPLY, BenchLimits, MemoryBench
+from tests.contract.memory_bench import HEAD, NUM_REPLY, BenchLimits, MemoryBench
 from tests.contract.models import BLOCK_TOKENS, WINDOW
+from tests.unit.application.engine_rig import GREEDY
 
 pytestmark = pytest.mark.contract
 
+WARM = SamplingParams(temperature=0.8, seed=11, frequency_penalty=0.5)
 SYSTEM = prompt(HEAD, 1000)
 FIRST = [*SYSTEM, *prompt(24, 1)]
 Benches = Callable[..., MemoryBench]
@@ -66,6 +67,17 @@ def next_turn(bench: MemoryBench, alone: Alone, said: list[int], agent: str = "a
     name, asked = f"{agent} again", [*said, *prompt(5, 99)]
     assert bench.say(name, asked, 20, agent=agent) == alone(asked, GREEDY, 20)
     return bench.reuse(name)
+
+
+def ask_all(
+    bench: MemoryBench, alone: Alone, asked: dict[str, list[int]], num_reply: int = NUM_REPLY
+) -> None:
+    """Let agents speak at once, and compare their replies."""
+    for name, tokens in asked.items():
+        bench.ask(name, tokens, num_reply)
+    bench.run()
+    for name, tokens in asked.items():
+        assert bench.reply(name) == alone(tokens, GREEDY, num_reply), name
 
 
 # -- tiers --------------------------------------------------------------------------------------
@@ -166,14 +178,10 @@ def test_eight_agents_at_once_from_disk_in_small_portions(
     monkeypatch.setattr(batch_engine, "_RESTORE_BYTES", 1)
     bench = benches()
     said = {f"a{i}": [*SYSTEM, *prompt(9 + 5 * i, 300 + i)] for i in range(8)}
-    for turn in range(3):
+    for turn, num_reply in enumerate((5, 5, 9)):
+        ask_all(bench, alone, {f"{n}.{turn}": tokens for n, tokens in said.items()}, num_reply)
         for name, tokens in said.items():
-            bench.submit(f"{name}.{turn}", tokens, 5 + 4 * (turn == 2), agent=name)
-        bench.run()
-        for name, tokens in said.items():
-            reply = bench.reply(f"{name}.{turn}")
-            assert reply == alone(tokens, GREEDY, 5 + 4 * (turn == 2))
-            said[name] = [*tokens, *reply, *prompt(3, turn)]
+            said[name] = [*tokens, *bench.reply(f"{name}.{turn}"), *prompt(3, turn)]
         bench.forget()
     for name, tokens in said.items():
         reuse = bench.reuse(f"{name}.2")
@@ -188,10 +196,10 @@ def test_restored_in_small_portions_while_another_decodes(
     bench.forget()
     monkeypatch.setattr(batch_engine, "_RESTORE_BYTES", 1)
     other = prompt(12, 7)
-    bench.submit("decoding", other, 60)
+    bench.ask("decoding", other, 60)
     bench.step(3)
     asked = [*said, *prompt(5, 99)]
-    bench.submit("restored", asked)
+    bench.ask("restored", asked)
     bench.run()
     assert bench.reply("decoding") == alone(other, GREEDY, 60)
     assert bench.reply("restored") == alone(asked, GREEDY, NUM_REPLY)
@@ -201,13 +209,40 @@ def test_restored_in_small_portions_while_another_decodes(
 def test_five_that_start_at_once_compute_their_head_once(benches: Benches, alone: Alone) -> None:
     bench = benches()
     head = [*SYSTEM, *prompt(40, 5)]
-    ways = {f"w{i}": [*head, *prompt(3 + i, 500 + i)] for i in range(5)}
-    for name, tokens in ways.items():
-        bench.submit(name, tokens)
+    ask_all(bench, alone, {f"w{i}": [*head, *prompt(3 + i, 500 + i)] for i in range(5)})
+    assert all(bench.num_reused(f"w{i}") >= HEAD for i in range(1, 5))
+
+
+def test_a_mixed_batch_that_joins_and_leaves(benches: Benches, alone: Alone) -> None:
+    bench = benches()
+    lengths = {f"j{i}": 4 + 3 * (i % 3) for i in range(7)}
+    for i, (name, num_reply) in enumerate(lengths.items()):
+        bench.ask(name, prompt(3 + 7 * i, i), num_reply, params=(GREEDY, WARM)[i % 2])
+        bench.step(2)
+    bench.engine.cancel("j6")
     bench.run()
-    for name, tokens in ways.items():
-        assert bench.reply(name) == alone(tokens, GREEDY, NUM_REPLY)
-    assert all(bench.reuse(name).reused >= HEAD for name in list(ways)[1:])
+    for i in range(6):
+        expected = alone(prompt(3 + 7 * i, i), (GREEDY, WARM)[i % 2], lengths[f"j{i}"])
+        assert bench.reply(f"j{i}") == expected
+
+
+def test_preempted_and_continued(benches: Benches, alone: Alone) -> None:
+    # Two fit until they grow past 256 tokens; torch counts in allocations of that size.
+    bench = benches(BenchLimits((3 * 256,), prefill_step_size=128))
+    jobs = {f"j{i}": prompt(235 + i, i) for i in range(3)}
+    for name, tokens in jobs.items():
+        bench.ask(name, tokens, 40, params=WARM)
+    bench.run()
+    for name, tokens in jobs.items():
+        assert bench.reply(name) == alone(tokens, WARM, 40)
+    assert bench.engine.num_preemptions > 0
+
+
+def test_an_id_out_of_range_ends_its_own_request(benches: Benches, alone: Alone) -> None:
+    bench = benches()
+    bench.ask("bad", [*prompt(20, 1), 10**6])
+    ask_all(bench, alone, {"good": prompt(20)})
+    bench.error("bad")
 
 
 # -- in the middle of a restore -----------------------------------------------------------------
@@ -217,13 +252,11 @@ def test_cancelled_during_a_restore(benches: Benches, alone: Alone) -> None:
     said = talk(bench := benches(), alone, 2)
     bench.forget()
     bench.files.gate.clear()
-    bench.submit("cancelled", [*said, *prompt(5, 99)])
+    bench.ask("cancelled", [*said, *prompt(5, 99)])
     bench.step(2)
     bench.engine.cancel("cancelled")
     bench.run()
-    final = bench.events["cancelled"][-1]
-    assert isinstance(final, Finished)
-    assert final.reason is FinishReason.CANCELLED
+    assert bench.finished("cancelled").reason is FinishReason.CANCELLED
     bench.files.gate.set()
     assert next_turn(bench, alone, said).reused >= len(said) - 1
 
@@ -236,11 +269,11 @@ def test_preempted_during_a_restore(benches: Benches, alone: Alone) -> None:
     limits = BenchLimits((256, 256), extra_bytes=2 * first.largest_file(), prefill_step_size=128)
     bench = benches(limits, after=first)
     older = prompt(200, 9)
-    bench.submit("older", older, 200)
+    bench.ask("older", older, 200)
     bench.step(4)
     bench.files.gate.clear()
     assert bench.disk.flush(30)  # what is being written is in the way
-    bench.submit("young", said)
+    bench.ask("young", said)
     bench.step()
     assert bench.engine.num_preemptions == 0
     for _ in range(250):
@@ -268,12 +301,9 @@ def test_restored_at_once_with_room_for_a_few_parts(
         said[name] = [*tokens, *first.say(name, tokens, agent=name)]
     limits = BenchLimits((256,) * len(said), extra_bytes=5 * first.largest_file())
     bench = benches(limits, after=first)
+    ask_all(bench, alone, said)
     for name, tokens in said.items():
-        bench.submit(name, tokens, agent=name)
-    bench.run()
-    for name, tokens in said.items():
-        assert bench.reply(name) == alone(tokens, GREEDY, NUM_REPLY)
-        assert bench.reuse(name).reused >= len(tokens) - NUM_REPLY - 1
+        assert bench.num_reused(name) >= len(tokens) - NUM_REPLY - 1
 
 
 @pytest.mark.parametrize("large_from", [0, HEAD + BLOCK_TOKENS])

@@ -1,21 +1,33 @@
 """An engine on the fake backend with a clock of its own, for tests of what comes out."""
 
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Literal, TypedDict, Unpack
+from dataclasses import replace
+from typing import Generic, Literal, TypeAlias, TypedDict, TypeVar, Unpack
 
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.engine import BlockPoolBatchEngine
-from semantic.application.engine.request import EngineEvent, EventBatch, Job
+from semantic.application.engine.request import EngineEvent, EventBatch, Job, ReplyState
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.chat import ServiceClass
+from semantic.domain.errors import SemanticError
 from semantic.domain.events import Failed, Finished, TextDelta
 from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.domain.spec import ModelCacheSpec
-from semantic.ports.backend import Chunk, Draw, Sampled, SequenceId, Step, StepOutput, Ticket
+from semantic.ports.backend import (
+    Chunk,
+    Draw,
+    ModelBackendPort,
+    Sampled,
+    SequenceId,
+    Step,
+    StepOutput,
+    Ticket,
+)
+from semantic.ports.text import TokenizerPort
 
 ROOT = BlockNamespace("fake", "fake.v1").root()
 GREEDY = SamplingParams(temperature=0, seed=0)
@@ -32,6 +44,19 @@ class FaultyBackend(FakeBackend):
         self.fail_collect: Callable[[], bool] = lambda: False
         self.steps: list[Step] = []
 
+    def fail_next(self, where: str, after: int = 0, times: int = 1) -> None:
+        """Fail some calls of `launch` or `collect`, once so many have passed."""
+        failures = iter([False] * after + [True] * times)
+        if where == "launch":
+            self.fail_launch = lambda _: next(failures, False)
+        else:
+            self.fail_collect = lambda: next(failures, False)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens of all steps."""
+        return sum(step.num_tokens for step in self.steps)
+
     def launch(self, step: Step) -> Ticket:
         self.steps.append(step)
         if self.fail_launch(step):
@@ -44,33 +69,81 @@ class FaultyBackend(FakeBackend):
         return super().collect(ticket)
 
 
-@dataclass
-class Rig:
-    """An engine, what it was given and what it said."""
+B = TypeVar("B", bound=ModelBackendPort)
 
-    backend: FaultyBackend
-    engine: BlockPoolBatchEngine
-    store: AgentCacheStore
-    now: list[float]
-    events: dict[str, list[EngineEvent]] = field(default_factory=dict)
 
-    def submit(self, job: Job) -> None:
-        """Submit, expecting events."""
-        self.events.setdefault(job.id, [])
-        self.engine.submit(job)
+class EngineRig(Generic[B]):
+    """An engine, what it was asked and what it said.
 
-    def step(self, seconds: float = 0.01) -> None:
-        """One step and its invariants."""
-        self.now[0] += seconds
-        self.engine.step()
+    Its clock goes on with every step, and by `tick` each time it is read: where that is long, steps
+    seem to take long, and reading from disk is always worth it.
+    """
+
+    def __init__(
+        self,
+        backend: B,
+        store: AgentCacheStore,
+        limits: EngineLimits | None = None,
+        *,
+        tokenizer: TokenizerPort | None = None,
+        tick: float = 0.0,
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.backend = backend
+        self.store = store
+        self.now = [1000.0]
+        self.events: defaultdict[str, list[EngineEvent]] = defaultdict(list)
+        self._tick = tick
+        self.engine = BlockPoolBatchEngine(
+            backend,
+            tokenizer or FakeTokenizer(),
+            store,
+            limits or EngineLimits(max_idle=0),
+            self._keep,
+            self._read_clock,
+            on_ready,
+        )
+
+    def _keep(self, batch: EventBatch) -> None:
+        for name, event in batch:
+            self.events[name].append(event)
+
+    def _read_clock(self) -> float:
+        self.now[0] += self._tick
+        return self.now[0]
+
+    def submit(self, *jobs: Job) -> None:
+        for job in jobs:
+            self.engine.submit(job)
+
+    def serve(self, *jobs: Job) -> None:
+        """Submit and run to the end."""
+        self.submit(*jobs)
+        self.run()
+
+    def step(self, count: int = 1, *, seconds: float = 0.01) -> bool:
+        """So many steps, and the invariants after each; False if nothing came of the last."""
+        is_busy = False
+        for _ in range(count):
+            self.now[0] += seconds
+            is_busy = self.engine.step()
+            self.check()
+        return is_busy
+
+    def check(self) -> None:
+        """The invariants."""
         self.engine.check_integrity()
 
-    def run(self, max_steps: int = 10_000) -> None:
+    def wait(self) -> None:
+        """What is done when a step did nothing, though there is work."""
+
+    def run(self) -> None:
         """Step until nothing is left to do."""
-        for _ in range(max_steps):
+        for _ in range(20_000):
             if not self.engine.has_work:
                 return
-            self.step()
+            if not self.step():
+                self.wait()
         raise AssertionError("the engine did not come to rest")
 
     def text(self, job_id: str) -> str:
@@ -90,6 +163,31 @@ class Rig:
         assert isinstance(final, Finished), final
         return final
 
+    def num_reused(self, job_id: str) -> int:
+        """Tokens of a job's prompt that were not computed."""
+        return self.finished(job_id).usage.cache_read_tokens
+
+    def reply_state(self, job_id: str) -> ReplyState:
+        """What a job left behind."""
+        (left,) = [event for event in self.events[job_id] if isinstance(event, ReplyState)]
+        return left
+
+    def error(self, job_id: str, kind: type[SemanticError] = SemanticError) -> str:
+        """The message of a job that must have failed in this way."""
+        final = self.final(job_id)
+        assert isinstance(final, Failed), final
+        assert isinstance(final.error, kind), final
+        return final.error.message
+
+    def expect_alone(self, *jobs: Job) -> None:
+        """Each job got what it gets fresh and alone."""
+        for job in jobs:
+            self.finished(job.id)
+            assert self.text(job.id) == alone(job, self.backend.spec), job.id
+
+
+Rig: TypeAlias = EngineRig[FaultyBackend]
+
 
 def make_rig(
     *,
@@ -108,22 +206,7 @@ def make_rig(
         spec or fake_spec(block_tokens=8), pipeline_depth=pipeline_depth
     )
     store = AgentCacheStore(BlockPool(backend.spec, backend.bytes_for([budget_tokens])))
-    now = [1000.0]
-    events: dict[str, list[EngineEvent]] = {}
-
-    def emit(batch: EventBatch) -> None:
-        for name, event in batch:
-            events.setdefault(name, []).append(event)
-
-    engine = BlockPoolBatchEngine(
-        backend,
-        FakeTokenizer(),
-        store,
-        replace(limits or EngineLimits(), max_idle=max_idle),
-        emit,
-        clock=lambda: now[0],
-    )
-    return Rig(backend, engine, store, now, events)
+    return EngineRig(backend, store, replace(limits or EngineLimits(), max_idle=max_idle))
 
 
 class JobOptions(TypedDict, total=False):

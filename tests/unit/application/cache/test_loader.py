@@ -3,7 +3,7 @@
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,24 +13,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
+from semantic.adapters.outbound.backends.fake import FakeBackend, fake_spec
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.cache.restore_plan import WantedPart
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.application.engine import restore
-from semantic.application.engine.engine import BlockPoolBatchEngine
-from semantic.application.engine.request import EventBatch, Job, ReplyState
+from semantic.application.engine.request import Job
 from semantic.application.engine.scheduler import EngineLimits
-from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockPart
 from semantic.domain.errors import CacheCorruptionError
-from semantic.domain.events import Failed, Finished, TextDelta
+from semantic.domain.events import TextDelta
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import KVPayload
-from tests.unit.application.engine_rig import ROOT, FaultyBackend, alone, make_job
+from tests.unit.application.engine_rig import ROOT, EngineRig, FaultyBackend, make_job
 
 pytestmark = pytest.mark.unit
 
@@ -60,7 +58,7 @@ class WatchedFiles(SafetensorsCache):
         return [data for ref in self._given if (data := ref()) is not None]
 
     @property
-    def num_read(self) -> int:
+    def num_reads(self) -> int:
         return len(self._given)
 
 
@@ -84,79 +82,45 @@ class SteppedDisk(DiskTier):
             future.set_exception(error)
 
 
-class Bench:
+class Bench(EngineRig[FaultyBackend]):
     """One start of an engine on a directory, with memory for so many bytes."""
 
     def __init__(
         self, directory: Path, spec: ModelCacheSpec, budget: int, max_idle: int = 0
     ) -> None:
-        self.backend = FaultyBackend(spec)
         self.files = WatchedFiles(directory)
         self.disk = SteppedDisk(self.files)
-        self.store = AgentCacheStore(BlockPool(spec, budget), self.disk)
-        self.store.restore_index(self.files.scan())
-        self.disk.start(self.store.is_on_disk)
-        self.text: dict[str, str] = {}
-        self.reuse: dict[str, Reuse] = {}
-        self.final: dict[str, Finished | Failed] = {}
+        store = AgentCacheStore(BlockPool(spec, budget), self.disk)
+        store.restore_index(self.files.scan())
+        self.disk.start(store.is_on_disk)
         self.most_outside = 0
+        self.choose: Callable[[range], int] = min  # says which read ends next
         limits = EngineLimits(prefill_step_size=10**6, target_step_ms=10**9, max_idle=max_idle)
-        now = iter(range(10**9))  # steps seem to take long, so that reading is always worth it
-        self.engine = BlockPoolBatchEngine(
-            self.backend,
-            FakeTokenizer(),
-            self.store,
-            limits,
-            self._keep,
-            clock=lambda: float(next(now)),
-        )
+        super().__init__(FaultyBackend(spec), store, limits, tick=1.0)
 
-    def _keep(self, batch: EventBatch) -> None:
-        for name, event in batch:
-            match event:
-                case TextDelta():
-                    self.text[name] = self.text.get(name, "") + event.text
-                case ReplyState():
-                    self.reuse[name] = event.reuse
-                case Finished() | Failed():
-                    self.final[name] = event
-                case _:
-                    continue
-
-    def submit(self, *jobs: Job) -> None:
-        for job in jobs:
-            self.engine.submit(job)
-
-    def step(self) -> bool:
-        """One turn of the loop; False if nothing came of it."""
-        is_busy = self.engine.step()
-        self.check()
-        return is_busy
-
-    def run(self, choose: Callable[[range], int] = min) -> None:
-        """Step until nothing is left to do; `choose` says which read ends next."""
-        for _ in range(20_000):
-            if not self.engine.has_work:
-                break
-            if self.step():
-                continue
-            if self.disk.pending:
-                self.disk.finish(choose(range(len(self.disk.pending))))
-            else:
-                assert self.disk.flush(10)  # what is being written is in the way
-            self.check()
+    def wait(self) -> None:
+        if self.disk.pending:
+            self.disk.finish(self.choose(range(len(self.disk.pending))))
         else:
-            raise AssertionError("the engine did not come to rest")
-        while self.disk.pending:
-            self.disk.finish()
+            assert self.disk.flush(10)  # what is being written is in the way
+        self.check()
+
+    def run(self) -> None:
+        super().run()
+        self.finish_reads()
         assert self.disk.flush(10)
         self.check()
         assert self.store.usage().held == self.store.loader.num_bytes == 0
         assert not any(node.num_leases for node in self.store.nodes())
 
+    def finish_reads(self) -> None:
+        while self.disk.pending:
+            self.disk.finish()
+            self.check()
+
     def check(self) -> None:
         """All that was read is in the pool, or in room that was reserved for it."""
-        self.engine.check_integrity()
+        super().check()
         with self.store._lock:
             usage = self.store.usage()
             resident = {
@@ -169,6 +133,17 @@ class Bench:
             assert outside <= self.store.loader.num_bytes
             assert usage.used <= usage.total
             self.most_outside = max(self.most_outside, outside)
+
+    def num_read(self, job_id: str) -> int:
+        """Tokens of a job's prompt that came from disk."""
+        return self.reply_state(job_id).reuse.disk
+
+    def limit_room(self, monkeypatch: pytest.MonkeyPatch, start: int) -> None:
+        """Let files from a position on seem larger than any memory."""
+        room_for = self.files.room_for
+        monkeypatch.setattr(
+            self.files, "room_for", lambda part: 2**60 if part.start >= start else room_for(part)
+        )
 
     def close(self) -> None:
         assert self.disk.close(10)
@@ -204,21 +179,9 @@ def talk(name: str, num_blocks: int, *, num_reply: int = 3, head: str = "") -> J
     return make_job(name, prompt, max_tokens=num_reply)
 
 
-def compute(bench: Bench, jobs: Sequence[Job]) -> None:
-    """Let the directory know what jobs leave behind."""
-    bench.submit(*jobs)
-    bench.run()
-
-
 def live_bytes(*jobs: Job) -> int:
     """What jobs reserve when they are admitted."""
     return FakeBackend(SPEC).bytes_for([len(job.tokens) + BLOCK_TOKENS for job in jobs])
-
-
-def check_replies(bench: Bench, jobs: Sequence[Job], spec: ModelCacheSpec = SPEC) -> None:
-    for job in jobs:
-        assert isinstance(bench.final[job.id], Finished), bench.final[job.id]
-        assert bench.text[job.id] == alone(job, spec)
 
 
 # -- within the budget --------------------------------------------------------------------------
@@ -227,39 +190,37 @@ def check_replies(bench: Bench, jobs: Sequence[Job], spec: ModelCacheSpec = SPEC
 @pytest.mark.parametrize("num_parts", [1, 2, 8])
 def test_many_at_once_with_room_for_a_few_parts(start: Start, num_parts: int) -> None:
     jobs = [talk(name, 6) for name in "pqrs"]
-    compute(start(), jobs)
+    start().serve(*jobs)
     bench = start(live_bytes(*jobs) + num_parts * PART_BYTES)
     bench.submit(*jobs)
     bench.step()
     assert bench.backend.num_open >= 3
     assert len(bench.disk.pending) >= bench.backend.num_open
     bench.run()
-    check_replies(bench, jobs)
+    bench.expect_alone(*jobs)
     for job in jobs:
-        assert bench.reuse[job.id].disk == 6 * BLOCK_TOKENS
+        assert bench.num_read(job.id) == 6 * BLOCK_TOKENS
     assert bench.most_outside == 0  # between steps there is nothing that was read and not taken
 
 
 def test_what_all_share_is_read_once_and_held_until_the_last_has_it(start: Start) -> None:
     jobs = [talk(name, 6, head="h" * (5 * BLOCK_TOKENS)) for name in "pqrs"]
-    compute(start(), jobs)
+    start().serve(*jobs)
     bench = start(live_bytes(*jobs) + 12 * PART_BYTES)
-    bench.submit(*jobs)
-    bench.run()
-    check_replies(bench, jobs)
-    assert bench.files.num_read == 5 + 4
+    bench.serve(*jobs)
+    bench.expect_alone(*jobs)
+    assert bench.files.num_reads == 5 + 4
 
 
 def test_running_sequences_come_before_what_is_read_ahead(start: Start) -> None:
     old, young = talk("p", 6, num_reply=40), talk("q", 6)
-    compute(start(), [young])
+    start().serve(young)
     bench = start(live_bytes(old, young) + 2 * PART_BYTES)
     bench.submit(old)
     bench.step()
-    bench.submit(young)
-    bench.run()
-    check_replies(bench, [old, young])
-    assert bench.reuse["q"].disk == 6 * BLOCK_TOKENS
+    bench.serve(young)
+    bench.expect_alone(old, young)
+    assert bench.num_read("q") == 6 * BLOCK_TOKENS
 
 
 # -- without room -------------------------------------------------------------------------------
@@ -267,69 +228,59 @@ def test_running_sequences_come_before_what_is_read_ahead(start: Start) -> None:
 
 def test_alone_without_room_for_one_part_it_is_computed(start: Start) -> None:
     job = talk("p", 4)
-    compute(start(), [job])
+    start().serve(job)
     bench = start(FakeBackend(SPEC).bytes_for([len(job.tokens) + 3]) + BLOCK_BYTES // 2)
-    bench.submit(job)
-    bench.run()
-    check_replies(bench, [job])
-    assert bench.reuse["p"].reused == 0
-    assert bench.files.num_read <= 2  # before it was admitted, while there was room
+    bench.serve(job)
+    bench.expect_alone(job)
+    assert bench.num_reused("p") == 0
+    assert bench.files.num_reads <= 2  # before it was admitted, while there was room
 
 
 @pytest.mark.parametrize("room", [PART_BYTES, live_bytes(talk("p", 1))])
 def test_alone_the_room_it_will_decode_in_is_enough(start: Start, room: int) -> None:
     job = talk("p", 4)
-    compute(start(), [job])
+    start().serve(job)
     bench = start(FakeBackend(SPEC).bytes_for([len(job.tokens)]) + room)
-    bench.submit(job)
-    bench.run()
-    check_replies(bench, [job])
-    assert bench.reuse["p"].disk == 4 * BLOCK_TOKENS
+    bench.serve(job)
+    bench.expect_alone(job)
+    assert bench.num_read("p") == 4 * BLOCK_TOKENS
 
 
 def test_when_room_is_gone_it_goes_on_from_what_is_loaded(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = talk("p", 4)
-    compute(start(), [job])
+    start().serve(job)
     bench = start(live_bytes(job) + 2 * PART_BYTES)
-    room_for = bench.files.room_for
-    monkeypatch.setattr(
-        bench.files,
-        "room_for",
-        lambda part: 10**9 if part.start >= 2 * BLOCK_TOKENS else room_for(part),
-    )
-    bench.submit(job)
-    bench.run()
-    check_replies(bench, [job])
-    assert bench.reuse["p"].disk == 2 * BLOCK_TOKENS
+    bench.limit_room(monkeypatch, 2 * BLOCK_TOKENS)
+    bench.serve(job)
+    bench.expect_alone(job)
+    assert bench.num_read("p") == 2 * BLOCK_TOKENS
 
 
 def test_who_finds_no_room_waits_for_others_to_end(start: Start) -> None:
     old, young = talk("p", 4, num_reply=20), talk("q", 4)
-    compute(start(), [young])
+    start().serve(young)
     bench = start(live_bytes(old, young) + BLOCK_BYTES // 2)
     bench.submit(old)
     bench.step()
     bench.submit(young)
     for _ in range(10):
         bench.step()
-        while bench.disk.pending:  # for the one that is still queued
-            bench.disk.finish()
+        bench.finish_reads()  # for the one that is still queued
     assert bench.backend.num_open == 1  # it holds no memory while it waits
     bench.run()
-    check_replies(bench, [old, young])
-    assert bench.reuse["q"].disk == 4 * BLOCK_TOKENS
+    bench.expect_alone(old, young)
+    assert bench.num_read("q") == 4 * BLOCK_TOKENS
 
 
 def test_idle_copies_give_way_to_what_is_to_be_read(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = talk("p", 2), talk("q", 4)
-    compute(start(), [second])
+    start().serve(second)
     bench = start(3 * live_bytes(first) + live_bytes(second), max_idle=4)
-    bench.submit(first)
-    bench.run()
+    bench.serve(first)
     assert bench.backend.num_open == 1
     free = bench.store.usage().total - bench.backend.bytes_for([len(first.tokens) + 2])
     taken = free - live_bytes(second) - BLOCK_BYTES // 2
@@ -339,28 +290,28 @@ def test_idle_copies_give_way_to_what_is_to_be_read(
     bench.step()
     assert (bench.backend.num_open, len(bench.disk.pending)) == (1, 2)
     bench.run()
-    check_replies(bench, [first, second])
-    assert bench.reuse["q"].disk == 4 * BLOCK_TOKENS
+    bench.expect_alone(first, second)
+    assert bench.num_read("q") == 4 * BLOCK_TOKENS
     bench.store.release(taken)
 
 
 def test_two_that_starve_each_other_go_one_after_the_other(start: Start) -> None:
     spec = fake_spec(block_tokens=BLOCK_TOKENS, window=3 * BLOCK_TOKENS)
     jobs = [talk(name, 6) for name in "pq"]
-    compute(start(spec=spec), jobs)
+    start(spec=spec).serve(*jobs)
     working = FakeBackend(spec).bytes_for([len(job.tokens) + BLOCK_TOKENS for job in jobs])
     # The window's three parts are loaded together: there is room for those of one, not of two.
     bench = start(working + 4 * PART_BYTES, spec=spec)
-    bench.submit(*jobs)
-    bench.run(max)
-    check_replies(bench, jobs, spec)
+    bench.choose = max
+    bench.serve(*jobs)
+    bench.expect_alone(*jobs)
     assert bench.engine.num_preemptions == 1
-    assert all(bench.reuse[job.id].disk == 6 * BLOCK_TOKENS for job in jobs)
+    assert all(bench.num_read(job.id) == 6 * BLOCK_TOKENS for job in jobs)
 
 
 def test_the_only_one_does_not_end_because_others_are_being_read(start: Start) -> None:
     grown, queued = talk("p", 2, num_reply=4 * BLOCK_TOKENS), talk("q", 2)
-    compute(start(), [queued])
+    start().serve(queued)
     most = FakeBackend(SPEC).bytes_for([len(grown.tokens) + 4 * BLOCK_TOKENS + 1])
     bench = start(most)
     bench.submit(grown)
@@ -368,39 +319,31 @@ def test_the_only_one_does_not_end_because_others_are_being_read(start: Start) -
     assert bench.disk.flush(10)
     bench.submit(queued)
     assert bench.disk.pending  # for the one that waits
-    for _ in range(5 * BLOCK_TOKENS):
-        bench.step()
-    assert "p" not in bench.final  # it waits too
+    bench.step(5 * BLOCK_TOKENS)
+    assert isinstance(bench.events["p"][-1], TextDelta)  # it waits too
     bench.run()
-    check_replies(bench, [grown, queued])
+    bench.expect_alone(grown, queued)
 
 
 def test_one_that_is_retried_alone_does_not_wait_for_those_who_wait_for_it(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = [talk("p", 4, num_reply=8), talk("q", 4, num_reply=8)]
-    compute(start(), [jobs[0]])
+    start().serve(jobs[0])
     bench = start()
     bench.submit(*jobs)
-    while len(bench.text) < len(jobs):
-        if not bench.step() and bench.disk.pending:
-            bench.disk.finish()
+    while not all(bench.text(job.id) for job in jobs):
+        if not bench.step():
+            bench.wait()
     # A step of both fails: each is restored and tried alone. For one there is no room any more.
-    fails = iter([True])
-    bench.backend.fail_launch = lambda _: next(fails, False)
+    bench.backend.fail_next("launch")
     assert bench.disk.flush(10)
     bench.step()
     bench.store.drop_payloads([WantedPart(n, LayerKind.FULL) for n in bench.store.nodes()])
-    room_for = bench.files.room_for
-    monkeypatch.setattr(
-        bench.files,
-        "room_for",
-        lambda part: 2**60 if part.start >= 2 * BLOCK_TOKENS else room_for(part),
-    )
+    bench.limit_room(monkeypatch, 2 * BLOCK_TOKENS)
     jobs.append(talk("r", 1))
-    bench.submit(jobs[-1])
-    bench.run()
-    check_replies(bench, jobs)
+    bench.serve(jobs[-1])
+    bench.expect_alone(*jobs)
 
 
 # -- ahead of time ------------------------------------------------------------------------------
@@ -408,36 +351,32 @@ def test_one_that_is_retried_alone_does_not_wait_for_those_who_wait_for_it(
 
 def test_a_prefetch_reads_as_much_as_can_stay_from_the_beginning(start: Start) -> None:
     job = talk("p", 6)
-    compute(start(), [job])
+    start().serve(job)
     bench = start(3 * PART_BYTES)
     parts = bench.store.plan(ROOT, job.tokens).parts
     chosen = bench.store.prefetch(parts)
     assert chosen == list(parts[:3])
     assert len(bench.disk.pending) == 2
-    while bench.disk.pending:
-        bench.disk.finish()
-        bench.check()
+    bench.finish_reads()
     assert [len(part.node.payloads) for part in parts[:6]] == [1, 1, 1, 0, 0, 0]
 
 
 def test_a_prefetch_that_finds_no_room_is_left_out(start: Start) -> None:
     job = talk("p", 6)
-    compute(start(), [job])
+    start().serve(job)
     bench = start(4 * PART_BYTES)
     bench.store.prefetch(bench.store.plan(ROOT, job.tokens).parts)
     bench.store.reserve(2 * PART_BYTES)
     bench.disk.finish()
     bench.disk.finish()
     assert not bench.disk.pending or bench.store.usage().used <= 4 * PART_BYTES
-    while bench.disk.pending:
-        bench.disk.finish()
-    bench.check()
+    bench.finish_reads()
     bench.store.release(2 * PART_BYTES)
 
 
 def test_a_part_that_is_let_go_while_it_is_read_can_be_evicted(start: Start) -> None:
     job = talk("p", 1)
-    compute(start(), [job])
+    start().serve(job)
     bench = start(2 * PART_BYTES)
     wanted = bench.store.plan(ROOT, job.tokens).parts[0]
     held = bench.store.loader.hold(wanted)
@@ -452,7 +391,7 @@ def test_a_part_that_is_let_go_while_it_is_read_can_be_evicted(start: Start) -> 
 
 def test_a_part_that_was_sealed_while_it_was_read_is_there_once(start: Start) -> None:
     job = talk("p", 1)
-    compute(start(), [job])
+    start().serve(job)
     bench = start()
     wanted = bench.store.plan(ROOT, job.tokens).parts[0]
     held = bench.store.loader.hold(wanted)
@@ -468,7 +407,7 @@ def test_a_part_that_was_sealed_while_it_was_read_is_there_once(start: Start) ->
 
 def test_a_bad_part_fails_for_all_who_wait_and_holds_nothing(start: Start, tmp_path: Path) -> None:
     job = talk("p", 1)
-    compute(start(), [job])
+    start().serve(job)
     for path in tmp_path.rglob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1] + b"!")
     bench = start()
@@ -544,7 +483,7 @@ def test_whatever_the_room_and_the_order_it_is_right_and_within_the_budget(
     sizes = sorted((len(job.tokens) + 40 for job in (*jobs, *fresh)), reverse=True)
     with TemporaryDirectory() as directory:
         bench = Bench(Path(directory), spec, 2**28)
-        compute(bench, jobs)
+        bench.serve(*jobs)
         bench.close()
         budget = bench.backend.bytes_for(sizes[: scenario.num_together]) + scenario.room
         bench = Bench(Path(directory), spec, budget, scenario.max_idle)
@@ -553,8 +492,9 @@ def test_whatever_the_room_and_the_order_it_is_right_and_within_the_budget(
                 bench.submit(job)
                 for _ in range(scenario.order.randrange(3)):
                     bench.step()
-            bench.run(scenario.order.choice)
-            check_replies(bench, [*jobs, *fresh], spec)
+            bench.choose = scenario.order.choice
+            bench.run()
+            bench.expect_alone(*jobs, *fresh)
         finally:
             bench.close()
 
@@ -562,29 +502,19 @@ def test_whatever_the_room_and_the_order_it_is_right_and_within_the_budget(
 def test_on_readers_of_its_own_it_is_right_too(tmp_path: Path) -> None:
     jobs = [talk(name, 6) for name in "pqrs"]
     bench = Bench(tmp_path, SPEC, 2**28)
-    compute(bench, jobs)
+    bench.serve(*jobs)
     bench.close()
     disk = DiskTier(SafetensorsCache(tmp_path), SqliteLedger.in_memory(), DiskLimits(2**30, 2**28))
     store = AgentCacheStore(BlockPool(SPEC, live_bytes(*jobs) + 2 * PART_BYTES), disk)
     store.restore_index(SafetensorsCache(tmp_path).scan())
     disk.start(store.is_on_disk)
-    news, text = threading.Event(), dict.fromkeys("pqrs", "")
-
-    def keep(batch: EventBatch) -> None:
-        for name, event in batch:
-            if isinstance(event, TextDelta):
-                text[name] += event.text
-
-    engine = BlockPoolBatchEngine(
-        FakeBackend(SPEC), FakeTokenizer(), store, EngineLimits(), keep, on_ready=news.set
-    )
-    for job in jobs:
-        engine.submit(job)
-    while engine.has_work:
-        if not engine.step():
+    news = threading.Event()
+    rig = EngineRig(FakeBackend(SPEC), store, on_ready=news.set)
+    rig.submit(*jobs)
+    while rig.engine.has_work:
+        if not rig.step():
             news.wait(0.05)
             news.clear()
-        engine.check_integrity()
         assert store.usage().used <= store.usage().total
-    assert text == {job.id: alone(job, SPEC) for job in jobs}
+    rig.expect_alone(*jobs)
     assert disk.close(10)

@@ -8,7 +8,6 @@ import pytest
 from semantic.adapters.outbound.backends.fake import fake_spec
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.errors import BackendError, CacheCorruptionError
-from semantic.domain.events import Failed
 from semantic.domain.sampling import FinishReason, StopRules
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
@@ -20,7 +19,7 @@ from semantic.ports.backend import (
     StepOutput,
     Ticket,
 )
-from tests.unit.application.engine_rig import FaultyBackend, alone, make_job, make_rig
+from tests.unit.application.engine_rig import FaultyBackend, make_job, make_rig
 from tests.unit.application.memory_rig import fetch
 
 pytestmark = pytest.mark.unit
@@ -114,12 +113,10 @@ def is_poisoned(step: Step) -> bool:
 def test_a_sequence_is_not_closed_while_its_row_is_on_the_device() -> None:
     backend = StrictBackend(pipeline_depth=1)
     rig = make_rig(backend=backend, budget_tokens=140)
-    for i in range(4):
-        rig.submit(make_job(f"j{i}", f"prompt number {i} " * 2, max_tokens=50))
+    rig.submit(*(make_job(f"j{i}", f"prompt number {i} " * 2, max_tokens=50) for i in range(4)))
     rig.submit(make_job("stop", "s", max_tokens=40, stop=StopRules(strings=("a", "e", "o"))))
     rig.submit(make_job("gone", "g" * 20, max_tokens=40))
-    for _ in range(5):
-        rig.step()
+    rig.step(5)
     rig.engine.cancel("gone")
     rig.run()
     assert backend.violations == []
@@ -129,14 +126,8 @@ def test_a_sequence_is_not_closed_while_its_row_is_on_the_device() -> None:
 def test_what_a_failed_step_left_behind_is_never_kept(where: str) -> None:
     backend = StrictBackend(pipeline_depth=1)
     rig = make_rig(backend=backend)
-    failures = iter([False] * 3 + [True] * 30)
-    if where == "launch":
-        backend.fail_launch = lambda _: next(failures, False)
-    else:
-        backend.fail_collect = lambda: next(failures, False)
-    for i in range(3):
-        rig.submit(make_job(f"j{i}", f"prompt {i}" * 3, max_tokens=30))
-    rig.run()
+    backend.fail_next(where, after=3, times=30)
+    rig.serve(*(make_job(f"j{i}", f"prompt {i}" * 3, max_tokens=30) for i in range(3)))
     assert backend.violations == []
 
 
@@ -144,74 +135,67 @@ def test_what_a_failed_step_left_behind_is_never_kept(where: str) -> None:
 def test_a_request_that_was_done_when_its_step_failed_does_not_stay_open(where: str) -> None:
     backend = StrictBackend(pipeline_depth=1)
     rig = make_rig(backend=backend, max_idle=4)
-    first = make_job("a", "x" * 20, agent="a", max_tokens=40)
-    rig.submit(first)
-    rig.submit(make_job("other", "o" * 20, max_tokens=60))
-    for _ in range(8):
-        rig.step()
+    rig.submit(make_job("a", "x" * 20, max_tokens=40), make_job("other", "o" * 20, max_tokens=60))
+    rig.step(8)
     rig.engine.cancel("a")  # its last row is still on the device
-    failures = iter([True])
-    if where == "launch":
-        backend.fail_launch = lambda _: next(failures, False)
-    else:
-        backend.fail_collect = lambda: next(failures, False)
+    backend.fail_next(where)
     rig.step()
     assert rig.finished("a").reason is FinishReason.CANCELLED
     second = make_job("a, turn 2", "x" * 20 + rig.text("a") + "more", agent="a")
-    rig.submit(second)
-    rig.run()
+    rig.serve(second)
     assert backend.violations == []
-    assert rig.text("a, turn 2") == alone(second)
+    rig.expect_alone(second)
 
 
 def test_a_request_that_fails_in_its_retry_keeps_nothing_of_it() -> None:
     backend = StrictBackend()
     rig = make_rig(backend=backend, limits=EngineLimits(prefill_step_size=3))
     backend.fail_launch = is_poisoned
-    rig.submit(make_job("bad", "x" * 13 + "!"))
-    rig.run(max_steps=200)
-    assert isinstance(rig.final("bad"), Failed)
+    rig.serve(make_job("bad", "x" * 13 + "!"))
+    rig.error("bad")
     assert backend.violations == []
 
 
 # -- isolation ----------------------------------------------------------------------------------
 
 
-def test_after_a_failed_step_everyone_is_batched_again() -> None:
-    rig = make_rig()
-    for i in range(4):
-        rig.submit(make_job(f"j{i}", f"prompt {i}", max_tokens=30))
-    rig.step()
-    failures = iter([True])
-    rig.backend.fail_launch = lambda _: next(failures, False)
-    for _ in range(10):
-        rig.step()
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("where", ["launch", "collect"])
+def test_a_failed_step_harms_nobody_and_everyone_is_batched_again(
+    depth: Literal[0, 1], where: str
+) -> None:
+    rig = make_rig(pipeline_depth=depth)
+    jobs = [make_job(f"j{i}", f"prompt {i}" * 3, max_tokens=30) for i in range(4)]
+    rig.submit(*jobs)
+    rig.step(4)
+    rig.backend.fail_next(where)
+    rig.step(20)
     assert len(rig.backend.steps[-1].chunks) == 4
+    rig.run()
+    rig.expect_alone(*jobs)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_suspect_stays_alone_up_to_where_it_failed(depth: Literal[0, 1]) -> None:
-    # One block holds the whole prompt, so the retry starts at its first token.
+@pytest.mark.parametrize("poison", ["poison!", "x" * 40 + "!"])
+def test_a_request_that_breaks_its_steps_ends_alone(depth: Literal[0, 1], poison: str) -> None:
+    # One block holds the whole prompt: the retry starts at its first token, and the suspect stays
+    # alone up to where it failed.
     spec = fake_spec(block_tokens=64)
     rig = make_rig(spec=spec, pipeline_depth=depth, limits=EngineLimits(prefill_step_size=8))
     rig.backend.fail_launch = is_poisoned
-    good = make_job("good", "fine", max_tokens=60)
-    rig.submit(good)
-    rig.submit(make_job("bad", "x" * 40 + "!"))
-    rig.run(max_steps=500)
-    assert isinstance(rig.final("bad"), Failed)
-    assert rig.text("good") == alone(good, spec)
+    good = [make_job(f"j{i}", f"prompt {i}", max_tokens=60) for i in range(3)]
+    rig.serve(*good, make_job("bad", poison))
+    rig.error("bad", BackendError)
+    rig.expect_alone(*good)
+    assert rig.backend.num_open == 0
 
 
 def test_a_request_that_was_retried_is_kept_for_its_next_turn() -> None:
     rig = make_rig()
-    failures = iter([True])
-    rig.backend.fail_launch = lambda _: next(failures, False)
-    rig.submit(make_job("a", "x" * 40))
-    rig.run()
-    rig.submit(make_job("a, turn 2", "x" * 40 + rig.text("a") + " and more"))
-    rig.run()
-    assert rig.finished("a, turn 2").usage.cache_read_tokens >= 40
+    rig.backend.fail_next("launch")
+    rig.serve(make_job("a", "x" * 40))
+    rig.serve(make_job("a, turn 2", "x" * 40 + rig.text("a") + " and more"))
+    assert rig.num_reused("a, turn 2") >= 40
 
 
 # -- one row, one load --------------------------------------------------------------------------
@@ -220,52 +204,23 @@ def test_a_request_that_was_retried_is_kept_for_its_next_turn() -> None:
 def test_a_row_the_backend_refuses_ends_its_own_request() -> None:
     rig = make_rig(backend=RefusingBackend(SPEC))
     good = make_job("good", "two")
-    rig.submit(make_job("bad", "one"))
-    rig.submit(good)
-    rig.run(max_steps=200)
-    final = rig.final("bad")
-    assert isinstance(final, Failed)
-    assert isinstance(final.error, BackendError)
-    assert "bad row" in final.error.message
-    assert rig.text("good") == alone(good)
+    rig.serve(make_job("bad", "one"), good)
+    assert "bad row" in rig.error("bad", BackendError)
+    rig.expect_alone(good)
 
 
-def test_blocks_that_cannot_be_loaded_are_computed_again() -> None:
+def test_blocks_that_cannot_be_loaded_are_computed_again_and_replaced() -> None:
     backend = CorruptBackend(SPEC)
     rig = make_rig(backend=backend)
-    rig.submit(make_job("a", "x" * 30))
-    rig.run()
+    job, second = make_job("a", "x" * 30), make_job("b", "x" * 30 + "y")
+
+    def first_block() -> KVPayload:
+        return fetch(rig.store, rig.store.plan(job.root, job.tokens).parts[0]).result()
+
+    rig.serve(job)
+    bad = first_block()
     backend.is_corrupt = True
-    second = make_job("b", "x" * 30 + "y")
-    rig.submit(second)
-    rig.run(max_steps=200)
-    assert rig.text("b") == alone(second)
-    assert rig.finished("b").usage.cache_read_tokens == 0
-
-
-def test_blocks_that_cannot_be_loaded_are_replaced() -> None:
-    backend = CorruptBackend(SPEC)
-    rig = make_rig(backend=backend)
-    job = make_job("a", "x" * 30)
-    rig.submit(job)
-    rig.run()
-    bad = fetch(rig.store, rig.store.plan(job.root, job.tokens).parts[0]).result()
-    backend.is_corrupt = True
-    rig.submit(make_job("b", "x" * 30 + "y"))
-    rig.run(max_steps=200)
-    good = fetch(rig.store, rig.store.plan(job.root, job.tokens).parts[0]).result()
-    assert good is not bad
-
-
-# -- abandon ------------------------------------------------------------------------------------
-
-
-def test_abandon_in_flight_leaves_an_engine_that_works() -> None:
-    rig = make_rig(pipeline_depth=1)
-    rig.submit(make_job("a", max_tokens=50))
-    rig.step()
-    rig.engine.abandon(BackendError("gone"))
-    assert not rig.engine.has_work
-    rig.submit(make_job("b"))
-    rig.run(max_steps=200)
-    assert rig.text("b") == alone(make_job("b"))
+    rig.serve(second)
+    rig.expect_alone(second)
+    assert rig.num_reused("b") == 0
+    assert first_block() is not bad

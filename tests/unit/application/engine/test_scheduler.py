@@ -230,8 +230,7 @@ def test_prompts_get_the_learnt_budget_while_someone_decodes() -> None:
 def test_decode_steps_teach_the_decode_time(depth: Literal[0, 1]) -> None:
     rig = timed_rig(TimedBackend(step_ms=10, token_ms=1, pipeline_depth=depth))
     rig.submit(make_job("decoding", "x" * 200, max_tokens=300))
-    for _ in range(40):
-        rig.step(seconds=0.0)
+    rig.step(40, seconds=0.0)
     # The prompt took 210 ms for 200 tokens; of 135 ms decoding takes 10: 119 tokens, not 128.
     assert learnt_budget(rig) == 96
 
@@ -239,8 +238,7 @@ def test_decode_steps_teach_the_decode_time(depth: Literal[0, 1]) -> None:
 def test_a_step_one_ahead_is_timed_from_the_collect_before_it() -> None:
     rig = timed_rig(TimedBackend(step_ms=50, pipeline_depth=1))
     rig.submit(make_job("decoding", "x" * 100, max_tokens=300))
-    for _ in range(40):
-        rig.step(seconds=0.0)
+    rig.step(40, seconds=0.0)
     # The prompt took 50 ms for 100 tokens; of 135 ms decoding takes 50, not the 100 since launch.
     assert learnt_budget(rig) == 160
 
