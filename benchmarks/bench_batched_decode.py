@@ -14,24 +14,19 @@ from typing import Any, get_args
 import torch
 from torch.nn import functional
 
+from benchmarks.common import GREEDY, Rounds, Target, interleaved, seconds, verdict
 from benchmarks.starter import (
-    Rounds,
     backend,
-    interleaved,
     library_model,
     prompt_tokens,
-    report,
-    seconds,
     served_dtype,
     starter_directory,
 )
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.cpu import Weights, speed_up
-from semantic.domain.sampling import SamplingParams
 from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, SequenceId, Step
 
 NUM_PROMPT, NUM_NEW, ROUNDS = 128, 24, 7
-GREEDY = SamplingParams(temperature=0, seed=0)
 
 
 def generate_speed(model: Any, prompt: list[int]) -> float:
@@ -114,25 +109,23 @@ def main() -> int:
     """Print speeds and ratios; 1 if a target is missed."""
     directory = starter_directory()
     speeds = measure(directory)
-    print(
-        f"tokens a second, prompt of {NUM_PROMPT}, {served_dtype()}, "
-        f"{torch.get_num_threads()} threads"
-    )
-    for name in speeds.figures:
-        print(f"  {name:<12} {speeds.median(name):7.1f}")
+    print(f"prompt of {NUM_PROMPT}, {served_dtype()}, {torch.get_num_threads()} threads")
+    speeds.print("tokens a second")
     ratios = {name: speeds.ratio(name, "generate") for name in speeds.figures}
-    print("against generate with one sequence")
-    results = [
-        report("1 sequence", ratios["full 1"], 1.4),
-        report("1 sequence, int8 or int4 weights", max(ratios["int8 1"], ratios["int4 1"]), 2.0),
-        report("4 sequences", ratios["full 4"], 4.0),
-        report("8 sequences", ratios["full 8"], 6.0),
-    ]
+    quantised = max(ratios["int8 1"], ratios["int4 1"])
     text = prompt_tokens(directory, 512)
     for weights in ("int8", "int4"):
         kl = divergence(directory, weights, text)
         print(f"  KL of {weights} weights from bfloat16: {kl:.2e} a token")
-    return 0 if all(results) else 1
+    print("against generate with one sequence")
+    return verdict(
+        [
+            Target("1 sequence", ratios["full 1"], 1.4, is_least=True),
+            Target("1 sequence, int8 or int4 weights", quantised, 2.0, is_least=True),
+            Target("4 sequences", ratios["full 4"], 4.0, is_least=True),
+            Target("8 sequences", ratios["full 8"], 6.0, is_least=True),
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import xxhash
 
-from benchmarks.starter import Rounds, interleaved, report, seconds
+from benchmarks.common import Rounds, Target, interleaved, seconds, verdict
 from semantic.adapters.outbound.blocks.codec import FORMATS, KVCodec, StoredBuffer
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.domain.blocks import BlockNamespace, BlockPart, block_name, pack_tokens
@@ -139,9 +139,8 @@ def measure_files(geometry: Geometry, directory: Path) -> None:
         {name: partial(gigabytes, files.num_bytes, call) for name, call in calls.items()}, ROUNDS
     )
     size = files.num_bytes / geometry.num_blocks / 1e6
-    print(f"{geometry.name}: {geometry.num_blocks} files of {size:.1f} MB, GB/s")
-    for name in calls:
-        print(f"  {name:<16} {rounds.median(name):6.2f}")
+    print(f"{geometry.name}: {geometry.num_blocks} files of {size:.1f} MB")
+    rounds.print("GB/s")
     parts = [rounds.figures[name] for name in ("memcpy", "checksum", "plain read")]
     slowest = [min(figures) for figures in zip(*parts, strict=True)]
     together = Rounds({**rounds.figures, "slowest": slowest})
@@ -152,7 +151,7 @@ def measure_files(geometry: Geometry, directory: Path) -> None:
 Gather = Callable[[int, int, slice], None]
 
 
-def measure_gather() -> bool:
+def measure_gather() -> int:
     """Put blocks into one sequence's buffers, with torch as `TorchBackend.load` does and numpy."""
     num_blocks = 32
     layers, heads, _, dim = shape = (48, 8, BLOCK_TOKENS, 256)
@@ -187,14 +186,14 @@ def measure_gather() -> bool:
     rounds = interleaved(
         {name: partial(gigabytes, num_bytes, call) for name, call in calls.items()}, ROUNDS
     )
-    print(f"gather of {num_blocks} blocks x {layers} layers, {num_bytes / 1e9:.2f} GB, GB/s")
-    for name in calls:
-        print(f"  {name:<16} {rounds.median(name):6.2f}")
-    results = [
-        report(f"gather with {name}, of memcpy", rounds.ratio(name, "memcpy"), 0.5)
-        for name in ("torch", "numpy")
-    ]
-    return all(results)
+    print(f"gather of {num_blocks} blocks x {layers} layers, {num_bytes / 1e9:.2f} GB")
+    rounds.print("GB/s")
+    return verdict(
+        [
+            Target(f"{name}, of memcpy", rounds.ratio(name, "memcpy"), 0.5, is_least=True)
+            for name in ("torch", "numpy")
+        ]
+    )
 
 
 def measure_codecs(geometry: Geometry) -> None:
@@ -246,7 +245,7 @@ def main() -> int:
             shutil.rmtree(Path(directory) / geometry.name)
         measure_scan(Path(directory), 20_000)
     measure_codecs(STARTER)
-    return 0 if measure_gather() else 1
+    return measure_gather()
 
 
 if __name__ == "__main__":

@@ -10,14 +10,10 @@ from collections.abc import Callable
 from statistics import median
 from typing import TypeVar
 
+from benchmarks.common import Target, make_engine, make_job, verdict
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
-from semantic.application.cache.store import AgentCacheStore
-from semantic.application.engine.engine import BlockPoolBatchEngine
-from semantic.application.engine.request import Job
 from semantic.application.engine.scheduler import EngineLimits
-from semantic.domain.blocks import BlockNamespace
-from semantic.domain.pool import BlockPool
-from semantic.domain.sampling import SamplingParams, StopRules
+from semantic.domain.sampling import StopRules
 from semantic.ports.backend import Step, StepOutput, Ticket
 
 NUM_STEPS = 400
@@ -50,22 +46,11 @@ class TimedBackend(FakeBackend):
 def overhead_ms(num_rows: int) -> float:
     """Median time of a step outside the backend, with `num_rows` sequences decoding."""
     backend = TimedBackend(fake_spec(block_tokens=256))
-    store = AgentCacheStore(BlockPool(backend.spec, 2**30))
-    limits = EngineLimits(max_batch_size=num_rows)
-    engine = BlockPoolBatchEngine(backend, FakeTokenizer(), store, limits, lambda _: None)
-    root = BlockNamespace("bench", "bench").root()
+    engine = make_engine(backend, FakeTokenizer(), EngineLimits(max_batch_size=num_rows))
+    stop = StopRules(strings=("never to be seen",), ignore_eos=True)
     for row in range(num_rows):
-        engine.submit(
-            Job(
-                id=str(row),
-                agent=str(row),
-                root=root,
-                tokens=tuple(f"prompt {row} of the benchmark".encode()),
-                sampling=SamplingParams(temperature=0, seed=0),
-                stop=StopRules(strings=("never to be seen",), ignore_eos=True),
-                max_tokens=NUM_STEPS + 100,
-            )
-        )
+        prompt = f"prompt {row} of the benchmark".encode()
+        engine.submit(make_job(str(row), prompt, NUM_STEPS + 100, stop=stop))
     for _ in range(50):
         engine.step()
     times: list[float] = []
@@ -79,14 +64,9 @@ def overhead_ms(num_rows: int) -> float:
 
 def main() -> int:
     """Print a table; 1 if a row misses its target."""
-    print(f"{'rows':>5} {'overhead ms':>12} {'target ms':>10}")
-    is_missed = False
-    for num_rows in ROW_COUNTS:
-        measured, target = overhead_ms(num_rows), 0.5 + 0.030 * num_rows
-        is_missed |= measured > target
-        print(f"{num_rows:>5} {measured:>12.3f} {target:>10.3f}")
-    print("FAIL" if is_missed else "PASS")
-    return int(is_missed)
+    return verdict(
+        [Target(f"{rows} rows", overhead_ms(rows), 0.5 + 0.030 * rows, "ms") for rows in ROW_COUNTS]
+    )
 
 
 if __name__ == "__main__":

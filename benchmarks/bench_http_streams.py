@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,17 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.starter import backend, interleaved, prompt_tokens, starter_directory
+from benchmarks.common import interleaved, make_engine, make_job
+from benchmarks.starter import backend, prompt_tokens, starter_directory
 from semantic.adapters.config.settings import STARTER_MODEL
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
-from semantic.application.cache.store import AgentCacheStore
-from semantic.application.engine.engine import BlockPoolBatchEngine
-from semantic.application.engine.request import Job
-from semantic.application.engine.scheduler import EngineLimits
-from semantic.domain.blocks import BlockNamespace
-from semantic.domain.pool import BlockPool
-from semantic.domain.sampling import SamplingParams, StopRules
 
 NUM_STREAMS, NUM_TOKENS, ROUNDS = 8, 48, 3
 
@@ -98,15 +91,9 @@ async def http_run(port: int, *, is_busy: bool) -> float:
 
 def engine_run(made: TorchBackend, directory: Path) -> float:
     """Tokens a second of eight jobs without HTTP."""
-    store = AgentCacheStore(BlockPool(made.spec, 2**30))
-    engine = BlockPoolBatchEngine(
-        made, HFTokenizer(directory), store, EngineLimits(), lambda _: None
-    )
-    root = BlockNamespace("bench", str(os.getpid())).root()
+    engine = make_engine(made, HFTokenizer(directory))
     for i in range(NUM_STREAMS):
-        tokens = (*prompt_tokens(directory, 40), 1000 + i)
-        sampling, stop = SamplingParams(temperature=0, seed=0), StopRules(ignore_eos=True)
-        engine.submit(Job(str(i), str(i), root, tokens, sampling, stop, NUM_TOKENS))
+        engine.submit(make_job(str(i), [*prompt_tokens(directory, 40), 1000 + i], NUM_TOKENS))
     for _ in range(2):
         engine.step()
     started, num_steps = time.perf_counter(), 0
@@ -128,8 +115,7 @@ def main() -> int:
             "over HTTP": lambda: asyncio.run(http_run(port, is_busy=is_busy)),
         }
         speeds = interleaved(calls, ROUNDS)
-    for name in speeds.figures:
-        print(f"  {name:<14} {speeds.median(name):7.1f} tokens a second, {NUM_STREAMS} streams")
+    speeds.print(f"tokens a second, {NUM_STREAMS} streams")
     ratio = speeds.ratio("over HTTP", "engine alone")
     print(f"  HTTP leaves {ratio:.0%} of the engine's speed")
     return 0

@@ -2,18 +2,17 @@
 
 The ledger holds 1,000 agents, 5,000 turns of half a thousand tokens and 20,000 parts of 256.
 
-Run with `python benchmarks/bench_ledger.py`; the exit code is 1 if the target is missed.
+Run with `python -m benchmarks.bench_ledger`; the exit code is 1 if the target is missed.
 """
 
 import os
 import random
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
+from benchmarks.common import Target, seconds, verdict
 from semantic.adapters.outbound.ledger.sqlite import LEDGER_FILE, SqliteLedger
 from semantic.domain.agents import Agent, Pointer, Turn
 from semantic.domain.blocks import BlockName, BlockPart, block_name, pack_tokens
@@ -85,13 +84,6 @@ def commit(index: int, tokens: list[int]) -> list[LedgerChange]:
     ]
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def load_time(directory: Path) -> float:
     """How long a new server waits for its ledger."""
     ledger = SqliteLedger(directory)
@@ -133,13 +125,8 @@ def main() -> int:
         print(f"backup: {1e3 * seconds(ledger.back_up):.0f} ms")
         print(f"backup, nothing changed: {1e6 * seconds(ledger.back_up):.0f} us")
         ledger.close()
-    median = statistics.median(loads)
-    is_met = median < TARGET_LOAD_S
     print(f"{NUM_AGENTS:,} agents, {NUM_PARTS:,} parts, {NUM_TURNS:,} turns")
-    print(
-        f"target: load under {TARGET_LOAD_S:.0f} s: {'PASS' if is_met else 'FAIL'} ({median:.3f})"
-    )
-    return 0 if is_met else 1
+    return verdict([Target("load", median(loads), TARGET_LOAD_S, "s")])
 
 
 if __name__ == "__main__":

@@ -7,18 +7,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import GREEDY, Target, interleaved, seconds, verdict
 from benchmarks.starter import (
     backend,
-    interleaved,
     library_model,
     prompt_tokens,
-    report,
-    seconds,
     served_dtype,
     starter_directory,
 )
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
-from semantic.domain.sampling import SamplingParams
 from semantic.ports.backend import Chunk, Draw, SequenceId, Step
 
 NUM_PROMPT, ROUNDS = 2048, 5
@@ -47,7 +44,7 @@ def backend_speed(made: TorchBackend, prompt: list[int], chunk_size: int) -> flo
         for start in range(0, len(prompt), chunk_size):
             tokens = tuple(prompt[start : start + chunk_size])
             is_last = start + chunk_size >= len(prompt)
-            draw = Draw(SamplingParams(temperature=0, seed=0), len(prompt)) if is_last else None
+            draw = Draw(GREEDY, len(prompt)) if is_last else None
             made.collect(made.launch(Step((Chunk(seq, start, tokens, draw),))))
 
     elapsed = seconds(run)
@@ -67,14 +64,10 @@ def main() -> int:
         for size in (NUM_PROMPT, 512, 128):
             calls[f"chunks of {size}"] = partial(backend_speed, made, prompt, size)
         speeds = interleaved(calls, ROUNDS)
-    print(
-        f"tokens a second, prompt of {NUM_PROMPT}, {served_dtype()}, "
-        f"{torch.get_num_threads()} threads"
-    )
-    for name in speeds.figures:
-        print(f"  {name:<15} {speeds.median(name):8.0f}")
+    print(f"prompt of {NUM_PROMPT}, {served_dtype()}, {torch.get_num_threads()} threads")
+    speeds.print("tokens a second")
     ratio = speeds.ratio(f"chunks of {NUM_PROMPT}", "generate")
-    return 0 if report(f"prefill of {NUM_PROMPT} against generate", ratio, 0.95) else 1
+    return verdict([Target("prefill against generate", ratio, 0.95, is_least=True)])
 
 
 if __name__ == "__main__":

@@ -11,11 +11,10 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,57 +22,38 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from benchmarks import starter
-from semantic.adapters.config.settings import load_settings
+from benchmarks.common import GREEDY, PersistentEngine, persistent_engine, seconds
+from benchmarks.starter import backend as torch_backend
+from benchmarks.starter import random_tokens, starter_directory
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
-from semantic.adapters.outbound.models.tokenizer import HFTokenizer
-from semantic.application.engine.device_thread import LoadedModel
-from semantic.application.engine.engine import BlockPoolBatchEngine
-from semantic.application.engine.request import EventBatch, Job
 from semantic.application.engine.scheduler import EngineLimits
-from semantic.domain.agents import Principal
 from semantic.domain.events import Finished, TextDelta
-from semantic.domain.sampling import SamplingParams, StopRules
-from semantic.entrypoints.persistence import AgentMemory
 from semantic.ports.backend import Chunk, Draw, SequenceId, Step
 
 NUM_NEW = 16
-GREEDY = SamplingParams(temperature=0, seed=0)
 _SLACK_S = 0.02
 
 
 @dataclass
 class Bench:
-    """An engine over a directory, and the events of the request that runs."""
+    """An engine, and the backend it runs on."""
 
-    memory: AgentMemory
-    engine: BlockPoolBatchEngine
+    made: PersistentEngine
     backend: TorchBackend
-    model: LoadedModel
-    events: list[object]
-    ready: threading.Event
 
-    def ttft(self, tokens: Sequence[int], *, is_finished: bool = True) -> float:
-        """Seconds from the request to its first token."""
-        self.events.clear()
-        job = Job(
-            id=f"job{time.monotonic_ns()}",
-            agent="bench",
-            root=self.model.root(Principal()),
-            tokens=tuple(tokens),
-            sampling=GREEDY,
-            stop=StopRules(ignore_eos=True),
-            max_tokens=2,
-        )
+    def ttft(self, tokens: Sequence[int]) -> float:
+        """Seconds from the request to its first token; it runs to its end."""
+        made = self.made
+        made.events.clear()
+        job = made.job(tokens, max_tokens=2)
         started = time.perf_counter()
-        self.engine.submit(job)
-        while not any(isinstance(event, TextDelta | Finished) for event in self.events):
-            self.ready.clear()
-            if not self.engine.step():
-                self.ready.wait(1)
+        made.engine.submit(job)
+        while not any(isinstance(event, TextDelta | Finished) for event in made.events):
+            made.ready.clear()
+            if not made.engine.step():
+                made.ready.wait(1)
         elapsed = time.perf_counter() - started
-        while is_finished and self.engine.has_work:
-            self.engine.step()
+        made.run()
         return elapsed
 
     def forward(self, num_held: int) -> float:
@@ -85,7 +65,7 @@ class Bench:
             chunk = Chunk(seq, start, tuple(tokens[start : start + 512]))
             self.backend.collect(self.backend.launch(Step((chunk,))))
         chunk = Chunk(seq, num_held, tuple(tokens[:NUM_NEW]), Draw(GREEDY, num_held))
-        elapsed = starter.seconds(lambda: self.backend.collect(self.backend.launch(Step((chunk,)))))
+        elapsed = seconds(lambda: self.backend.collect(self.backend.launch(Step((chunk,)))))
         self.backend.close(seq)
         return elapsed
 
@@ -93,49 +73,36 @@ class Bench:
 @contextmanager
 def bench(cache: Path, max_idle: int) -> Iterator[Bench]:
     """An engine as the server makes it."""
-    directory = starter.starter_directory()
-    settings = load_settings({"cache_dir": str(cache), "memory_budget_mb": 3000})
-    memory = AgentMemory(settings)
-    events: list[object] = []
-    ready = threading.Event()
-
-    def emit(batch: EventBatch) -> None:
-        events.extend(event for _, event in batch)
-
-    with starter.backend(directory) as backend:
-        model = LoadedModel(
-            "starter", backend, HFTokenizer(directory), "bench", memory.codec.kv_format
-        )
-        limits = replace(EngineLimits(), max_idle=max_idle)
-        engine = memory.make_engine(model, limits, emit, ready.set)
-        yield Bench(memory, engine, backend, model, events, ready)
-        memory.close(60)
-
-
-def conversation(num_tokens: int, seed: int) -> list[int]:
-    """Ids that no other conversation begins with."""
-    ids: list[int] = np.random.default_rng(seed).integers(1000, 48000, num_tokens).tolist()
-    return ids
+    directory = starter_directory()
+    settings: dict[str, object] = {"cache_dir": str(cache), "memory_budget_mb": 3000}
+    limits = EngineLimits(max_idle=max_idle)
+    with (
+        torch_backend(directory) as backend,
+        persistent_engine(backend, directory, settings, limits) as made,
+    ):
+        yield Bench(made, backend)
 
 
 def in_this_process(cache: Path, lengths: Sequence[int], rounds: int) -> dict[str, Any]:
     """Cold, hot and pool; leaves the conversations on disk."""
     figures: dict[str, Any] = {}
     with bench(cache, max_idle=4) as made:
-        made.ttft(conversation(600, 1))  # warms up
+        made.ttft(random_tokens(600, 1))  # warms up
         for length in lengths:
             cold, hot, pool, floor = [], [], [], []
             for index in range(rounds):
-                base = conversation(length, 1000 * length + index)
+                base = random_tokens(length, 1000 * length + index)
                 cold.append(made.ttft(base))
                 floor.append(made.forward(length))
-                hot.append(made.ttft([*base, *conversation(NUM_NEW, index)]))
-                made.engine.reconfigure(replace(EngineLimits(), max_idle=0))
-                made.ttft(conversation(20, index + 50))  # its end closes what is idle
-                pool.append(made.ttft([*base, *conversation(NUM_NEW, index + 7)]))
-                made.engine.reconfigure(replace(EngineLimits(), max_idle=4))
+                hot.append(made.ttft([*base, *random_tokens(NUM_NEW, index)]))
+                made.made.engine.reconfigure(EngineLimits(max_idle=0))
+                made.ttft(random_tokens(20, index + 50))  # its end closes what is idle
+                pool.append(made.ttft([*base, *random_tokens(NUM_NEW, index + 7)]))
+                made.made.engine.reconfigure(EngineLimits(max_idle=4))
             figures[str(length)] = {"cold": cold, "hot": hot, "pool": pool, "forward": floor}
-        made.memory.disk and made.memory.disk.flush(60)
+        disk = made.made.memory.disk
+        if disk is not None:
+            disk.flush(60)
     return figures
 
 
@@ -143,15 +110,15 @@ def in_a_new_process(cache: Path, lengths: Sequence[int], rounds: int) -> dict[s
     """The same conversations, from disk."""
     figures: dict[str, Any] = {}
     with bench(cache, max_idle=0) as made:
-        made.ttft(conversation(600, 2))
+        made.ttft(random_tokens(600, 2))
         for length in lengths:
             disk, floor, bound = [], [], []
             for index in range(rounds):
-                base = conversation(length, 1000 * length + index)
+                base = random_tokens(length, 1000 * length + index)
                 floor.append(made.forward(length))
                 nbytes = made.backend.spec.bytes_per_context(length)
                 bound.append(nbytes / bandwidth(cache))
-                disk.append(made.ttft([*base, *conversation(NUM_NEW, index + 9)]))
+                disk.append(made.ttft([*base, *random_tokens(NUM_NEW, index + 9)]))
             figures[str(length)] = {"disk": disk, "forward": floor, "transfer": bound}
     return figures
 
@@ -161,10 +128,10 @@ def bandwidth(cache: Path) -> float:
     files = sorted(cache.glob("blocks/*/*/*.safetensors"), key=lambda f: f.stat().st_size)[-8:]
     contents: list[bytes] = []
     nbytes = sum(file.stat().st_size for file in files)
-    read = starter.seconds(lambda: contents.extend(file.read_bytes() for file in files))
-    check = starter.seconds(lambda: [xxhash.xxh3_128_digest(content) for content in contents])
+    read = seconds(lambda: contents.extend(file.read_bytes() for file in files))
+    check = seconds(lambda: [xxhash.xxh3_128_digest(content) for content in contents])
     arrays = [np.frombuffer(content, np.uint8) for content in contents]
-    copy = starter.seconds(lambda: [array.copy() for array in arrays])
+    copy = seconds(lambda: [array.copy() for array in arrays])
     return nbytes / max(read, check, copy)
 
 

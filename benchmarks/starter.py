@@ -1,19 +1,17 @@
-"""What the benchmarks of the torch backend share: the starter model, and runs to compare."""
+"""The starter model for benchmarks: its text, and the model as we and as `transformers` run it."""
 
 import contextlib
 import functools
 import json
 import os
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 # As in the server.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -42,9 +40,14 @@ def starter_directory() -> Path:
 
 def prompt_tokens(directory: Path, num_tokens: int) -> list[int]:
     """So many tokens of English."""
-    tokenizer = HFTokenizer(directory)
-    tokens = tokenizer.encode(TEXT * (num_tokens // 80 + 1))
+    tokens = HFTokenizer(directory).encode(TEXT * (num_tokens // 80 + 1))
     return tokens[:num_tokens]
+
+
+def random_tokens(num_tokens: int, seed: int) -> list[int]:
+    """Ids that no other conversation begins with."""
+    ids: list[int] = np.random.default_rng(seed).integers(1000, 48000, num_tokens).tolist()
+    return ids
 
 
 @functools.cache
@@ -63,51 +66,7 @@ def library_model(directory: Path) -> Any:
 @contextlib.contextmanager
 def backend(directory: Path, weights: Weights = "full") -> Iterator[TorchBackend]:
     """The backend, as the server loads it."""
-    config = json.loads((directory / "config.json").read_text())
-    spec = ModelCacheSpec.from_config(config)
+    spec = ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
     made = TorchBackend(directory, spec, TorchOptions(weights=weights))
     yield made
     made.shutdown()
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """Figures of several rounds, each measured in turns so that a noisy machine is fair to all."""
-
-    figures: dict[str, list[float]]
-
-    def median(self, name: str) -> float:
-        """The median of one figure."""
-        return median(self.figures[name])
-
-    def ratio(self, name: str, base: str) -> float:
-        """The median of a figure over another of the same round."""
-        pairs = zip(self.figures[name], self.figures[base], strict=True)
-        return median(figure / other for figure, other in pairs)
-
-
-def interleaved(calls: dict[str, Callable[[], float]], rounds: int) -> Rounds:
-    """Measure everything once a round, after one round that does not count."""
-    figures: dict[str, list[float]] = {name: [] for name in calls}
-    for index in range(rounds + 1):
-        for name, call in calls.items():
-            figure = call()
-            if index:
-                figures[name].append(figure)
-    return Rounds(figures)
-
-
-def report(title: str, ratio: float, target: float) -> bool:
-    """Print a ratio against its target; returns whether it is reached."""
-    is_reached = ratio >= target
-    print(
-        f"  {title:<44} {ratio:5.2f}x  (target {target:.2f}x)  {'ok' if is_reached else 'MISSED'}"
-    )
-    return is_reached

@@ -1,9 +1,10 @@
 """Makes a whole ledger of a damaged one and its backup.
 
-Row by row, what the damaged ledger still holds goes before the backup, which is older. A table
-that can be read from end to end is taken as it is, so that what was removed stays removed. (A
-ledger that was cut is older than its backup, and comes second.) The index of parts is not rescued:
-files of attention state say all of it again.
+Restoring the backup alone would lose all turns that were acknowledged since it was made, and
+SQLite's own recovery is not in Python's library. So, row by row, what the damaged ledger still
+holds goes before the backup, which is older. A table that can be read from end to end is taken as
+it is, so that what was removed stays removed. (A ledger that was cut is older than its backup, and
+comes second.) The index of parts is not rescued: files of attention state say all of it again.
 """
 
 import sqlite3
@@ -165,7 +166,7 @@ def _copy(source: sqlite3.Connection, target: sqlite3.Connection, table: Table) 
     if _copy_rows(source, target, table, table.forwards):
         return True
     # From the other end, up to where the damage is.
-    _copy_rows(source, target, table, table.backwards)
+    _copy_rows(source, target, table, f"{table.forwards} DESC")
     return False
 
 

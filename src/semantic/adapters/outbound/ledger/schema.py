@@ -74,42 +74,33 @@ class Table:
     """
 
     name: str
-    insert: str
-    fill: str
-    forwards: str
-    backwards: str
+    num_columns: int
     mutable: range = range(0)
 
+    @property
+    def insert(self) -> str:
+        """Writes a row, in place of the one with its key."""
+        return self._write("REPLACE")
 
-TENANTS = Table(
-    "tenants",
-    insert="INSERT OR REPLACE INTO tenants VALUES (?,?,?)",
-    fill="INSERT OR IGNORE INTO tenants VALUES (?,?,?)",
-    forwards="SELECT * FROM tenants ORDER BY rowid",
-    backwards="SELECT * FROM tenants ORDER BY rowid DESC",
-)
-AGENTS = Table(
-    "agents",
-    insert="INSERT OR REPLACE INTO agents VALUES (?,?,?,?,?,?)",
-    fill="INSERT OR IGNORE INTO agents VALUES (?,?,?,?,?,?)",
-    forwards="SELECT * FROM agents ORDER BY rowid",
-    backwards="SELECT * FROM agents ORDER BY rowid DESC",
-)
-TURNS = Table(
-    "turns",
-    insert="INSERT OR REPLACE INTO turns VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
-    fill="INSERT OR IGNORE INTO turns VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
-    forwards="SELECT * FROM turns ORDER BY rowid",
-    backwards="SELECT * FROM turns ORDER BY rowid DESC",
-    mutable=range(6, 10),
-)
-REPLAYS = Table(
-    "replays",
-    insert="INSERT OR REPLACE INTO replays VALUES (?,?,?,?,?)",
-    fill="INSERT OR IGNORE INTO replays VALUES (?,?,?,?,?)",
-    forwards="SELECT * FROM replays ORDER BY rowid",
-    backwards="SELECT * FROM replays ORDER BY rowid DESC",
-)
+    @property
+    def fill(self) -> str:
+        """Writes a row, unless there is one with its key."""
+        return self._write("IGNORE")
+
+    @property
+    def forwards(self) -> str:
+        """Reads all rows, the oldest first."""
+        return " ".join(("SELECT * FROM", self.name, "ORDER BY rowid"))
+
+    def _write(self, conflict: str) -> str:
+        values = ",".join("?" * self.num_columns)
+        return " ".join(("INSERT OR", conflict, "INTO", self.name, f"VALUES ({values})"))
+
+
+TENANTS = Table("tenants", 3)
+AGENTS = Table("agents", 6)
+TURNS = Table("turns", 13, mutable=range(6, 10))
+REPLAYS = Table("replays", 5)
 # Turns before agents: an agent is judged by the turns that are there.
 CHECKED_TABLES = (TENANTS, TURNS, AGENTS, REPLAYS)
 INSERT_PART = "INSERT OR REPLACE INTO parts VALUES (?,?,?,?,?,?,?,?)"
