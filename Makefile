@@ -86,30 +86,20 @@ attack: $(VENV)/.dev ## attack servers of its own for MINUTES (10), and say what
 # Clients have dependencies of their own, which must not meet the server's.
 CLIENTS := .clients
 $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
-	@echo "==> installing the clients into $(CLIENTS)"
+	@echo "==> installing the clients into $(CLIENTS) (needs npm)"
 	@$(PYTHON) -m venv $(CLIENTS)/venv
 	@$(CLIENTS)/venv/bin/pip install -q -r tests/clients/requirements.txt || $(INSTALL_FAILED)
 	@cp tests/clients/package.json $(CLIENTS)/
 	@npm install --silent --no-audit --no-fund --prefix $(CLIENTS) || $(INSTALL_FAILED)
 	@touch $@
 
-.PHONY: clients
-clients: $(VENV)/.dev $(CLIENTS)/.ready ## run real clients (Claude Code and others; needs npm) against the starter model
-	@CLIENTS_DIR=$(abspath $(CLIENTS)) $(PYTEST) -m clients $(ARGS)
-
-CLIENTS_OPENAI := build/clients
-$(CLIENTS_OPENAI)/.ready: tests/clients/openai-requirements.txt
-	@echo "==> installing OpenAI's and other clients into $(CLIENTS_OPENAI) (needs npm)"
-	@$(PYTHON) -m venv $(CLIENTS_OPENAI)/openai
-	@$(CLIENTS_OPENAI)/openai/bin/pip install -q -r $< || $(INSTALL_FAILED)
-	@mkdir -p $(CLIENTS_OPENAI)/node
-	@npm install --silent --no-audit --no-fund --prefix $(CLIENTS_OPENAI)/node \
-		@openai/codex@0.166.0 openai || $(INSTALL_FAILED)
-	@touch $@
-
-.PHONY: clients-openai
-clients-openai: $(VENV)/.dev $(CLIENTS_OPENAI)/.ready ## run real OpenAI clients (Codex and others) against the starter model
-	@CLIENTS_DIR=$(abspath $(CLIENTS_OPENAI)) $(PYTEST) tests/clients/openai_clients.py $(ARGS)
+.PHONY: clients clients-openai
+clients: TESTS := tests/clients/test_claude_code.py tests/clients/test_anthropic_clients.py
+clients: ## run real clients (Claude Code and others; needs npm) against the starter model
+clients-openai: TESTS := tests/clients/test_openai_clients.py
+clients-openai: ## run real OpenAI clients (Codex and others; needs npm) against the starter model
+clients clients-openai: $(VENV)/.dev $(CLIENTS)/.ready
+	@CLIENTS_DIR=$(abspath $(CLIENTS)) $(PYTEST) $(TESTS) $(ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.dev ## check format, lint rules and spelling

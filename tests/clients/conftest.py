@@ -1,7 +1,8 @@
 """Where the clients are, and a server with the starter model for them."""
 
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,22 @@ from tests.smoke.server_process import ServerProcess, serve
 _DIRECTORY = os.environ.get("CLIENTS_DIR")
 # The scripts belong to the clients' own Python, and the tests need what `make clients` installs.
 collect_ignore_glob = ["scripts/*", *(["test_*.py"] if _DIRECTORY is None else [])]
+
+
+def run_client(
+    command: Sequence[str], home: Path, environment: Mapping[str, str]
+) -> "subprocess.CompletedProcess[str]":
+    """Run a client to its end; it sees an empty home and the environment it is given."""
+    return subprocess.run(  # noqa: S603 - our own commands
+        command,
+        env={"PATH": os.environ["PATH"], "HOME": str(home), **environment},
+        cwd=home,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
 
 
 @pytest.fixture(scope="session")

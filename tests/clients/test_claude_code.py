@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from semantic.adapters.config.settings import STARTER_MODEL
+from tests.clients.conftest import run_client
 from tests.smoke.server_process import ServerProcess
 
 pytestmark = pytest.mark.clients
@@ -48,16 +49,7 @@ class ClaudeCode:
 
     def ask(self, *arguments: str) -> list[dict[str, Any]]:
         """Run it to its end; returns the lines it wrote."""
-        done = subprocess.run(  # noqa: S603 - our own command
-            self.command(*arguments),
-            env=self.environment,
-            cwd=self.home,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=500,
-            check=False,
-        )
+        done = run_client(self.command(*arguments), self.home, self.environment)
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         assert lines, done.stderr
         return lines

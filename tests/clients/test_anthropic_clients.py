@@ -1,14 +1,13 @@
 """Libraries that speak Anthropic's protocol, against the starter model."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from semantic.adapters.config.settings import STARTER_MODEL
+from tests.clients.conftest import run_client
 from tests.smoke.server_process import ServerProcess
 
 pytestmark = pytest.mark.clients
@@ -18,15 +17,9 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 def run(clients: Path, home: Path, script: str, *arguments: str) -> Any:
     """Run a script with the clients' own Python; returns what it printed."""
-    done = subprocess.run(  # noqa: S603 - our own command
-        [str(clients / "venv" / "bin" / "python"), str(SCRIPTS / script), *arguments],
-        env={"PATH": os.environ["PATH"], "HOME": str(home), "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
-        cwd=home,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    python = clients / "venv" / "bin" / "python"
+    command = [str(python), str(SCRIPTS / script), *arguments]
+    done = run_client(command, home, {"LITELLM_LOCAL_MODEL_COST_MAP": "True"})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

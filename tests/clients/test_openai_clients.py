@@ -1,25 +1,19 @@
-"""Clients as their users install them, against a real server with the starter model.
+"""Clients of OpenAI's API as their users install them, against the starter model.
 
-Not part of `make test`: `make clients-openai` installs them into a directory of their own and runs
-this. Each client runs in a process of its own, sees an empty home, and talks to 127.0.0.1 only.
+Each runs in a process of its own, sees an empty home, and talks to 127.0.0.1 only.
 """
 
 import json
-import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.smoke.server_process import serve
+from semantic.adapters.config.settings import STARTER_MODEL
+from tests.clients.conftest import run_client
+from tests.smoke.server_process import ServerProcess
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.clients
 
-CLIENTS = Path(os.environ.get("CLIENTS_DIR", "build/clients")).absolute()
-PYTHON = CLIENTS / "openai" / "bin" / "python"
-NODE = CLIENTS / "node"
-MODEL = "smollm2-135m-instruct"
 NEEDED_TEXT = "Paris"
 
 OPENAI_PYTHON = """
@@ -146,46 +140,30 @@ wire_api = "responses"
 
 
 class Desk:
-    """A user's machine: an empty home, and a server to talk to."""
+    """A user's machine: an empty home, clients, and a server to talk to."""
 
-    def __init__(self, url: str, home: Path) -> None:
-        self.url = url
-        self.home = home
+    def __init__(self, clients: Path, url: str, home: Path) -> None:
+        self.clients, self.url, self.home = clients, url, home
 
-    def run(self, *command: str, timeout_s: float = 420) -> str:
+    @property
+    def python(self) -> str:
+        return str(self.clients / "venv" / "bin" / "python")
+
+    def run(self, *command: str) -> str:
         environment = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(self.home),
             "OPENAI_BASE_URL": f"{self.url}/v1",
             "OPENAI_API_KEY": "none",
-            "MODEL": MODEL,
+            "MODEL": STARTER_MODEL,
             "NO_PROXY": "*",
         }
-        done = subprocess.run(  # noqa: S603 - our own commands
-            command,
-            cwd=self.home,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        done = run_client(command, self.home, environment)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def url(starter_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("log") / "log"
-    with serve(starter_home, log) as server:
-        server.await_ready()
-        yield server.url
-
-
 @pytest.fixture
-def desk(url: str, tmp_path: Path) -> Desk:
-    return Desk(url, tmp_path)
+def desk(clients: Path, server: ServerProcess, tmp_path: Path) -> Desk:
+    return Desk(clients, server.url, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -194,17 +172,17 @@ def desk(url: str, tmp_path: Path) -> Desk:
     ids=["openai", "langchain-openai", "litellm", "pydantic-ai"],
 )
 def test_python_clients(desk: Desk, script: str) -> None:
-    assert NEEDED_TEXT in desk.run(str(PYTHON), "-c", script)
+    assert NEEDED_TEXT in desk.run(desk.python, "-c", script)
 
 
 def test_openai_agents(desk: Desk) -> None:
-    said = desk.run(str(PYTHON), "-c", OPENAI_AGENTS)
+    said = desk.run(desk.python, "-c", OPENAI_AGENTS)
     assert NEEDED_TEXT in said
     assert "sunny" in said
 
 
 def test_openai_for_node(desk: Desk) -> None:
-    script = NODE / "client.mjs"
+    script = desk.clients / "client.mjs"  # beside the modules it imports
     script.write_text(OPENAI_NODE)
     assert NEEDED_TEXT in desk.run("node", str(script))
 
@@ -212,10 +190,10 @@ def test_openai_for_node(desk: Desk) -> None:
 def test_llm(desk: Desk) -> None:
     config = desk.home / "llm"
     config.mkdir()
-    entry = f"- model_id: local\n  model_name: {MODEL}\n  api_base: {desk.url}/v1\n"
+    entry = f"- model_id: local\n  model_name: {STARTER_MODEL}\n  api_base: {desk.url}/v1\n"
     (config / "extra-openai-models.yaml").write_text(entry)
     question = "What is the capital of France? Answer in one sentence."
-    program = f"LLM_USER_PATH={config} {PYTHON.parent}/llm -m local"
+    program = f"LLM_USER_PATH={config} {Path(desk.python).parent}/llm -m local"
     assert NEEDED_TEXT in desk.run("sh", "-c", f"{program} -o temperature 0 '{question}'")
     desk.run("sh", "-c", f"{program} -c -o max_tokens 20 'And of Spain?'")
 
@@ -226,9 +204,9 @@ def test_codex_goes_on_with_its_session(desk: Desk) -> None:
     instructions = config / "instructions.md"
     instructions.write_text("Answer in one short sentence.")
     (config / "config.toml").write_text(
-        CODEX_CONFIG.format(model=MODEL, instructions=instructions, url=desk.url)
+        CODEX_CONFIG.format(model=STARTER_MODEL, instructions=instructions, url=desk.url)
     )
-    codex = str(NODE / "node_modules" / ".bin" / "codex")
+    codex = str(desk.clients / "node_modules" / ".bin" / "codex")
     asked = ("--skip-git-repo-check", "--json")
     usages = []
     for command in (("exec", "-s", "read-only"), ("exec", "resume", "--last")):
