@@ -91,7 +91,10 @@ class Settings(BaseSettings):
         "full", description="fewer bits decode faster on a CPU and answer less exactly"
     )
     threads: int = Field(
-        0, ge=0, le=1024, description="CPU threads; 0 takes OMP_NUM_THREADS, else all cores"
+        0,
+        ge=0,
+        le=1024,
+        description="most CPU threads, fewer while cores are taken; 0: OMP_NUM_THREADS, else all",
     )
 
     home: Path = Field(Path("~/.semantic"), description="everything the server writes is in here")

@@ -2,7 +2,7 @@
 
 `loading` chooses device, number format and threads, and puts our attention into the library's
 model; on a CPU that computes in bfloat16, `cpu` replaces its slow and its inexact modules. In a
-step `backend` packs all chunks into one row; in each layer `attention` appends the row's keys and
-values to each sequence's buffers and attends within it; `backend` draws the tokens, and copies
-buffers to the host and back.
+step `threads` says how many cores are free, and `backend` packs all chunks into one row; in each
+layer `attention` appends the row's keys and values to each sequence's buffers and attends within
+it; `backend` draws the tokens, and copies buffers to the host and back.
 """

@@ -24,6 +24,7 @@ from semantic.adapters.outbound.backends.sampler import Logits, sample
 from semantic.adapters.outbound.backends.torch import loading as torch_loading
 from semantic.adapters.outbound.backends.torch.attention import Span, TorchSequence
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.adapters.outbound.backends.torch.threads import ThreadCount
 from semantic.domain.errors import BackendError, CacheCorruptionError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
@@ -58,7 +59,8 @@ class TorchBackend(EagerBackend[TorchSequence]):
             InvalidRequestError: this backend cannot run it.
         """
         options = options or TorchOptions()
-        torch.set_num_threads(torch_loading.choose_threads(options.num_threads))
+        self._threads = ThreadCount(torch_loading.choose_threads(options.num_threads))
+        torch.set_num_threads(self._threads.number)
         self._device = torch_loading.choose_device(options.device)
         self._dtype, reason = torch_loading.choose_dtype(options.dtype, self._device)
         self._model: Any = torch_loading.load_model(
@@ -92,6 +94,8 @@ class TorchBackend(EagerBackend[TorchSequence]):
 
     def launch(self, step: Step) -> Ticket:
         """Compute a step at once."""
+        if self._threads.adapt():
+            torch.set_num_threads(self._threads.number)
         try:
             plan = self._plan(step)
             logits = iter(self._forward([span for span in plan if isinstance(span, Span)]))

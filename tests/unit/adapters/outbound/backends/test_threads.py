@@ -1,0 +1,98 @@
+import sys
+
+import pytest
+
+from semantic.adapters.outbound.backends.torch.threads import (
+    CoreUse,
+    ThreadCount,
+    read_core_use,
+)
+
+pytestmark = pytest.mark.unit
+
+
+class Machine:
+    """Counts of a kernel, and a clock, that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.use: CoreUse | None = CoreUse(0, 0, 0)
+
+    def read(self) -> CoreUse | None:
+        return self.use
+
+    def go_on(self, running: float, waiting: float, idle: float, seconds: float = 1.0) -> None:
+        assert self.use is not None
+        self.now += seconds
+        self.use = CoreUse(
+            self.use.running + running, self.use.waiting + waiting, self.use.idle + idle
+        )
+
+
+def count(machine: Machine, most: int) -> ThreadCount:
+    return ThreadCount(most, machine.read, lambda: machine.now)
+
+
+def test_threads_are_given_up_one_by_one_while_others_have_the_cores() -> None:
+    machine = Machine()
+    threads = count(machine, 3)
+    seen = []
+    for _ in range(4):
+        machine.go_on(running=1, waiting=1, idle=0)
+        seen.append((threads.adapt(), threads.number))
+    assert seen == [(True, 2), (True, 1), (False, 1), (False, 1)]
+
+
+@pytest.mark.parametrize(
+    "running,waiting,idle,number",
+    [
+        pytest.param(1.0, 0.1, 0.9, 2, id="a core is idle"),
+        pytest.param(1.0, 0.1, 0.3, 1, id="no core is idle for long"),
+        pytest.param(0.0, 0.0, 2.0, 2, id="nothing ran"),
+        pytest.param(0.5, 0.5, 0.9, 1, id="idle at times, and yet ours waited"),
+    ],
+)
+def test_a_thread_is_taken_back_for_an_idle_core(
+    running: float, waiting: float, idle: float, number: int
+) -> None:
+    machine = Machine()
+    threads = count(machine, 2)
+    machine.go_on(running=1, waiting=1, idle=0)
+    assert threads.adapt()
+    machine.go_on(running, waiting, idle)
+    threads.adapt()
+    assert threads.number == number
+
+
+def test_who_hardly_ran_gives_nothing_up() -> None:
+    machine = Machine()
+    threads = count(machine, 2)
+    machine.go_on(running=0.01, waiting=0.05, idle=0, seconds=10)
+    assert not threads.adapt()
+
+
+def test_it_looks_around_now_and_then_only() -> None:
+    machine = Machine()
+    threads = count(machine, 2)
+    machine.go_on(running=0.1, waiting=0.1, idle=0, seconds=0.1)
+    assert not threads.adapt()
+
+
+def test_where_nothing_is_counted_the_number_stays() -> None:
+    machine = Machine()
+    machine.use = None
+    threads = count(machine, 4)
+    machine.now = 10
+    assert (threads.adapt(), threads.number) == (False, 4)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux counts")
+def test_the_kernels_counts_grow() -> None:
+    before = read_core_use()
+    sum(range(2_000_000))
+    after = read_core_use()
+    assert before is not None
+    assert after is not None
+    assert after.running > before.running
+    assert after.waiting >= before.waiting
+    assert after.idle >= before.idle
