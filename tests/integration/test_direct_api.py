@@ -542,6 +542,47 @@ def test_turns_of_others_are_not_there(http: httpx.Client) -> None:
     assert {error_of(answer) for answer in (rewound, forked, listed)} == {(404, "agent_not_found")}
 
 
+def test_a_rewind_can_be_undone(http: httpx.Client) -> None:
+    make(http, id="a")
+    ids = [say(http, "a", text)["turn_id"] for text in ("one", "two", "three")]
+    make(http, id="b")
+    stranger = say(http, "b", "one")["turn_id"]
+
+    for back in (ids[0], None):
+        http.post("/v1/agents/a/rewind", json={"turn_id": back})
+        again = http.post("/v1/agents/a/rewind", json={"turn_id": ids[2]}).json()
+        assert (again["head"], again["turns"]) == (ids[2], 3)
+        assert get(http, "/v1/agents/a")["history"] == ids[::-1]
+
+    for wrong in (stranger, "turn_unknown"):
+        answer = http.post("/v1/agents/a/rewind", json={"turn_id": wrong})
+        assert error_of(answer) == (404, "agent_not_found")
+
+
+def test_the_list_names_latest_turns_if_asked(http: httpx.Client) -> None:
+    make(http, id="a")
+    ids = [say(http, "a", text)["turn_id"] for text in ("one", "two", "three")]
+    http.post("/v1/agents/a/fork", json={"ids": ["b"], "turn_id": ids[1]})
+
+    (plain, *_) = get(http, "/v1/agents", sort="id", order="asc")["data"]
+    told = get(http, "/v1/agents", sort="id", order="asc", history=2)["data"]
+
+    assert plain["history"] == []
+    assert [agent["history"] for agent in told] == [[ids[2], ids[1]], [ids[1], ids[0]]]
+
+
+def test_an_earlier_turn_is_explained_too(http: httpx.Client) -> None:
+    make(http, id="a")
+    first, second = say(http, "a", "one"), say(http, "a", "two")
+
+    told = get(http, "/v1/agents/a/explain", turn_id=first["turn_id"])
+
+    assert (told["turn_id"], told["reuse"]) == (first["turn_id"], first["reuse"])
+    assert get(http, "/v1/agents/a/explain")["turn_id"] == second["turn_id"]
+    answer = http.get("/v1/agents/a/explain", params={"turn_id": "turn_unknown"})
+    assert error_of(answer) == (404, "agent_not_found")
+
+
 def test_a_rewind_ends_the_reply_that_is_running(http: httpx.Client) -> None:
     make(http, id="a")
     first = say(http, "a", "one")

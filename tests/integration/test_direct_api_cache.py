@@ -154,6 +154,44 @@ def test_the_cache_says_how_it_is(http: httpx.Client) -> None:
     assert seen["disk"]["problem"] == ""
 
 
+def test_blocks_are_listed_in_pages_and_then_as_they_change(http: httpx.Client) -> None:
+    make(http, id="a", system=LONG)
+    say(http, "a", "one")
+    whole = get(http, "/v1/cache/blocks")
+    rows = {row[0]: row for row in whole["blocks"]}
+    assert (whole["total"], whole["next"], whole["stale"]) == (len(rows), None, False)
+    chain = [rows[get(http, "/v1/agents/a")["state"]["block"]]]
+    while chain[-1][1] in rows:
+        chain.append(rows[chain[-1][1]])
+    # Name, parent, start, tokens, bytes in memory, bytes on disk, last used, pinned.
+    assert chain[-1][2] == 0
+    assert sum(row[3] for row in chain) == get(http, "/v1/agents/a")["state"]["tokens"]
+
+    paged: list[Any] = []
+    after: str | None = ""
+    while after is not None:
+        page = get(http, "/v1/cache/blocks", after=after, limit=1)
+        paged += page["blocks"]
+        after = page["next"]
+    assert sorted(row[0] for row in paged) == sorted(rows)
+
+    http.patch("/v1/agents/a", json={"pin": True})
+    http.post("/v1/agents/a/evict")
+    changed = get(http, "/v1/cache/blocks", since=whole["mark"])
+    assert {row[0] for row in changed["blocks"]} == set(rows)
+    assert all(row[4] == 0 < row[5] and row[7] for row in changed["blocks"])
+    http.patch("/v1/agents/a", json={"pin": False})
+    http.post("/v1/agents/a/evict", json={"to": "cold"})
+    last = get(http, "/v1/cache/blocks", since=changed["mark"])
+    assert (set(last["gone"]), last["blocks"], last["total"]) == (set(rows), [], 0)
+    assert get(http, "/v1/cache/blocks", since=last["mark"])["gone"] == []
+
+
+@pytest.mark.parametrize("since", [0, 2**62])
+def test_who_was_away_for_long_reads_all_blocks_again(http: httpx.Client, since: int) -> None:
+    assert get(http, "/v1/cache/blocks", since=since)["stale"]
+
+
 def test_garbage_goes_and_the_rest_is_checked(http: httpx.Client) -> None:
     make(http, id="a", system=LONG)
     make(http, id="b", system="b" + LONG)

@@ -36,6 +36,7 @@ OPERATIONS = [
     ("POST", "/v1/agents/{agent_id}/prefetch"),
     ("POST", "/v1/agents/{agent_id}/evict"),
     ("GET", "/v1/cache"),
+    ("GET", "/v1/cache/blocks"),
     ("POST", "/v1/cache/gc"),
     ("POST", "/v1/cache/verify"),
     ("GET", "/v1/events"),

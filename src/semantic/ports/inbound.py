@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Protocol
 
 from semantic.domain.agents import Agent, Principal, Reuse, Tier, Turn
+from semantic.domain.blocks import BlockName
 from semantic.domain.chat import (
     ChatRequest,
     Message,
@@ -146,6 +147,7 @@ class StateView:
     Attributes:
         tier: Where its next turn starts from.
         num_tokens: Tokens whose state was kept when its latest turn ended.
+        block: The last block of it that is known.
     """
 
     tier: Tier = Tier.COLD
@@ -154,6 +156,7 @@ class StateView:
     disk_tokens: int = 0
     memory_bytes: int = 0
     disk_bytes: int = 0
+    block: BlockName | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +166,14 @@ class AgentView:
     Attributes:
         num_tokens: Tokens of its conversation.
         is_busy: A turn of its own is running or waiting.
+        history: Its latest turns, the last first, as many as were asked for.
     """
 
     agent: Agent
     num_tokens: int
     state: StateView
     is_busy: bool
+    history: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +185,7 @@ class AgentQuery:
         after: The cursor that the page before gave.
         labels: All of them must be there.
         id_prefix: What ids begin with.
+        num_history: So many of each agent's latest turns are named.
     """
 
     sort: str = "last_used"
@@ -189,6 +195,7 @@ class AgentQuery:
     labels: tuple[tuple[str, str], ...] = ()
     id_prefix: str = ""
     is_pinned: bool | None = None
+    num_history: int = 0
 
 
 @dataclass(frozen=True, slots=True)

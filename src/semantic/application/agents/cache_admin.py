@@ -10,6 +10,7 @@ from semantic.application.agents.feed import AgentAction, AgentChanged, EventFee
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.agents.turns import TurnWatch
 from semantic.application.agents.upkeep import Housekeeping
+from semantic.application.cache.block_watch import BlockPage
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskTier
 from semantic.application.engine.device_thread import DeviceThread
@@ -112,6 +113,14 @@ class CacheService:
         except ModelSwapError:
             return CacheCounts(), "none"
         return replace(store.counts), store.usage().pressure.name.lower()
+
+    def blocks(self, after: str, limit: int) -> BlockPage:
+        """List all blocks, a page at a time."""
+        return self._ready().store.watch.page(after, limit)
+
+    def changed_blocks(self, since: int, limit: int) -> BlockPage:
+        """List the blocks that came, changed or went since a mark."""
+        return self._ready().store.watch.changes(since, limit)
 
     def overview(self) -> CacheOverview:
         """Read all figures, of all tenants together."""

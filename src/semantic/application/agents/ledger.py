@@ -216,11 +216,21 @@ class AgentLedger:
     def rewind(self, tenant: str, agent_id: str, turn_id: str | None) -> Agent:
         """Take an agent back to an earlier turn; None goes back before the first.
 
+        A turn that goes on from where the agent is takes it there: so a rewind can be undone.
+
         Raises:
             AgentNotFoundError: no such agent, or it has no such turn.
         """
         with self._changes:
-            return self._put(self._rewound(self.get(tenant, agent_id), turn_id))
+            agent = self.get(tenant, agent_id)
+            try:
+                moved = self._rewound(agent, turn_id)
+            except AgentNotFoundError:
+                ahead = self._ahead(agent, turn_id)
+                if ahead is None:
+                    raise
+                moved = ahead
+            return self._put(moved)
 
     def delete(self, tenant: str, agent_id: str) -> Agent:
         """Remove an agent; its turns and blocks go with the next collection of garbage.
@@ -342,6 +352,18 @@ class AgentLedger:
             if known_id == turn_id:
                 return agent.rewind(turn_id, agent.num_turns - index, at=self._now())
         raise AgentNotFoundError(f"agent {agent.id!r} has no turn {turn_id!r}.")
+
+    def _ahead(self, agent: Agent, turn_id: str | None) -> Agent | None:
+        """The agent at a turn that goes on from its head; None if the turn does not."""
+        turn = self.turn(agent.tenant, turn_id) if turn_id else None
+        if turn is None:
+            return None
+        ids = list(self.log.ancestry(agent.tenant, turn.id, until=agent.head or ""))
+        if agent.head is None and turn.agent_id == agent.id:
+            return agent.rewind(turn.id, len(ids), at=self._now())
+        if ids[-1] != agent.head:
+            return None  # others' turns are not there
+        return agent.rewind(turn.id, agent.num_turns + len(ids) - 1, at=self._now())
 
     def _named(self, agent: Agent, continuation: Continuation) -> Turn | None:
         if agent.head != continuation.turn_id:

@@ -4,6 +4,7 @@ import base64
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import TypeAlias
 
 from semantic.application.agents.cache_admin import CacheService
@@ -24,6 +25,7 @@ from semantic.ports.inbound import (
 )
 
 _SHOWN_TOKENS = 24
+_SHOWN_TURNS = 100
 Generate: TypeAlias = Callable[[Principal, str, NewTurn], Awaitable[Reply]]
 _PAST = ("head", "num_turns", "created_at", "last_used")
 
@@ -82,7 +84,8 @@ class AgentService:
 
     def get(self, principal: Principal, agent_id: str) -> AgentView:
         """See an agent and where its state is."""
-        return self._view(self._agents.get(principal.tenant, agent_id))
+        agent = self._agents.get(principal.tenant, agent_id)
+        return replace(self._view(agent), history=self._history(agent, _SHOWN_TURNS))
 
     def update(
         self, principal: Principal, agent_id: str, edit: Callable[[Agent], Agent]
@@ -134,7 +137,7 @@ class AgentService:
         return tuple(replace(first, agent=agent) for agent in made)
 
     def rewind(self, principal: Principal, agent_id: str, turn_id: str | None) -> AgentView:
-        """Go back to an earlier turn, None before the first; ends the turn that is running."""
+        """Go to an earlier turn, None before the first, or back again; ends what is running."""
         agent = self._agents.rewind(principal.tenant, agent_id, turn_id)
         self._lanes.cancel(principal.tenant, agent_id)
         self._tell(agent, AgentAction.REWOUND)
@@ -149,10 +152,15 @@ class AgentService:
             agent = self._agents.before(agent, before)
         return tuple(self._agents.turns(agent, limit))
 
-    def explain(self, principal: Principal, agent_id: str) -> Explanation:
-        """Say what the latest turn reused, and where its prompt diverged."""
+    def explain(
+        self, principal: Principal, agent_id: str, turn_id: str | None = None
+    ) -> Explanation:
+        """Say what a turn, or the latest, reused, and where its prompt diverged."""
         agent = self._agents.get(principal.tenant, agent_id)
-        turn = self._agents.turn(agent.tenant, agent.head) if agent.head else None
+        shown = turn_id or agent.head
+        if turn_id is not None:
+            self._agents.before(agent, turn_id)  # it is one of its own
+        turn = self._agents.turn(agent.tenant, shown) if shown else None
         divergence = self._divergence(agent, turn) if turn else None
         return Explanation(turn, divergence, self._cache.state(agent))
 
@@ -174,7 +182,11 @@ class AgentService:
             rest = [a for a in matching if _is_after(_rank(a, query), last, query)]
         shown = rest[: query.limit]
         cursor = _write_cursor(shown[-1], query) if len(rest) > len(shown) and shown else None
-        return AgentPage(tuple(self._view(agent) for agent in shown), len(matching), cursor)
+        views = tuple(
+            replace(self._view(agent), history=self._history(agent, query.num_history))
+            for agent in shown
+        )
+        return AgentPage(views, len(matching), cursor)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -182,6 +194,12 @@ class AgentService:
         is_busy = self._lanes.num_turns(agent.tenant, agent.id) > 0
         num_tokens = self._agents.place(agent).num_tokens
         return AgentView(agent, num_tokens, self._cache.state(agent), is_busy)
+
+    def _history(self, agent: Agent, num_turns: int) -> tuple[str, ...]:
+        if not num_turns:
+            return ()
+        ids = self._agents.log.ancestry(agent.tenant, agent.head, until="")
+        return tuple(islice(ids, num_turns))
 
     def _tell(self, agent: Agent, action: AgentAction) -> None:
         self._feed.publish(AgentChanged(agent.tenant, agent.id, action))

@@ -6,8 +6,9 @@ index knows token ids, names and positions; it reads no file and counts no bytes
 its owner has the lock.
 """
 
+import time
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,6 +22,9 @@ from semantic.domain.blocks import (
 )
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload
+
+_MAX_CHANGES = 4096  # that those who watch may be behind
+_OLDER_S = 30.0  # a node that was used again looks younger from here on
 
 
 @dataclass(slots=True, eq=False)
@@ -158,6 +162,26 @@ class BlockIndex:
         self._nodes: OrderedDict[BlockName, BlockNode] = OrderedDict()
         self._followers: dict[BlockName, _Siblings] = {}
         self._disk_bytes: Counter[BlockName] = Counter()
+        self._changed: deque[BlockName] = deque(maxlen=_MAX_CHANGES)
+        # No mark of another index, or of another process, is taken for one of these.
+        self._mark = time.time_ns() // 1000
+
+    @property
+    def mark(self) -> int:
+        """Names this moment for `changed_since`."""
+        return self._mark
+
+    def note_change(self, name: BlockName) -> None:
+        """Let those who watch know that a node, or what is where of it, changed."""
+        self._mark += 1
+        self._changed.append(name)
+
+    def changed_since(self, mark: int) -> list[BlockName] | None:
+        """Nodes that came, changed or went since a moment; None if that is not known any more."""
+        num_changes = self._mark - mark
+        if not 0 <= num_changes <= len(self._changed):
+            return None
+        return list(dict.fromkeys(islice(reversed(self._changed), num_changes)))
 
     def __len__(self) -> int:
         """How many nodes there are."""
@@ -174,7 +198,10 @@ class BlockIndex:
     def touch(self, chain: Sequence[BlockNode], at: float) -> None:
         """Mark nodes, of which the first begins the chain, as just used."""
         for node in reversed(chain):
+            is_older = at - node.last_used >= _OLDER_S
             node.last_used = at
+            if is_older:
+                self.note_change(node.name)
             if node.name in self._nodes:
                 self._nodes.move_to_end(node.name)
 
@@ -197,6 +224,7 @@ class BlockIndex:
         self.pop_file(node, part.kind)
         node.files[part.kind] = part
         self.version += 1
+        self.note_change(node.name)
         self._disk_bytes[node.root] += part.nbytes
 
     def pop_file(self, node: BlockNode, kind: LayerKind) -> BlockPart | None:
@@ -204,6 +232,7 @@ class BlockIndex:
         part = node.files.pop(kind, None)
         if part is not None:
             self.version += 1
+            self.note_change(node.name)
             self._disk_bytes[node.root] -= part.nbytes
         return part
 
@@ -223,6 +252,7 @@ class BlockIndex:
         if self._nodes.pop(node.name, None) is None:
             return
         self.version += 1
+        self.note_change(node.name)
         siblings = self._followers[node.parent]
         siblings.remove(node)
         if not siblings.by_tokens:
@@ -287,6 +317,17 @@ class BlockIndex:
     def has_followers(self, node: BlockNode) -> bool:
         """Whether a block goes on from here."""
         return node.name in self._followers
+
+    def pin(self, names: Iterable[BlockName]) -> None:
+        """Pin what leads to these blocks, and nothing else."""
+        before = {node.name for node in self if node.num_pins}
+        for node in self:
+            node.num_pins = 0
+        for name in names:
+            for node in self.path(name):
+                node.num_pins += 1
+        for name in before ^ {node.name for node in self if node.num_pins}:
+            self.note_change(name)
 
     def check_integrity(self) -> None:
         """Recount the bytes on disk, and look for nodes that cannot be found.

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import takewhile
 
+from semantic.application.cache.block_watch import BlockWatch
 from semantic.application.cache.eviction import old_boundaries, orphans, resumable_blocks
 from semantic.application.cache.index import BlockNode
 from semantic.application.cache.loader import PartLoader
@@ -42,6 +43,7 @@ class AgentCacheStore:
         roots: Those whose blocks were sealed or asked for: the served model's.
         counts: What happened since the start.
         loader: Brings parts into memory and holds them there.
+        watch: Lists blocks for those who draw them.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class AgentCacheStore:
         self.roots: set[BlockName] = set()
         self.counts: CacheCounts = self._tiers.counts
         self.loader = PartLoader(self._tiers)
+        self.watch = BlockWatch(self._tiers)
 
     # -- recall ---------------------------------------------------------------------------------
 
@@ -81,8 +84,8 @@ class AgentCacheStore:
             tokens: The prompt, less the tokens that must be computed anyway.
             is_used: Whether that makes it young again.
         """
-        packed = pack_tokens(tokens)
         spec = self.spec
+        packed = pack_tokens(tokens)
         with self._lock:
             self.roots.add(root)
             match = self._index.match(root, packed, spec.block_tokens)
@@ -360,6 +363,7 @@ class AgentCacheStore:
                 disk_tokens=disk[-1].end if disk else 0,
                 memory_bytes=sum(node.memory_bytes for node in nodes),
                 disk_bytes=sum(node.disk_bytes for node in nodes),
+                block=nodes[-1].name if nodes else None,
             )
 
     def sizes(self, name: BlockName) -> dict[BlockName, int]:
@@ -376,11 +380,7 @@ class AgentCacheStore:
     def pin(self, pointers: Iterable[Pointer]) -> None:
         """Keep what leads to these places on disk whatever the budget, and nothing else."""
         with self._lock:
-            for node in self._index:
-                node.num_pins = 0
-            for pointer in pointers:
-                for node in self._index.path(pointer.block):
-                    node.num_pins += 1
+            self._index.pin([pointer.block for pointer in pointers])
 
     def used_files(self, since: float) -> list[PartKey]:
         """Files of the blocks that were used since a time."""

@@ -67,6 +67,7 @@ class BlockTiers:
         self._forget(self.pool.put(sizes, before))
         node.payloads.update(new)
         self.index.version += len(new)
+        self.index.note_change(node.name)
         return list(new)
 
     def has_room(self, nbytes: int, *, unused_since: float) -> bool:
@@ -98,6 +99,7 @@ class BlockTiers:
             assert node is not None  # noqa: S101 - what is in memory is known
             del node.payloads[kind]
             self.index.version += 1
+            self.index.note_change(name)
             self.counts.evicted += 1
             self.index.prune(node)
 

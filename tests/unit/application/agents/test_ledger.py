@@ -225,8 +225,7 @@ def test_turns_are_the_same_before_and_after_they_are_written(
     assert agents.before(agent, turns[2].id).head == turns[1].id
     back = agents.rewind("local", "a", turns[1].id)
     assert (back.head, back.num_turns) == (turns[1].id, 2)
-    with pytest.raises(AgentNotFoundError):
-        agents.rewind("local", "a", turns[3].id)
+    assert agents.rewind("local", "a", turns[3].id).num_turns == 4
     (fork,) = agents.fork("local", "a", ["b"], turns[0].id)
     assert (fork.head, fork.num_turns) == (turns[0].id, 1)
 
@@ -397,13 +396,15 @@ def test_a_fork_has_the_same_past_and_its_own_future(agents: AgentLedger) -> Non
 
 def test_rewinding(agents: AgentLedger) -> None:
     first = commit(agents, [1, 2], [3])
-    commit(agents, [1, 2, 3, 4], [5])
+    second = commit(agents, [1, 2, 3, 4], [5])
     assert agents.rewind(LOCAL_TENANT, "ann", first.id).num_turns == 1
     assert agents.tokens(ann(agents)) == [1, 2, 3]
     assert agents.rewind(LOCAL_TENANT, "ann", None).head is None
     assert agents.tokens(ann(agents)) == []
     with pytest.raises(AgentNotFoundError):
-        agents.rewind(LOCAL_TENANT, "ann", first.id)
+        agents.rewind(LOCAL_TENANT, "ann", "turn_unknown")
+    assert agents.rewind(LOCAL_TENANT, "ann", second.id).num_turns == 2
+    assert agents.tokens(ann(agents)) == [1, 2, 3, 4, 5]
 
 
 def test_who_was_not_used_for_long_is_forgotten_unless_pinned(

@@ -2,14 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, TypeAlias, assert_never
+from typing import Annotated, Any, TypeAlias, assert_never
 
-from fastapi import APIRouter
-from fastapi.responses import StreamingResponse
+from fastapi import APIRouter, Query
+from fastapi.responses import Response, StreamingResponse
 
 from semantic.adapters.inbound.agents.requests import Collect, Evict
 from semantic.adapters.inbound.agents.routes import AgentPath
 from semantic.adapters.inbound.agents.views import (
+    BlocksOut,
     CacheOut,
     CollectOut,
     CountersOut,
@@ -47,6 +48,9 @@ def _stream(description: str, example: str) -> dict[int | str, dict[str, Any]]:
 
 
 _VERIFY = _stream("progress, then done", 'data: {"type":"done","checked":9,"total":9,"bad":0}\n\n')
+_BLOCKS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "rows of blocks", "model": BlocksOut}
+}
 _EVENTS = _stream("events until you leave", 'data: {"type":"cache","sealed":3}\n\n')
 
 
@@ -67,6 +71,13 @@ class CacheApi:
         add(f"{one}/prefetch", self.prefetch, methods=["POST"], responses=refusals(400, 404, 503))
         add(f"{one}/evict", self.evict, methods=["POST"], responses=refusals(400, 404, 503))
         add("/cache", self.overview, methods=["GET"], responses=refusals(400, 503))
+        add(
+            "/cache/blocks",
+            self.blocks,
+            methods=["GET"],
+            response_model=None,
+            responses=_BLOCKS | refusals(400, 503),
+        )
         add("/cache/gc", self.collect, methods=["POST"], responses=refusals(400, 503))
         stream: Json = {"response_class": StreamingResponse, "response_model": None}
         add(
@@ -101,6 +112,22 @@ class CacheApi:
     async def overview(self) -> CacheOut:
         """Tiers, bytes, hit rates, sharing, queues and budgets."""
         return CacheOut.about(await asyncio.to_thread(self._cache.overview))
+
+    async def blocks(
+        self,
+        since: Annotated[int | None, Query(ge=0, le=2**62, description="a `mark`")] = None,
+        after: Annotated[str, Query(pattern="^[0-9a-f]{0,64}$", description="a `next`")] = "",
+        limit: Annotated[int, Query(ge=1, le=20_000)] = 10_000,
+    ) -> Response:
+        """All blocks, a page at a time; with `since` those that came, changed or went."""
+        return await asyncio.to_thread(self._blocks, since, after, limit)
+
+    def _blocks(self, since: int | None, after: str, limit: int) -> Response:
+        if since is None:
+            page = self._cache.blocks(after, limit)
+        else:
+            page = self._cache.changed_blocks(since, limit)
+        return Response(BlocksOut.about(page).model_dump_json(), media_type="application/json")
 
     async def collect(self, body: Collect | None = None) -> CollectOut:
         """Delete what no agent reaches."""

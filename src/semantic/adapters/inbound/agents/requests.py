@@ -42,8 +42,9 @@ from semantic.domain.chat import (
     ToolSpec,
     json_fault,
 )
+from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import MAX_STOP_STRINGS, StopRules
-from semantic.ports.inbound import NewTurn
+from semantic.ports.inbound import AgentQuery, NewTurn
 
 MAX_FORKS = 256
 _ID = r"^[A-Za-z0-9._-]{1,128}$"
@@ -282,6 +283,43 @@ class Generate(_Schema):
             tool_choice=tool_choice_of(self.tool_choice),
             output_format=self.response_format.to_domain() if self.response_format else None,
         )
+
+
+class ListAgents(BaseModel):
+    """What `GET /v1/agents` can be asked for."""
+
+    limit: int = Field(20, ge=1, le=100)
+    after: str | None = Field(None, description="`next` of the page before")
+    sort: Literal["last_used", "created_at", "turns", "id"] = "last_used"
+    order: Literal["asc", "desc"] = "desc"
+    label: list[Text] = Field([], description="key:value; all must match")
+    prefix: Text = Field("", description="what ids begin with")
+    pin: bool | None = None
+    history: int = Field(0, ge=0, le=100, description="so many latest turns of each are named")
+
+    def to_domain(self) -> AgentQuery:
+        """Translate.
+
+        Raises:
+            InvalidRequestError: a label is none.
+        """
+        return AgentQuery(
+            sort="num_turns" if self.sort == "turns" else self.sort,
+            is_descending=self.order == "desc",
+            limit=self.limit,
+            after=self.after,
+            labels=tuple(_label(text) for text in self.label),
+            id_prefix=self.prefix,
+            is_pinned=self.pin,
+            num_history=self.history,
+        )
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, colon, value = text.partition(":")
+    if not colon:
+        raise InvalidRequestError("a label is written key:value.", param="label")
+    return key, value
 
 
 class Fork(_Schema):

@@ -5,7 +5,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
@@ -15,6 +15,7 @@ from semantic.adapters.inbound.agents.requests import (
     AgentSettings,
     CreateAgent,
     Fork,
+    ListAgents,
     PatchAgent,
     Rewind,
     Text,
@@ -32,15 +33,12 @@ from semantic.adapters.inbound.http.errors import refusals
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
 from semantic.domain.agents import Principal
-from semantic.domain.errors import InvalidRequestError
-from semantic.ports.inbound import AgentPage, AgentQuery
+from semantic.ports.inbound import AgentPage
 
 AgentPath = Annotated[
     str,
     Path(pattern=r"^[A-Za-z0-9._-]{1,128}$", description="the agent's id", examples=["coder"]),
 ]
-_Sort = Literal["last_used", "created_at", "turns", "id"]
-_SORTS = {"turns": "num_turns"}
 _MAX_ID = 128
 
 
@@ -91,27 +89,9 @@ class DirectApi:
             response.status_code = 200
         return AgentOut.of(view)
 
-    async def page(
-        self,
-        limit: Annotated[int, Query(ge=1, le=100)] = 20,
-        after: Annotated[str | None, Query(description="`next` of the page before")] = None,
-        sort: _Sort = "last_used",
-        order: Literal["asc", "desc"] = "desc",
-        label: Annotated[list[Text] | None, Query(description="key:value; all must match")] = None,
-        prefix: Annotated[Text, Query(description="what ids begin with")] = "",
-        pin: bool | None = None,
-    ) -> AgentList:
+    async def page(self, query: Annotated[ListAgents, Query()]) -> AgentList:
         """List agents, a page at a time."""
-        query = AgentQuery(
-            sort=_SORTS.get(sort, sort),
-            is_descending=order == "desc",
-            limit=limit,
-            after=after,
-            labels=tuple(_label(text) for text in label or ()),
-            id_prefix=prefix,
-            is_pinned=pin,
-        )
-        found = await asyncio.to_thread(self._agents.page, self._principal(), query)
+        found = await asyncio.to_thread(self._agents.page, self._principal(), query.to_domain())
         return AgentList.of(found)
 
     async def get(self, agent_id: AgentPath) -> AgentOut:
@@ -140,7 +120,7 @@ class DirectApi:
         return AgentList.of(AgentPage(views, len(views), None))
 
     async def rewind(self, agent_id: AgentPath, body: Rewind) -> AgentOut:
-        """Go back to an earlier turn; a turn that is running is cancelled."""
+        """Go back to an earlier turn, or undo that; a turn that is running is cancelled."""
         view = await asyncio.to_thread(
             self._agents.rewind, self._principal(), agent_id, body.turn_id
         )
@@ -160,17 +140,14 @@ class DirectApi:
         next_page = found[-1].id if has_more else None
         return TurnList(data=[TurnOut.of(turn) for turn in found], next=next_page)
 
-    async def explain(self, agent_id: AgentPath) -> ExplanationOut:
-        """What the latest turn reused, where its prompt diverged, and what the next starts from."""
-        found = await asyncio.to_thread(self._agents.explain, self._principal(), agent_id)
+    async def explain(
+        self,
+        agent_id: AgentPath,
+        turn_id: Annotated[Text | None, Query(description="absent: the latest")] = None,
+    ) -> ExplanationOut:
+        """What a turn reused, where its prompt diverged, and what the next one starts from."""
+        found = await asyncio.to_thread(self._agents.explain, self._principal(), agent_id, turn_id)
         return ExplanationOut.about(agent_id, found)
-
-
-def _label(text: str) -> tuple[str, str]:
-    key, colon, value = text.partition(":")
-    if not colon:
-        raise InvalidRequestError("a label is written key:value.", param="label")
-    return key, value
 
 
 def _drawn_id(agent_id: str) -> str:

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal, Self, get_args, get_origin
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from semantic.application.cache.block_watch import BlockPage, BlockView
 from semantic.domain.agents import Agent, Reuse, Tier
+from semantic.domain.blocks import BlockName
 from semantic.domain.chat import (
     ImagePart,
     Part,
@@ -83,6 +85,10 @@ def _sample(entry: FieldInfo) -> object:
 # -- agents and turns ----------------------------------------------------------------------------
 
 
+def _short(name: BlockName | str | None) -> str | None:
+    return name.short if isinstance(name, BlockName) else name
+
+
 class StateOut(View):
     """Where attention state is."""
 
@@ -92,6 +98,9 @@ class StateOut(View):
     disk_tokens: int = Field(examples=[731])
     memory_bytes: int = Field(examples=[33685504])
     disk_bytes: int = Field(examples=[33690112])
+    block: Annotated[str | None, BeforeValidator(_short)] = Field(
+        description="its last block", examples=["9f2c44a01b7e"]
+    )
 
 
 def _settings(agent: Agent | Json) -> Json:
@@ -138,6 +147,9 @@ class AgentOut(View):
     state: StateOut
     settings: Annotated[Json, BeforeValidator(_settings)] = Field(
         validation_alias="agent", examples=[_SETTINGS]
+    )
+    history: list[str] = Field(
+        description="latest turns, the last first", examples=[[_TURN, _PARENT]]
     )
 
 
@@ -265,7 +277,7 @@ class DivergenceOut(View):
 
 
 class ExplanationOut(View):
-    """What the latest turn cost and why, and what the next one starts from."""
+    """What a turn cost and why, and what the next one starts from."""
 
     object: Literal["agent.explanation"] = "agent.explanation"
     agent_id: str = Field(examples=["coder"])
@@ -379,6 +391,43 @@ class CacheOut(View):
 
 def _ratio(part: int, whole: int) -> float | None:
     return round(part / whole, 4) if whole else None
+
+
+class BlocksOut(View):
+    """Blocks as rows, since there may be many: one row is one block.
+
+    A row is `[name, parent, start, tokens, memory_bytes, disk_bytes, last_used, pinned]`. The
+    parent of a first block is no block.
+    """
+
+    object: Literal["cache.blocks"] = "cache.blocks"
+    mark: int = Field(description="`since` of the next request", examples=[1767225661500000])
+    total: int = Field(examples=[9])
+    blocks: list[list[str | int]] = Field(
+        examples=[[["9f2c44a01b7e", "51b0de02c9aa", 256, 256, 11796480, 0, 1767225661, 0]]]
+    )
+    gone: list[str] = Field(examples=[[]])
+    next: str | None = Field(description="`after` of the next page", examples=[None])
+    stale: bool = Field(description="`since` is too long ago: read all pages", examples=[False])
+
+    @classmethod
+    def about(cls, page: BlockPage) -> Self:
+        """Show a page; what we made ourselves is not checked again."""
+        return cls.model_construct(
+            mark=page.mark,
+            total=page.num_blocks,
+            blocks=[_row(block) for block in page.blocks],
+            gone=[name.short for name in page.gone],
+            next=page.cursor,
+            stale=page.is_stale,
+        )
+
+
+def _row(block: BlockView) -> list[str | int]:
+    return [
+        *(block.name.short, block.parent.short, block.start, block.num_tokens),
+        *(block.memory_bytes, block.disk_bytes, int(block.last_used), int(block.is_pinned)),
+    ]
 
 
 class EvictOut(View):
