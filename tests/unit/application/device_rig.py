@@ -1,11 +1,12 @@
 """A real device thread over a fake model, for tests of what stands above it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.device_thread import DeviceThread, LoadedModel
 from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.request import EventBatch
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.requests.reply import ReplyHub
 from semantic.domain.pool import BlockPool
@@ -13,11 +14,16 @@ from semantic.ports.inbound import ModelState
 
 
 @contextlib.contextmanager
-def running_device(model: LoadedModel) -> Iterator[tuple[DeviceThread, ReplyHub]]:
-    """Run until the block ends; replies that say no length have nine tokens."""
-    hub = ReplyHub()
+def running_device(
+    load: Callable[[Callable[[str], None]], LoadedModel],
+    emit: Callable[[EventBatch], None],
+    limits: EngineLimits,
+    *,
+    hang_timeout_s: float = 30,
+) -> Iterator[DeviceThread]:
+    """Run until the block ends."""
     thread = DeviceThread(
-        lambda _: model,
+        load,
         lambda model, limits, emit, wake: BlockPoolBatchEngine(
             model.backend,
             model.tokenizer,
@@ -26,13 +32,24 @@ def running_device(model: LoadedModel) -> Iterator[tuple[DeviceThread, ReplyHub]
             emit,
             on_ready=wake,
         ),
-        EngineLimits(default_max_tokens=9, batch_window_ms=0),
-        hub.emit,
-        hang_timeout_s=30,
+        limits,
+        emit,
+        hang_timeout_s=hang_timeout_s,
     )
     thread.start()
-    while thread.state is ModelState.LOADING:
-        thread.join(0.01)
-    yield thread, hub
-    thread.request_stop()
-    thread.join(10)
+    try:
+        yield thread
+    finally:
+        thread.request_stop()
+        assert thread.join(20)
+
+
+@contextlib.contextmanager
+def ready_device(model: LoadedModel) -> Iterator[tuple[DeviceThread, ReplyHub]]:
+    """A device that has loaded; replies that say no length have nine tokens."""
+    hub = ReplyHub()
+    limits = EngineLimits(default_max_tokens=9, batch_window_ms=0)
+    with running_device(lambda _: model, hub.emit, limits) as thread:
+        while thread.state is ModelState.LOADING:
+            thread.join(0.01)
+        yield thread, hub

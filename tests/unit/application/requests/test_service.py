@@ -58,7 +58,7 @@ from semantic.domain.reply_format import Markers, ReplyFormat, ReplyShape, ToolF
 from semantic.domain.sampling import UNSET_SAMPLING, SamplingDefaults, SamplingParams, StopRules
 from semantic.ports.inbound import Reply
 from semantic.ports.storage import LedgerChange
-from tests.unit.application.device_rig import running_device
+from tests.unit.application.device_rig import ready_device
 
 pytestmark = pytest.mark.unit
 
@@ -76,7 +76,7 @@ def nested(depth: int) -> JsonObject:
 def device() -> Iterator[tuple[DeviceThread, ReplyHub]]:
     tokenizer = FakeTokenizer()
     model = LoadedModel("fake", FakeBackend(), tokenizer, grammar=LLGuidanceGrammar(tokenizer))
-    with running_device(model) as made:
+    with ready_device(model) as made:
         yield made
 
 
@@ -135,7 +135,7 @@ async def test_a_model_has_its_own_way_of_sampling(
     unset = UNSET_SAMPLING - ({"temperature"} if given else set())
     sampling = SamplingParams(temperature=given or 1.0, unset=unset)
     request = replace(REQUEST, sampling=sampling, stop=StopRules(ignore_eos=True))
-    with running_device(model) as device:
+    with ready_device(model) as device:
         device[0].reconfigure(EngineLimits(default_max_tokens=None))
         service = InferenceService(*device, agents, ReplayStore(), request_timeout_s=60)
         events = await read(await service.start(request, Principal()))
@@ -181,7 +181,7 @@ async def test_a_reply_that_was_begun_is_an_answer(
         *tokenizer.encode(opening),
         *tokenizer.encode_plain("Yes, "),
     )
-    with running_device(model) as device:
+    with ready_device(model) as device:
         service = InferenceService(*device, agents, ReplayStore(), request_timeout_s=60)
         assert await service.count_tokens(request, Principal()) == len(tokens)
         events = await read(await service.start(request, Principal()))
@@ -540,7 +540,7 @@ async def test_only_who_was_answered_has_a_date_of_its_own(
 ) -> None:
     replays = ReplayStore()
     request = replace(REQUEST, agent=hint)
-    with running_device(LoadedModel("fake", FakeBackend(), DatedTokenizer())) as device:
+    with ready_device(LoadedModel("fake", FakeBackend(), DatedTokenizer())) as device:
         service = InferenceService(*device, agents, replays, request_timeout_s=60)
         num_prompt = await service.count_tokens(request, Principal())
         long = (*request.messages, Message.of(Role.USER, "x" * 140_000))
@@ -570,7 +570,7 @@ async def test_requests_that_are_never_prepared_are_refused_and_the_problem_is_t
 ) -> None:
     grammar = StuckGrammar()
     model = LoadedModel("fake", FakeBackend(), FakeTokenizer(), grammar=grammar)
-    with running_device(model) as device:
+    with ready_device(model) as device:
         service = InferenceService(*device, agents, ReplayStore(), request_timeout_s=0.2)
         starts = [service.start(REQUEST, Principal("local")) for _ in range(NUM_THREADS)]
         errors = await asyncio.gather(*starts, return_exceptions=True)

@@ -29,7 +29,7 @@ from semantic.domain.errors import (
 from semantic.domain.events import Finished, TextDelta
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.ports.inbound import NewTurn, Reply
-from tests.unit.application.device_rig import running_device
+from tests.unit.application.device_rig import ready_device
 
 pytestmark = pytest.mark.unit
 
@@ -69,7 +69,7 @@ class Rig:
 def rig() -> Iterator[Rig]:
     backend = FakeBackend(replace(fake_spec(), max_context=LIMIT))
     ledger = SqliteLedger.in_memory()
-    with running_device(LoadedModel("fake", backend, FakeTokenizer())) as (thread, hub):
+    with ready_device(LoadedModel("fake", backend, FakeTokenizer())) as (thread, hub):
         yield Rig(AgentLedger(ledger, ledger.load(), write_at_once(ledger)), thread, hub)
 
 
