@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from semantic.adapters.config.keys import KeyFile, TenantEntry, edit_key_file
+from semantic.adapters.config.keys import KeyFile, RateEntry, TenantEntry, edit_key_file
+from semantic.domain.agents import Principal
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.bootstrap import bootstrap
 from tests.http_server import RunningServer, make_settings, run_server
@@ -326,6 +327,102 @@ def test_details_of_a_problem_are_for_the_admin(tmp_path: Path) -> None:
         assert "secret-plans" not in told
         known = http.get("/health", headers={"x-api-key": secrets["admin"]}).json()["problem"]
         assert "secret-plans" in known
+
+
+# -- limits ---------------------------------------------------------------------------------------
+
+HEADERS = (
+    *("x-ratelimit-limit-{}", "x-ratelimit-remaining-{}", "x-ratelimit-reset-{}"),
+    *(f"anthropic-ratelimit-{{}}-{what}" for what in ("limit", "remaining", "reset")),
+)
+SHORT = {**CHAT, "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    "limits,kind",
+    [
+        ({"key": {"requests_per_minute": 1}}, "requests"),
+        ({"agent": {"requests_per_minute": 1}}, "requests"),
+        ({"key": {"tokens_per_minute": 20}}, "tokens"),
+        ({"agent": {"tokens_per_minute": 20}}, "tokens"),
+    ],
+    ids=["key requests", "agent requests", "key tokens", "agent tokens"],
+)
+def test_beyond_a_rate_the_answer_says_when_to_come_back(
+    tmp_path: Path, limits: dict[str, Any], kind: str
+) -> None:
+    secrets = give_keys(tmp_path, "a", "b", limits=TenantEntry.model_validate(limits))
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", SHORT),
+        ("/v1/completions", {"model": "fake", "max_tokens": 4, "prompt": "hi"}),
+        ("/v1/responses", {"model": "fake", "max_output_tokens": 4, "input": "hi"}),
+        ("/v1/messages", SHORT),
+        ("/v1/agents/coder/generate", {"message": "hi", "max_tokens": 4}),
+        ("/v1/chat/completions", {**SHORT, "stream": True}),
+    ]
+    with run_server(make_settings(tmp_path)) as running:
+        house = House(running, secrets)
+        with house.stack:
+            named = {"x-agent-id": "coder"}
+            house.a.post("/v1/agents", json={"id": "coder"})
+            house.b.post("/v1/agents", json={"id": "coder"})
+            for _ in range(20):
+                answer = house.a.post("/v1/chat/completions", json=SHORT, headers=named)
+                if answer.status_code != 200:
+                    break
+            for path, body in asked:
+                answer = house.a.post(path, json=body, headers=named)
+                assert answer.status_code == 429, path
+                assert int(answer.headers["retry-after"]) >= 1
+                assert answer.json()["error"]["type"] == "rate_limit_error"
+                assert "a minute" in answer.json()["error"]["message"]
+                told = [answer.headers[name.format(kind)] for name in HEADERS]
+                limit = "1" if kind == "requests" else "20"
+                assert (told[0], told[1], told[3], told[4]) == (limit, "0", limit, "0")
+                assert told[2].endswith("s")
+                assert told[5].endswith("Z")
+            other = house.b.post("/v1/chat/completions", json=SHORT, headers=named)
+            assert other.status_code == 200
+
+
+def test_answers_within_the_limits_say_what_is_left(tmp_path: Path) -> None:
+    entry = TenantEntry.model_validate(
+        {"key": {"requests_per_minute": 100, "tokens_per_minute": 5000}}
+    )
+    secrets = give_keys(tmp_path, "a", limits=entry)
+    with run_server(make_settings(tmp_path)) as running:
+        with running.client(headers={"x-api-key": secrets["a"]}) as http:
+            first, second = (http.post("/v1/messages", json=CHAT) for _ in range(2))
+        assert first.headers["anthropic-ratelimit-requests-remaining"] == "99"
+        assert second.headers["x-ratelimit-remaining-requests"] == "98"
+        assert int(second.headers["x-ratelimit-remaining-tokens"]) < 5000
+
+
+def test_the_limit_of_all_together_counts_every_tenant(tmp_path: Path) -> None:
+    secrets = give_keys(tmp_path, "a", "b")
+    limits = RateEntry(requests_per_minute=3)
+    edit_key_file(tmp_path / "keys.json", lambda file: file.model_copy(update={"limits": limits}))
+    with run_server(make_settings(tmp_path)) as running:
+        house = House(running, secrets)
+        with house.stack:
+            clients = (house.a, house.b, house.a, house.b)
+            statuses = [http.post("/v1/messages", json=SHORT).status_code for http in clients]
+    assert statuses == [200, 200, 200, 429]
+
+
+def test_one_reply_at_a_time(tmp_path: Path) -> None:
+    secrets = give_keys(tmp_path, "a", "b", limits=TenantEntry(max_concurrent=1))
+    with run_server(make_settings(tmp_path)) as running:
+        house = House(running, secrets)
+        with house.stack:
+            assert house.a.post("/v1/messages", json=SHORT).status_code == 200
+            running_reply = running.server.inference.limits.admit(Principal("a"))
+            refused = house.a.post("/v1/messages", json=SHORT)
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert house.b.post("/v1/messages", json=SHORT).status_code == 200
+            running_reply.release()
+            assert house.a.post("/v1/messages", json=SHORT).status_code == 200
 
 
 # -- without keys ---------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from semantic.adapters.config.keys import KeyFile, TenantEntry, edit_key_file
 from tests.smoke.server_process import ServerProcess, serve
 
 pytestmark = pytest.mark.smoke
@@ -116,6 +117,34 @@ def test_a_body_may_take_long_if_it_keeps_coming(tmp_path: Path) -> None:
                     slow.recv(1)
         slow.settimeout(30)
         assert slow.makefile("rb").readline() == b"HTTP/1.1 200 OK\r\n"
+
+
+def test_a_tenant_has_so_many_connections(tmp_path: Path) -> None:
+    home, secrets = tmp_path / "home", {}
+
+    def add(file: KeyFile) -> KeyFile:
+        for name in ("few", "many"):
+            file, _, secrets[name] = file.with_key(name, TenantEntry(max_connections=2))
+        return file
+
+    edit_key_file(home / "keys.json", add)
+
+    def request(tenant: str) -> bytes:
+        head = f"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nx-api-key: {secrets[tenant]}\r\n\r\n"
+        return head.encode()
+
+    def status(opened: socket.socket) -> int:
+        return int(opened.makefile("rb").readline().split()[1])
+
+    with fake_server(tmp_path) as server, contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(connect(server, request("few"))) for _ in range(3)]
+        assert sorted(map(status, opened)) == [200, 200, 429]
+        with connect(server, request("many")) as other:
+            assert status(other) == 200
+        opened[0].close()
+        opened[1].close()
+        with connect(server, request("few")) as again:
+            assert status(again) == 200
 
 
 def test_while_all_are_answered_there_is_room_for_health_and_cancel(tmp_path: Path) -> None:

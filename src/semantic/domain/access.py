@@ -10,6 +10,7 @@ import hmac
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from semantic.domain.agents import Principal
 
@@ -43,6 +44,25 @@ class Rate:
 
     requests: int | None = None
     tokens: int | None = None
+
+
+LimitKind: TypeAlias = Literal["requests", "tokens"]
+LIMIT_KINDS: tuple[LimitKind, ...] = ("requests", "tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What is left of a limit.
+
+    Attributes:
+        limit: In a minute.
+        reset_s: In how many seconds all of it is there again.
+    """
+
+    kind: LimitKind
+    limit: int
+    remaining: int
+    reset_s: float
 
 
 @dataclass(frozen=True, slots=True)

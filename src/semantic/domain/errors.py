@@ -7,7 +7,7 @@
       AuthenticationError          401  no key, or one that this server does not know
       AgentNotFoundError           404
       ModelNotFoundError           404
-      RateLimitedError             429  for rate limits, which cannot be configured yet
+      RateLimitedError             429  too much in a minute or at once: try again, see below
       QuotaExceededError           429  trying again does not help
         StateQuotaError            429  the conversation takes more bytes than its agent may keep
       PoolExhaustedError           429  } try again after `retry_after_s`
@@ -21,6 +21,8 @@
 
 Which HTTP status and body a protocol makes of an error is the adapters' business.
 """
+
+from typing import Literal
 
 
 class SemanticError(Exception):
@@ -91,7 +93,22 @@ class ModelNotFoundError(SemanticError):
 
 
 class RateLimitedError(SemanticError):
-    """Too many requests from one tenant or agent."""
+    """Too many requests of one key, tenant or agent, or of all together.
+
+    Attributes:
+        allowance: The limit that was reached, if it is one of a minute: `requests` or `tokens`, how
+            many, and in how many seconds all of it is there again.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_s: float,
+        allowance: tuple[Literal["requests", "tokens"], int, float] | None = None,
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.allowance = allowance
 
 
 class QuotaExceededError(SemanticError):

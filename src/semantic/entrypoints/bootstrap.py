@@ -27,6 +27,7 @@ from semantic.application.agents.turns import TurnLanes, TurnWatch
 from semantic.application.engine.device_thread import DeviceThread, LoadedModel, ModelRegistry
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.requests.access import Access
+from semantic.application.requests.limits import RateLimits
 from semantic.application.requests.reply import ReplyHub
 from semantic.application.requests.service import InferenceService
 from semantic.application.requests.stateful import StatefulChat
@@ -104,6 +105,7 @@ def bootstrap(settings: Settings) -> Server:
         is_durable=memory.is_durable if settings.durability == "sync" else None,
         watch=watch,
     )
+    inference.limits = RateLimits(lambda: access.ring)
     models = ModelRegistry(device, model_id, backend_name, settings.model_aliases)
     budgets = CacheBudgets(settings.disk_budget_mb * 2**20, settings.write_queue_mb * 2**20)
     cache = CacheService(

@@ -33,7 +33,7 @@ from semantic.adapters.inbound.http.connections import (
     raise_descriptor_limit,
 )
 from semantic.adapters.inbound.http.docs_page import docs_router
-from semantic.adapters.inbound.http.errors import install_error_handlers
+from semantic.adapters.inbound.http.errors import allowance_headers, install_error_handlers
 from semantic.adapters.inbound.http.guard import Guard, current_principal
 from semantic.adapters.inbound.http.health import health_router
 from semantic.adapters.inbound.http.middleware import (
@@ -48,6 +48,7 @@ from semantic.adapters.inbound.http.middleware import (
 from semantic.adapters.inbound.openai.routes import openai_router
 from semantic.adapters.inbound.responses.routes import responses_router
 from semantic.application.agents.turns import PastTurns
+from semantic.domain.access import LIMIT_KINDS, Allowance
 from semantic.domain.errors import InvalidRequestError, ModelSwapError, SemanticError
 from semantic.entrypoints.bootstrap import Server
 from semantic.ports.inbound import ModelState
@@ -58,7 +59,10 @@ _log = structlog.get_logger(__name__)
 # of 5 ms it then waited for the HTTP side so long that eight streams lost 38 % of their speed; with
 # this they lose a few percent (benchmarks/bench_http_streams.py), so both live in one process.
 _SWITCH_INTERVAL_S = 0.00005
-_EXPOSED_HEADERS = ("request-id", "x-request-id", "retry-after", "x-should-retry")
+_EXPOSED_HEADERS = (
+    *("request-id", "x-request-id", "retry-after", "x-should-retry"),
+    *(name for kind in LIMIT_KINDS for name in allowance_headers(Allowance(kind, 0, 0, 0.0))),
+)
 _CUT_S = 1  # in which requests end whose connection was cut
 
 
@@ -112,7 +116,7 @@ def _add_middleware(app: FastAPI, server: Server) -> None:
         max_bytes=int(settings.max_body_mb * 2**20),
         larger={IMPORT_PATH: settings.disk_budget_mb * 2**20},
     )
-    app.add_middleware(Guard, access=server.access)
+    app.add_middleware(Guard, access=server.access, limits=server.inference.limits)
     app.add_middleware(ForeignPages, origins=origins)
     if not settings.allow_remote:
         app.add_middleware(LocalHosts)

@@ -17,6 +17,7 @@ from semantic.application.prompt.replay import (
     prompt_digest,
 )
 from semantic.application.requests.identity import BusyAgents, Claim, Identities
+from semantic.application.requests.limits import RateLimits
 from semantic.application.requests.prepare import Preparation, PreparationThreads, PreparedRequest
 from semantic.application.requests.reply import FinishedReply, LiveReply, ReplyHub
 from semantic.domain.agents import Pointer, Principal, Turn
@@ -36,7 +37,11 @@ _PREPARE_S = 60  # the longest that may pass before a request is queued
 
 
 class InferenceService:
-    """`InferencePort` over one device. Used on the event loop's thread."""
+    """`InferencePort` over one device. Used on the event loop's thread.
+
+    Attributes:
+        limits: How much may be asked; there are none unless they are set.
+    """
 
     def __init__(
         self,
@@ -74,6 +79,7 @@ class InferenceService:
         self._is_durable = is_durable
         self._watch = watch
         self._busy = BusyAgents()
+        self.limits = RateLimits()
 
     @property
     def problem(self) -> str:
@@ -83,16 +89,22 @@ class InferenceService:
     async def start(self, request: ChatRequest, principal: Principal) -> LiveReply:
         """Render, tokenise, check and queue a request."""
         model = self._model(request)
+        ticket = self.limits.admit(principal)
         claim = self._busy.claim(principal.tenant)
         try:
             # A long prompt takes a while to tokenise; other streams go on meanwhile.
             prepared = await self._threads.run(
                 self._preparation.prepare, request, principal, model, claim
             )
-            return self._submit(prepared, claim)
+            ticket.charge(prepared.identity.agent_id, len(prepared.job.tokens))
+            reply = self._submit(prepared, claim)
+            reply.on_end(ticket.end)
         except BaseException:
             claim.release()
+            ticket.release()
             raise
+        else:
+            return reply
 
     def _submit(self, prepared: PreparedRequest, claim: Claim) -> LiveReply:
         job, shape = prepared.job, prepared.shape
@@ -128,7 +140,12 @@ class InferenceService:
     async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:
         """Count the tokens of the prompt that a request would make."""
         model = self._model(request)
-        return await self._threads.run(self._preparation.count_tokens, request, principal, model)
+        ticket = self.limits.admit(principal)
+        try:
+            count = self._preparation.count_tokens
+            return await self._threads.run(count, request, principal, model)
+        finally:
+            ticket.release()
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Write tokens out as text, special ones left out."""

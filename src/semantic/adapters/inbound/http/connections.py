@@ -12,7 +12,7 @@ import errno
 import resource
 import socket
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,8 @@ _MAX_SPARE = 32
 _ACCEPTED_AT_ONCE = 16
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _TELL_EVERY_S = 60.0
-_FULL = "is_full"  # in a request's state: it came on a connection beyond the limit
+# In a request's state: its connection, and whether that is one beyond the limit.
+CONNECTION, _FULL = "connection", "is_full"
 
 
 def raise_descriptor_limit() -> int:
@@ -94,6 +95,7 @@ class OpenConnections:
         self.limits = limits
         self._open: set[Connection] = set()
         self._silent: OrderedDict[Connection, None] = OrderedDict()  # the longest silent first
+        self._owned: Counter[str] = Counter()
         self._num_cut = 0
         self._told_at = float("-inf")
 
@@ -122,6 +124,22 @@ class OpenConnections:
         """Note that a connection was closed."""
         self._open.discard(connection)
         self._silent.pop(connection, None)
+        self._disown(connection)
+
+    def claim(self, connection: "Connection", tenant: str, limit: int | None) -> bool:
+        """Count a connection as a tenant's; returns False if it has as many as it may."""
+        if connection.tenant != tenant:
+            if limit is not None and self._owned[tenant] >= limit:
+                return False
+            self._disown(connection)
+            connection.tenant = tenant
+            self._owned[tenant] += 1
+        return True
+
+    def _disown(self, connection: "Connection") -> None:
+        if connection.tenant is not None:
+            self._owned[connection.tenant] -= 1
+            connection.tenant = None
 
     def note(self, connection: "Connection", *, is_silent: bool) -> None:
         """Note a sign of life: whether its client still owes us something."""
@@ -173,9 +191,13 @@ class Connection(H11Protocol):
     """One connection, cut when its client keeps us waiting for too long.
 
     uvicorn itself closes those that are idle between two requests.
+
+    Attributes:
+        tenant: Whose request came last on it.
     """
 
     pool: OpenConnections
+    tenant: str | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -194,8 +216,13 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
         super().connection_made(transport)
+        self.app_state = {**self.app_state, CONNECTION: self}
         self._expect_more()
         self.pool.enter(self)
+
+    def claim(self, tenant: str, limit: int | None) -> bool:
+        """Count it as a tenant's; returns False if that one has as many as it may."""
+        return self.pool.claim(self, tenant, limit)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
 from fastapi import FastAPI, Request
@@ -17,6 +18,7 @@ from typing_extensions import TypedDict
 
 from semantic.adapters.inbound.http.streaming import CLIENT_LEFT
 from semantic.domain import errors
+from semantic.domain.access import Allowance
 
 
 class _Row(NamedTuple):
@@ -50,7 +52,8 @@ _TABLE = (
     _Row(errors.GenerationTimeoutError, 504, _FAULT, "timeout", 504, "timeout_error"),
     _Row(errors.SemanticError, 500, _FAULT, "internal_error", 500, "api_error"),
 )
-# Anthropic's types of what is no error of ours.
+# The vendors' types of what is no error of ours.
+_OPENAI_TYPES = {401: "authentication_error", 429: _LIMIT}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -68,7 +71,7 @@ _MEANINGS: dict[int | str, str] = {
     404: "there is no such agent or turn",
     409: "it contradicts what is there",
     413: "the body is too large",
-    429: "a quota is used up",
+    429: "a quota or a rate limit is used up",
     503: "the model is loading, the queue is full, or the server stops",
     504: "it took too long",
     529: "the queue is full",
@@ -192,10 +195,32 @@ def error_response(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """Answer what is no error of ours, such as an unknown path, in the same shape."""
-    kind = _FAULT if status >= 500 else _INVALID
+    kind = _OPENAI_TYPES.get(status, _FAULT if status >= 500 else _INVALID)
     openai = JSONResponse(_openai(message, kind, code, param), status, headers)
     usual = "api_error" if status >= 500 else _INVALID
     return _VendorResponse(openai, status, _anthropic(_ANTHROPIC_TYPES.get(status, usual), message))
+
+
+def allowance_headers(left: Allowance) -> dict[str, str]:
+    """What is left of a limit, as OpenAI's clients read it, and as Anthropic's do.
+
+    Example:
+        >>> headers = allowance_headers(Allowance("tokens", 1000, 400, 36.0))
+        >>> headers["x-ratelimit-remaining-tokens"], headers["x-ratelimit-reset-tokens"]
+        ('400', '36s')
+    """
+    minutes, seconds = divmod(math.ceil(left.reset_s), 60)
+    again = datetime.now(UTC) + timedelta(seconds=math.ceil(left.reset_s))
+    values = (str(left.limit), str(left.remaining))
+    openai, anthropic = "x-ratelimit", f"anthropic-ratelimit-{left.kind}"
+    return {
+        f"{openai}-limit-{left.kind}": values[0],
+        f"{openai}-remaining-{left.kind}": values[1],
+        f"{openai}-reset-{left.kind}": f"{minutes}m{seconds}s" if minutes else f"{seconds}s",
+        f"{anthropic}-limit": values[0],
+        f"{anthropic}-remaining": values[1],
+        f"{anthropic}-reset": again.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -204,13 +229,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(errors.SemanticError)
     async def _semantic(_: Request, error: errors.SemanticError) -> Response:
-        headers = {}
-        if error.retry_after_s is not None:
-            headers["retry-after"] = str(math.ceil(error.retry_after_s))
-        if isinstance(error, errors.QuotaExceededError):
-            headers["x-should-retry"] = "false"  # clients would try for minutes
         row = _row(error)
-        openai = JSONResponse(openai_body(error), row.status, headers)
+        openai = JSONResponse(openai_body(error), row.status, _retry_headers(error))
         return _VendorResponse(openai, row.anthropic_status, anthropic_body(error))
 
     @app.exception_handler(RequestValidationError)
@@ -235,6 +255,18 @@ def install_error_handlers(app: FastAPI) -> None:
         if error.status_code == 404:
             message = f"there is nothing at {request.method} {request.url.path}."
         return error_response(error.status_code, message, "http_error", headers=error.headers)
+
+
+def _retry_headers(error: errors.SemanticError) -> dict[str, str]:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    if isinstance(error, errors.RateLimitedError) and error.allowance is not None:
+        kind, limit, reset_s = error.allowance
+        headers |= allowance_headers(Allowance(kind, limit, 0, reset_s))
+    if isinstance(error, errors.QuotaExceededError):
+        headers["x-should-retry"] = "false"  # clients would try for minutes
+    return headers
 
 
 async def _left(_: Request, __: Exception) -> Response:

@@ -7,13 +7,15 @@ an admin's. Endpoints ask `current_principal` on whose behalf they work.
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from semantic.adapters.inbound.http.errors import error_response
+from semantic.adapters.inbound.http.connections import CONNECTION, Connection
+from semantic.adapters.inbound.http.errors import allowance_headers, error_response
 from semantic.adapters.inbound.http.middleware import read_off
 from semantic.application.requests.access import Access
+from semantic.application.requests.limits import RateLimits
 from semantic.domain.agents import Principal
 from semantic.domain.errors import AuthenticationError
 
@@ -32,9 +34,10 @@ def current_principal() -> Principal:
 class Guard:
     """Finds out whose a request is, and refuses what its key does not open."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: Access, limits: RateLimits) -> None:
         self._app = app
         self._access = access
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -43,7 +46,7 @@ class Guard:
             return
         refusal = self._admit(scope)
         if refusal is None:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, self._telling(send, current_principal()))
         else:
             await read_off(receive, _MAX_REFUSED_BYTES)
             await refusal(scope, receive, send)
@@ -62,9 +65,29 @@ class Guard:
         if _is_under(path, _ADMIN) and not principal.is_admin:
             message = f"{path} needs an admin key: make one with `semantic keys add --admin`."
             return error_response(403, message, "admin_key_required")
+        state = scope.setdefault("state", {})
+        connection: Connection | None = state.get(CONNECTION)
+        limit = self._access.ring.policy(principal.tenant).max_connections
+        if connection is not None and not connection.claim(principal.tenant, limit):
+            message = f"this tenant may have {limit} connections open, and has them; close some."
+            headers = {"connection": "close", "retry-after": "1"}
+            return error_response(429, message, "rate_limit_exceeded", headers=headers)
         _current.set(principal)
-        scope.setdefault("state", {})["tenant"] = principal.tenant
+        state["tenant"] = principal.tenant
         return None
+
+    def _telling(self, send: Send, principal: Principal) -> Send:
+        """Answer with what is left of the limits, where there are any."""
+
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for left in self._limits.allowances(principal):
+                    for name, value in allowance_headers(left).items():
+                        headers.setdefault(name, value)
+            await send(message)
+
+        return tell
 
 
 def _is_under(path: str, places: tuple[str, ...]) -> bool:
