@@ -35,6 +35,7 @@ CHAPTERS = {
     "adapters/inbound/openai": ("http", "anthropic"),  # lists models for both vendors
     "adapters/inbound/responses": ("http", "openai"),
     "adapters/inbound/agents": ("http",),
+    "adapters/inbound/page": ("http",),
     "adapters/outbound/models": (),
     "adapters/outbound/grammar": (),
     "adapters/outbound/ledger": (),

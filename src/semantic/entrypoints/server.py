@@ -46,6 +46,7 @@ from semantic.adapters.inbound.http.middleware import (
     ShortPaths,
 )
 from semantic.adapters.inbound.openai.routes import openai_router
+from semantic.adapters.inbound.page.routes import page_router
 from semantic.adapters.inbound.responses.routes import responses_router
 from semantic.application.agents.turns import PastTurns
 from semantic.domain.access import LIMIT_KINDS, Allowance
@@ -87,7 +88,8 @@ def create_app(server: Server) -> FastAPI:
         redoc_url=None,
     )
     install_error_handlers(app)
-    app.include_router(docs_router(app.openapi, server.models.models))
+    app.include_router(docs_router(app.openapi))
+    app.include_router(page_router(server.models.models))
     principal = current_principal
     app.include_router(openai_router(server.inference, server.models, principal))
     past = PastTurns(server.memory.agents.log)

@@ -9,4 +9,5 @@
    types are what the OpenAPI document shows.
 
 `openai/`, `responses/` and `anthropic/` speak as the vendors do; `agents/` is our own protocol.
+`page/` is what a browser sees, fed by the same API.
 """

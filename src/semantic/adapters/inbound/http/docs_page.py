@@ -1,4 +1,4 @@
-"""The greeting at `/`, and the page at `/docs`: every endpoint, as plain HTML.
+"""The page at `/docs`: every endpoint, as plain HTML.
 
 FastAPI's own pages load a viewer from a CDN: they need the internet, and tell it that somebody
 looks. A browser asks nobody else for anything here.
@@ -6,16 +6,13 @@ looks. A browser asks nobody else for anything here.
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from html import escape
 from itertools import groupby
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
-
-from semantic import __version__
-from semantic.ports.inbound import ModelStatus
+from fastapi.responses import HTMLResponse
 
 _HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 _STYLE = """
@@ -31,37 +28,15 @@ _HEAD = """<!doctype html>
 <p>The same for programs: <a href=openapi.json>openapi.json</a>
 """
 _FILE = "coder.agent"
-_LINKS = {
-    "docs": "/docs",
-    "openapi": "/openapi.json",
-    "health": "/health",
-    "models": "/v1/models",
-}
 
 
-def docs_router(
-    document: Callable[[], dict[str, Any]], models: Callable[[], Sequence[ModelStatus]]
-) -> APIRouter:
-    """Serve both.
+def docs_router(document: Callable[[], dict[str, Any]]) -> APIRouter:
+    """Serve it.
 
     Args:
         document: Makes the OpenAPI document.
-        models: What is served.
     """
     router = APIRouter()
-
-    @router.get("/", include_in_schema=False, response_model=None)
-    def greet(http: Request) -> Response:
-        if "text/html" in http.headers.get("accept", ""):
-            return RedirectResponse("docs")
-        return JSONResponse(
-            {
-                "name": "Semantic",
-                "version": __version__,
-                "model": models()[0].id,
-                "links": _LINKS,
-            }
-        )
 
     @router.get("/docs", include_in_schema=False)
     def docs(http: Request) -> HTMLResponse:

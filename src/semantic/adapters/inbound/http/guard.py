@@ -1,7 +1,7 @@
 """The guard: whose request it is, by its key, and whether that key opens what it asks for.
 
-Probes are open to everybody. Where keys exist, all else needs one; what concerns all tenants needs
-an admin's. Endpoints ask `current_principal` on whose behalf they work.
+Probes and the page's files are open to everybody. Where keys exist, all else needs one; what
+concerns all tenants needs an admin's. Endpoints ask `current_principal` on whose behalf they work.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from semantic.application.requests.limits import RateLimits
 from semantic.domain.agents import Principal
 from semantic.domain.errors import AuthenticationError
 
-_OPEN = ("/health",)
+_OPEN = ("/health", "/page")  # the page asks for a key itself
 _ADMIN = ("/admin", "/v1/cache", "/metrics")
 _MAX_REFUSED_BYTES = 2**20  # of a body that is read for the sake of its answer
 
@@ -57,7 +57,7 @@ class Guard:
         try:
             principal = self._access.authenticate(_secrets(Headers(scope=scope)))
         except AuthenticationError as error:
-            if _is_under(path, _OPEN):
+            if _is_under(path, _OPEN) or _is_browser(scope):
                 _current.set(Principal())
                 return None
             headers = {"www-authenticate": "Bearer"}
@@ -92,6 +92,11 @@ class Guard:
 
 def _is_under(path: str, places: tuple[str, ...]) -> bool:
     return any(path == place or path.startswith(f"{place}/") for place in places)
+
+
+def _is_browser(scope: Scope) -> bool:
+    """Whether a browser asks for the page, which holds nothing of anybody's."""
+    return scope["path"] == "/" and "text/html" in Headers(scope=scope).get("accept", "")
 
 
 def _secrets(headers: Headers) -> Iterator[str]:

@@ -1,0 +1,184 @@
+// What can be done to an agent, with a way back where there is one.
+import { html, useState } from "./vendor/preact-htm.js";
+import { ask, forgetAgent, get, known, putAgent, refreshAgent, refreshCache, say, sayFault, send, tell } from "./server.js";
+import { Dialog, Field, bytes } from "./parts.js";
+
+const GRACE_MS = 7000;
+const leaving = new Map(); // agents that are deleted when nobody takes it back
+
+const at = (id, deed = "") => `v1/agents/${encodeURIComponent(id)}${deed}`;
+
+/** Do something to an agent; says what went wrong. */
+async function attempt(work) {
+  try {
+    return await work();
+  } catch (error) {
+    sayFault(error);
+    return null;
+  }
+}
+
+export const makeAgent = (settings) =>
+  attempt(async () => {
+    const agent = await send("POST", "v1/agents", settings);
+    putAgent(agent);
+    return agent;
+  });
+
+export const fork = (id, { ids, turn_id = null, n } = {}) =>
+  attempt(async () => {
+    const made = await send("POST", at(id, "/fork"), { ...(ids ? { ids } : { n: n ?? 1 }), turn_id });
+    const names = made.data.map((agent) => agent.id);
+    made.data.forEach((agent) => refreshAgent(agent.id));
+    const undo = () => attempt(() => Promise.all(names.map((name) => send("DELETE", at(name)))));
+    say(names.length > 1 ? `Forked ${id} ${names.length} times.` : `Forked ${id} to ${names[0]}.`, { undo });
+    return names;
+  });
+
+export const rewind = (id, turnId) =>
+  attempt(async () => {
+    const before = (known.agents.get(id) ?? (await get(at(id)))).head;
+    const agent = await send("POST", at(id, "/rewind"), { turn_id: turnId });
+    putAgent({ ...known.agents.get(id), ...agent, history: [] });
+    refreshAgent(id);
+    const undo = () => attempt(() => send("POST", at(id, "/rewind"), { turn_id: before })).then(() => refreshAgent(id));
+    say(turnId ? `${id} went back to turn ${agent.turns}.` : `${id} went back to its beginning.`, { undo });
+    return agent;
+  });
+
+export const pin = (id, isPinned) =>
+  attempt(async () => {
+    putAgent({ ...known.agents.get(id), ...(await send("PATCH", at(id), { pin: isPinned })) });
+    refreshAgent(id);
+    say(isPinned ? `${id} is pinned: its state stays on disk.` : `${id} is no longer pinned.`, { undo: () => pin(id, !isPinned) });
+  });
+
+export const prefetch = (id) =>
+  attempt(async () => {
+    const { parts } = await send("POST", at(id, "/prefetch"));
+    setTimeout(() => refreshAgent(id), 400);
+    say(parts ? `Reading ${parts} ${parts > 1 ? "parts" : "part"} of ${id} into memory.` : `${id} is in memory as far as it fits.`, {
+      undo: parts ? () => evict(id, "disk") : undefined,
+    });
+  });
+
+export const evict = (id, to) =>
+  attempt(async () => {
+    const { state } = await send("POST", at(id, "/evict"), { to });
+    refreshAgent(id);
+    refreshCache();
+    const where = { hot: "in memory, for others share it", warm: "on disk", cold: "computed again when it is needed" };
+    say(`The state of ${id} is now ${where[state.tier]}.`, { undo: to === "disk" ? () => prefetch(id) : undefined });
+  });
+
+/** Delete an agent, a few seconds from now. */
+export function remove(id) {
+  const agent = known.agents.get(id);
+  const isOver = () => leaving.delete(id) && attempt(() => ask(at(id), { method: "DELETE", keepalive: true }));
+  leaving.set(id, isOver);
+  forgetAgent(id);
+  say(`${id} is deleted.`, {
+    ms: GRACE_MS,
+    onGone: isOver,
+    undo: () => {
+      leaving.delete(id);
+      putAgent(agent);
+    },
+  });
+}
+
+export const isLeaving = (id) => leaving.has(id);
+addEventListener("pagehide", () => leaving.forEach((end) => end()));
+
+export const exportFile = (id) =>
+  attempt(async () => {
+    const blob = await (await ask(at(id, "/export"))).blob();
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(blob);
+    link.download = `${id}.tar`;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+    say(`Exported ${id}: ${bytes(blob.size)}.`);
+  });
+
+export const importFile = (file, { id, messagesOnly }) =>
+  attempt(async () => {
+    const query = new URLSearchParams({ ...(id && { id }), ...(messagesOnly && { messages_only: "true" }) });
+    const agent = await (await ask(`v1/agents/import?${query}`, { method: "POST", body: file })).json();
+    putAgent(agent);
+    say(`Imported ${agent.id}: ${agent.import_state}, ${agent.import_reason}.`, { undo: () => remove(agent.id) });
+    return agent;
+  });
+
+// -- dialogs -----------------------------------------------------------------------------------
+
+let opened = null;
+
+export function open(dialog) {
+  opened = dialog;
+  tell("dialog");
+}
+
+const close = () => open(null);
+const NAME = "[A-Za-z0-9._\\-]{1,128}";
+
+function freeName(id) {
+  for (let count = 2; ; count++) if (!known.agents.has(`${id}-${count}`)) return `${id}-${count}`;
+}
+
+function ForkDialog({ id, turnId, onMade }) {
+  const done = async ({ name, count }) => {
+    close();
+    const names = await fork(id, count > 1 ? { n: Number(count), turn_id: turnId } : { ids: [name], turn_id: turnId });
+    if (names) onMade?.(names[0]);
+  };
+  const [count, setCount] = useState(1);
+  return html`<${Dialog} title=${`Fork ${id}`} action="Fork" onDone=${done} onClose=${close}>
+    <p class="note">${turnId ? "From this turn on" : "From where it is"} the fork goes its own way. Nothing is copied and nothing is computed.</p>
+    <${Field} label="Name"><input name="name" required=${count < 2} disabled=${count > 1} pattern=${NAME} value=${freeName(id)} /><//>
+    <${Field} label="How many" hint="more than one get names of their own">
+      <input name="count" type="number" min="1" max="256" value=${count} onInput=${(event) => setCount(Number(event.target.value))} />
+    <//>
+  <//>`;
+}
+
+function NewDialog({ onMade }) {
+  const done = async ({ id, system }) => {
+    close();
+    const agent = await makeAgent({ ...(id && { id }), ...(system && { system }) });
+    if (agent) onMade?.(agent.id);
+  };
+  return html`<${Dialog} title="New agent" action="Make it" onDone=${done} onClose=${close}>
+    <${Field} label="Name" hint="letters, digits, dot, dash; drawn if empty"><input name="id" pattern=${NAME} placeholder="coder" /><//>
+    <${Field} label="System prompt"><textarea name="system" rows="5" placeholder="You write Python." /><//>
+  <//>`;
+}
+
+function ImportDialog({ onMade }) {
+  const done = async ({ file, id, messages }) => {
+    close();
+    const agent = await importFile(file, { id, messagesOnly: messages === "on" });
+    if (agent) onMade?.(agent.id);
+  };
+  return html`<${Dialog} title="Import an agent" action="Import" onDone=${done} onClose=${close}>
+    <${Field} label="File" hint="as Export writes it"><input name="file" type="file" accept=".tar,application/x-tar" required /><//>
+    <${Field} label="Name" hint="the one in the file if empty"><input name="id" pattern=${NAME} /><//>
+    <label class="check"><input type="checkbox" name="messages" /> what was said alone, without attention state</label>
+  <//>`;
+}
+
+function RemoveDialog({ id }) {
+  const done = () => {
+    close();
+    remove(id);
+  };
+  return html`<${Dialog} title=${`Delete ${id}?`} action="Delete" onDone=${done} onClose=${close}>
+    <p class="note">Its forks keep the past they share. You have a few seconds to take it back.</p>
+  <//>`;
+}
+
+export const askFork = (id, turnId = null, onMade) => open(html`<${ForkDialog} id=${id} turnId=${turnId} onMade=${onMade} />`);
+export const askNew = (onMade) => open(html`<${NewDialog} onMade=${onMade} />`);
+export const askImport = (onMade) => open(html`<${ImportDialog} onMade=${onMade} />`);
+export const askRemove = (id) => open(html`<${RemoveDialog} id=${id} />`);
+export const openDialog = () => opened;

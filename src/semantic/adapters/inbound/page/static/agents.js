@@ -1,0 +1,190 @@
+// Agents: the graph with everyone in it, and one agent with its log beside it.
+import { html, useEffect, useMemo, useState } from "./vendor/preact-htm.js";
+import { get, known, refreshAgent, sayFault, useTopics } from "./server.js";
+import { Bar, Button, ReuseBar, Rows, Tier, ago, bytes, number, short, textOf } from "./parts.js";
+import { HEIGHT, Line, layOut } from "./graph.js";
+import * as act from "./actions.js";
+
+const KINDS = ["all", "hot", "warm", "cold", "pinned", "busy"];
+const isKind = (agent, kind) =>
+  kind === "all" || agent.state.tier === kind || (kind === "pinned" && agent.settings.pin) || (kind === "busy" && agent.busy);
+
+function matching(agents, text, kind) {
+  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+  const wanted = (agent) => {
+    const labels = Object.entries(agent.settings.labels).flat().join(" ");
+    const all = `${agent.id} ${labels} ${agent.settings.system ?? ""}`.toLowerCase();
+    return isKind(agent, kind) && words.every((word) => all.includes(word));
+  };
+  return agents.filter(wanted);
+}
+
+export function Agents({ id, go }) {
+  useTopics("agents");
+  const [text, setText] = useState("");
+  const [kind, setKind] = useState("all");
+  const agents = [...known.agents.values()];
+  const rows = useMemo(() => layOut(matching(agents, text, kind)), [known.agents.size, text, kind, stamp(agents)]);
+  const focus = rows.findIndex((line) => line.agent.id === id);
+  const counts = useMemo(() => KINDS.map((name) => [name, agents.filter((agent) => isKind(agent, name)).length]), [stamp(agents)]);
+
+  useEffect(() => {
+    const press = (event) => {
+      if (event.target.closest("input,textarea,dialog,select") || event.metaKey || event.ctrlKey || event.altKey) return;
+      const step = { j: 1, ArrowDown: 1, k: -1, ArrowUp: -1 }[event.key];
+      if (step && rows.length) {
+        const next = focus < 0 ? 0 : Math.min(rows.length - 1, Math.max(0, focus + step));
+        go("agents", rows[next].agent.id);
+        event.preventDefault();
+      }
+      const deed = DEEDS[event.key];
+      if (deed && known.agents.has(id)) {
+        deed(id, go);
+        event.preventDefault();
+      }
+    };
+    addEventListener("keydown", press);
+    return () => removeEventListener("keydown", press);
+  }, [rows, focus, id]);
+
+  const draw = (line) => html`<${Row} key=${line.agent.id} line=${line} isChosen=${line.agent.id === id} go=${go} />`;
+  return html`<section class=${`agents ${id ? "has-one" : ""}`}>
+    <div class="list">
+      <header class="tools">
+        <h1>Agents</h1>
+        <input id="search" type="search" placeholder="Find by name, label, prompt  ( / )" aria-label="Find" value=${text} onInput=${(event) => setText(event.target.value)} />
+        <${Button} onClick=${() => act.askImport((made) => go("agents", made))}>Import<//>
+        <${Button} kind="main" icon="plus" onClick=${() => act.askNew((made) => go("chat", made))}>New<//>
+      </header>
+      <div class="chips" role="group" aria-label="Show">
+        ${counts.map(([name, count]) => html`<button type="button" class=${name === kind ? "on" : ""} aria-pressed=${name === kind} onClick=${() => setKind(name)}>${name} <b>${short(count)}</b></button>`)}
+        ${!known.isWhole && html`<span class="note">loading…</span>`}
+      </div>
+      <div class="row heads" aria-hidden="true"><span>turns</span><span>name</span><span>state</span><span class="wide">tokens</span><span class="wide">memory</span><span class="wide">disk</span><span>used</span></div>
+      ${rows.length
+        ? html`<${Rows} rows=${rows} height=${HEIGHT} draw=${draw} focus=${focus} label="Agents" />`
+        : html`<div class="empty"><p>${known.agents.size ? "No agent matches." : "No agents yet. Make one, or point a client at this server."}</p></div>`}
+    </div>
+    ${id && html`<${Agent} key=${id} id=${id} go=${go} />`}
+  </section>`;
+}
+
+// Changes when the graph has to be laid out again.
+const stamp = (agents) => agents.reduce((sum, agent) => sum + agent.last_used + agent.turns + agent.history.length, 0) + known.agents.size;
+
+function Row({ line, isChosen, go }) {
+  const agent = known.agents.get(line.agent.id) ?? line.agent;
+  const { state } = agent;
+  return html`<a class=${`row ${isChosen ? "chosen" : ""}`} role="option" aria-selected=${isChosen} href=${`#/agents/${agent.id}`} onDblClick=${() => go("chat", agent.id)}>
+    <${Line} line=${{ ...line, agent }} isChosen=${isChosen} />
+    <span class="name" title=${agent.id}>${agent.id}${agent.settings.pin && html`<i class="pinned" title="pinned" />`}</span>
+    <span><${Tier} tier=${state.tier} /></span>
+    <span class="num wide">${short(agent.tokens)}</span>
+    <span class="num wide">${state.memory_bytes ? bytes(state.memory_bytes) : "–"}</span>
+    <span class="num wide">${state.disk_bytes ? bytes(state.disk_bytes) : "–"}</span>
+    <span class="num">${ago(agent.last_used)}</span>
+  </a>`;
+}
+
+const DEEDS = {
+  Enter: (id, go) => go("chat", id),
+  c: (id, go) => go("chat", id),
+  f: (id, go) => act.askFork(id, null, (made) => go("agents", made)),
+  p: (id) => act.pin(id, !known.agents.get(id).settings.pin),
+  l: (id) => act.prefetch(id),
+  e: (id) => act.evict(id, "disk"),
+  x: (id) => act.exportFile(id),
+  Delete: (id) => act.askRemove(id),
+  Escape: (id, go) => go("agents"),
+};
+
+// -- one agent -----------------------------------------------------------------------------------
+
+function Agent({ id, go }) {
+  useTopics("agents");
+  const agent = known.agents.get(id);
+  useEffect(() => void (agent || refreshAgent(id)), [id]);
+  if (!agent) return html`<aside class="detail"><div class="empty"><p>${act.isLeaving(id) ? "Deleted." : "There is no such agent."}</p></div></aside>`;
+  const { state, settings } = agent;
+  return html`<aside class="detail" aria-label=${id}>
+    <header>
+      <${Button} icon="close" kind="quiet" title="Close (Esc)" onClick=${() => go("agents")} />
+      <h2 title=${id}>${id}</h2>
+      <${Button} kind="main" icon="chat" onClick=${() => go("chat", id)} title="Chat (Enter)">Chat<//>
+    </header>
+    <div class="deeds">
+      <${Button} onClick=${() => act.askFork(id, null, (made) => go("agents", made))} title="Fork (f)">Fork<//>
+      <${Button} onClick=${() => act.pin(id, !settings.pin)} title="Pin (p)">${settings.pin ? "Unpin" : "Pin"}<//>
+      <${Button} onClick=${() => act.prefetch(id)} title="Read its state into memory (l)">Prefetch<//>
+      <${Button} onClick=${() => act.evict(id, "disk")} title="Drop its state from memory (e)">Evict<//>
+      <${Button} onClick=${() => act.evict(id, "cold")} title="Drop its state from memory and disk">Make cold<//>
+      <${Button} onClick=${() => act.exportFile(id)} title="Export (x)">Export<//>
+      <${Button} kind="danger" onClick=${() => act.askRemove(id)} title="Delete (Del)">Delete<//>
+    </div>
+    <div class="facts">
+      <${Where} agent=${agent} />
+      <dl>
+        <dt>Made</dt><dd>${ago(agent.created_at)}${agent.created_at && Date.now() / 1000 - agent.created_at > 5 ? " ago" : ""}</dd>
+        <dt>Class</dt><dd>${settings.class}${settings.weight !== 1 ? `, weight ${settings.weight}` : ""}</dd>
+        ${settings.ttl_s && html`<dt>Forgotten</dt><dd>${Math.round(settings.ttl_s / 3600)} h after its last turn</dd>`}
+        ${settings.tools.length > 0 && html`<dt>Tools</dt><dd>${settings.tools.map((tool) => tool.name).join(", ")}</dd>`}
+        ${Object.entries(settings.labels).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}
+      </dl>
+      ${settings.system && html`<details class="system"><summary>System prompt</summary><pre>${settings.system}</pre></details>`}
+      <${Log} agent=${agent} go=${go} />
+    </div>
+  </aside>`;
+}
+
+function Where({ agent }) {
+  const { state, tokens } = agent;
+  const disk = Math.max(0, state.disk_tokens - state.memory_tokens);
+  const cold = Math.max(0, tokens - Math.max(state.memory_tokens, state.disk_tokens));
+  const parts = [["pool", state.memory_tokens], ["disk", disk], ["cold", cold]];
+  return html`<div class="where">
+    <div><${Tier} tier=${state.tier} /> <b>${number(tokens)}</b> tokens in <b>${agent.turns}</b> ${agent.turns === 1 ? "turn" : "turns"}</div>
+    <${Bar} parts=${parts} whole=${tokens} isThick label="where its state is" />
+    <div class="key">
+      <span><i class="dot pool" />${number(state.memory_tokens)} in memory, ${bytes(state.memory_bytes)}</span>
+      <span><i class="dot disk" />${number(state.disk_tokens)} on disk, ${bytes(state.disk_bytes)}</span>
+      ${cold > 1 && html`<span><i class="dot cold" />${number(cold)} to compute</span>`}
+    </div>
+  </div>`;
+}
+
+function Log({ agent, go }) {
+  const [turns, setTurns] = useState(null);
+  const [next, setNext] = useState(null);
+  const load = async (before) => {
+    const page = await get(`v1/agents/${agent.id}/turns?limit=20${before ? `&before=${before}` : ""}`);
+    setTurns((known) => (before ? [...known, ...page.data] : page.data));
+    setNext(page.next);
+  };
+  useEffect(() => void load().catch(sayFault), [agent.head]);
+  if (!turns) return null;
+  return html`<div class="log">
+    <h3>Turns</h3>
+    ${!turns.length && html`<p class="note">No turn yet.</p>`}
+    ${turns.map((turn, index) => html`<${LogEntry} key=${turn.id} agent=${agent} turn=${turn} isHead=${index === 0} go=${go} />`)}
+    ${next && html`<${Button} onClick=${() => load(next).catch(sayFault)}>Older turns<//>`}
+    ${turns.length > 0 && !next && html`<${Button} kind="quiet" onClick=${() => act.rewind(agent.id, null)}>Rewind to the beginning<//>`}
+  </div>`;
+}
+
+function LogEntry({ agent, turn, isHead, go }) {
+  const asked = turn.messages.filter((message) => !["assistant", "system"].includes(message.role)).map(textOf).join(" ");
+  const reply = turn.messages.filter((message) => message.role === "assistant").map(textOf).join(" ");
+  return html`<article class=${isHead ? "turn head" : "turn"}>
+    <header>
+      <time title=${new Date(turn.created_at * 1000).toLocaleString()}>${ago(turn.created_at)}</time>
+      <span class="note">${number(turn.new_tokens)} new tokens${turn.agent_id !== agent.id ? `, as ${turn.agent_id}` : ""}</span>
+      <span class="go">
+        ${!isHead && html`<${Button} kind="quiet" title="Rewind to this turn" onClick=${() => act.rewind(agent.id, turn.id)}>Rewind<//>`}
+        <${Button} kind="quiet" title="Fork from this turn" onClick=${() => act.askFork(agent.id, turn.id, (made) => go("agents", made))}>Fork<//>
+      </span>
+    </header>
+    <p class="asked">${asked.slice(0, 240)}</p>
+    <p class="said">${reply.slice(0, 240)}</p>
+    <${ReuseBar} reuse=${turn.reuse} />
+  </article>`;
+}

@@ -1,0 +1,233 @@
+// Chat with any agent; under each reply where its prompt came from, and why.
+import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
+import { ask, framesOf, get, known, refreshAgent, sayFault, useTopics } from "./server.js";
+import { Bar, Button, Copy, Field, Prose, ReuseBar, Rows, Tier, ago, number, seconds, textOf, thinkingOf } from "./parts.js";
+import * as act from "./actions.js";
+
+const PAGE = 30;
+const drafts = new Map(); // what was typed and not sent, by agent
+
+export function Chat({ id, go }) {
+  useTopics("agents");
+  const [text, setText] = useState("");
+  const agents = [...known.agents.values()]
+    .filter((agent) => agent.id.toLowerCase().includes(text.toLowerCase()))
+    .sort((a, b) => b.last_used - a.last_used);
+  const draw = (agent) => html`<a key=${agent.id} class=${`person ${agent.id === id ? "chosen" : ""}`} href=${`#/chat/${agent.id}`}>
+    <i class=${`dot tier-${agent.state.tier} ${agent.busy ? "busy" : ""}`} title=${agent.state.tier} /><span class="name">${agent.id}</span><span class="num">${ago(agent.last_used)}</span>
+  </a>`;
+  return html`<section class=${`chat ${id ? "has-one" : ""}`}>
+    <nav class="people">
+      <header class="tools">
+        <input id="search" type="search" placeholder="Find  ( / )" aria-label="Find an agent" value=${text} onInput=${(event) => setText(event.target.value)} />
+        <${Button} icon="plus" kind="main" title="New agent" onClick=${() => act.askNew((made) => go("chat", made))} />
+      </header>
+      <${Rows} rows=${agents} height=${34} draw=${draw} label="Agents" />
+    </nav>
+    ${id ? html`<${Conversation} key=${id} id=${id} go=${go} />` : html`<div class="empty"><p>Choose an agent, or make one.</p></div>`}
+  </section>`;
+}
+
+/** The turns of an agent, the oldest first, and what loads more of them. */
+function useTurns(id, head) {
+  const [turns, setTurns] = useState(null);
+  const [next, setNext] = useState(null);
+  const load = async (before) => {
+    const page = await get(`v1/agents/${id}/turns?limit=${PAGE}${before ? `&before=${before}` : ""}`);
+    const found = page.data.reverse();
+    setTurns((shown) => (before ? [...found, ...(shown ?? [])] : found));
+    setNext(page.next);
+  };
+  useEffect(() => {
+    if (turns && turns.at(-1)?.id === head) return;
+    load().catch((error) => (error.status === 404 ? setTurns([]) : sayFault(error)));
+  }, [id, head]);
+  return { turns, next, load, add: (turn) => setTurns((shown) => [...(shown ?? []), turn]) };
+}
+
+function Conversation({ id, go }) {
+  const agent = known.agents.get(id);
+  const { turns, next, load, add } = useTurns(id, agent?.head);
+  const [live, setLive] = useState(null);
+  const [options, setOptions] = useState({});
+  const running = useRef(null);
+  const end = useRef();
+  const isNear = useRef(true);
+  useEffect(() => () => running.current?.abort(), []);
+  useEffect(() => void (agent || refreshAgent(id)), [id]);
+  useEffect(() => {
+    if (isNear.current) end.current?.scrollIntoView({ block: "end" });
+  }, [turns, live]);
+
+  const submit = async (message) => {
+    const stop = (running.current = new AbortController());
+    isNear.current = true;
+    const reply = { asked: message, text: "", thinking: "", calls: [], sentAt: performance.now() };
+    const show = (more) => setLive({ ...Object.assign(reply, more) });
+    show({});
+    try {
+      await stream(id, { message, ...options }, stop.signal, reply, show);
+      if (reply.finished?.turn_id) add(turnOf(id, message, reply));
+      setLive(null);
+    } catch (error) {
+      setLive(error.name === "AbortError" ? null : { ...reply, fault: error.message });
+      if (error.name === "AbortError" && !drafts.get(id)) drafts.set(id, message);
+    }
+    running.current = null;
+    refreshAgent(id);
+  };
+
+  return html`<div class="conversation">
+    <header class="tools">
+      <${Button} icon="back" kind="quiet narrow" title="All agents" onClick=${() => go("chat")} />
+      <h1 title=${id}>${id}</h1>
+      ${agent && html`<${Tier} tier=${agent.state.tier} /><span class="note">${number(agent.tokens)} tokens</span>`}
+      <span class="gap" />
+      <${Options} value=${options} onChange=${setOptions} />
+      <${Button} onClick=${() => act.askFork(id, null, (made) => go("chat", made))}>Fork<//>
+      <${Button} kind="quiet" onClick=${() => go("agents", id)}>Details<//>
+    </header>
+    <div class="talk" onScroll=${(event) => (isNear.current = event.target.scrollHeight - event.target.scrollTop - event.target.clientHeight < 80)}>
+      ${next && html`<${Button} kind="quiet" onClick=${() => load(next).catch(sayFault)}>Older turns<//>`}
+      ${agent?.settings.system && html`<details class="system"><summary>System prompt</summary><pre>${agent.settings.system}</pre></details>`}
+      ${turns?.map((turn, index) => html`<${Turn} key=${turn.id} id=${id} turn=${turn} isHead=${index === turns.length - 1} go=${go} />`)}
+      ${live && html`<${Live} reply=${live} onRetry=${() => submit(live.asked)} />`}
+      ${turns && !turns.length && !live && html`<div class="empty"><p>Say something to <b>${id}</b>.</p></div>`}
+      <div ref=${end} />
+    </div>
+    <${Composer} id=${id} isBusy=${running.current !== null} onSend=${submit} onStop=${() => running.current?.abort()} />
+  </div>`;
+}
+
+/** Read a reply as it comes. */
+async function stream(id, body, signal, reply, show) {
+  const answer = await ask(`v1/agents/${encodeURIComponent(id)}/generate`, { method: "POST", json: { ...body, stream: true }, signal });
+  for await (const event of framesOf(answer)) {
+    const now = performance.now();
+    if (event.type === "started") show({ prompt: event.usage.prompt_tokens });
+    else if (event.type === "prefill") show({ prefill: event });
+    else if (event.type === "text") show({ firstAt: reply.firstAt ?? now, text: reply.text + event.text });
+    else if (event.type === "thinking") show({ firstAt: reply.firstAt ?? now, thinking: reply.thinking + event.text });
+    else if (event.type === "tool_call") show({ firstAt: reply.firstAt ?? now, calls: [...reply.calls, event.name] });
+    else if (event.type === "error") throw new Error(event.error.message);
+    else if (event.type === "finished") show({ finished: event, endAt: now });
+  }
+  if (!reply.finished) throw new Error("The server went away in the middle of the reply.");
+}
+
+const said = (role, text) => ({ role, content: [{ type: "text", text }] });
+
+function turnOf(id, asked, { finished, firstAt, endAt, sentAt }) {
+  return {
+    id: finished.turn_id,
+    agent_id: id,
+    created_at: Date.now() / 1000,
+    messages: [said("user", asked), finished.message],
+    finish_reason: finished.finish_reason,
+    usage: finished.usage,
+    reuse: finished.reuse,
+    dropped_messages: finished.dropped_messages,
+    timing: { first: (firstAt - sentAt) / 1000, rate: (finished.usage.completion_tokens - 1) / ((endAt - firstAt) / 1000) },
+  };
+}
+
+function Turn({ id, turn, isHead, go }) {
+  const [isOpen, setOpen] = useState(false);
+  const replies = turn.messages.filter((message) => message.role === "assistant");
+  const { usage, timing } = turn;
+  return html`<article class="exchange">
+    ${turn.messages.map((message) => html`<${Said} message=${message} />`)}
+    <footer class="cost">
+      <${ReuseBar} reuse=${turn.reuse} />
+      <span class="note">${number(usage.prompt_tokens)} prompt, ${number(usage.completion_tokens)} reply${timing && timing.first >= 0 ? `, first after ${seconds(timing.first)}` : ""}${timing && timing.rate > 0 && Number.isFinite(timing.rate) ? `, ${timing.rate.toFixed(1)} tokens/s` : ""}${turn.finish_reason && turn.finish_reason !== "end_turn" ? `, ended by ${turn.finish_reason}` : ""}</span>
+      <span class="go">
+        <${Button} kind="quiet" aria-expanded=${isOpen} onClick=${() => setOpen(!isOpen)}>Why<//>
+        <${Copy} text=${replies.map(textOf).join("\n")} />
+        ${!isHead && html`<${Button} kind="quiet" title="Forget what came after this reply" onClick=${() => act.rewind(id, turn.id)}>Rewind here<//>`}
+        <${Button} kind="quiet" title="Go another way from this reply" onClick=${() => act.askFork(id, turn.id, (made) => go("chat", made))}>Fork here<//>
+      </span>
+    </footer>
+    ${isOpen && html`<${Why} id=${id} turnId=${turn.id} />`}
+  </article>`;
+}
+
+function Said({ message }) {
+  const text = textOf(message);
+  const thinking = thinkingOf(message);
+  if (message.role === "system" || (!text && !thinking)) return null;
+  return html`<div class=${`said ${message.role}`}>
+    ${thinking && html`<details class="thinking"><summary>Thinking</summary><p>${thinking}</p></details>`}
+    ${message.role === "assistant" ? html`<${Prose} text=${text} />` : html`<p>${text}</p>`}
+  </div>`;
+}
+
+function Why({ id, turnId }) {
+  const [told, setTold] = useState(null);
+  useEffect(() => void get(`v1/agents/${encodeURIComponent(id)}/explain?turn_id=${turnId}`).then(setTold, sayFault), [turnId]);
+  if (!told) return html`<div class="why">…</div>`;
+  const left = told.diverged;
+  return html`<div class="why">
+    <p>${told.summary}</p>
+    ${left
+      ? html`<div class="sides">
+          <p class="note">Both begin with these ${number(left.index)} tokens; from there on they differ:</p>
+          <pre class="same">…${left.before}</pre>
+          <pre class="old"><b>was</b>${left.expected || "(the end)"}</pre>
+          <pre class="new"><b>is</b>${left.actual || "(the end)"}</pre>
+        </div>`
+      : html`<p class="note">Its prompt went on from the turn before, to the last token.</p>`}
+  </div>`;
+}
+
+function Live({ reply, onRetry }) {
+  const { prefill, firstAt, text, thinking, calls, prompt, fault } = reply;
+  const isWaiting = !firstAt && !fault;
+  return html`<article class="exchange live" aria-live="polite">
+    <div class="said user"><p>${reply.asked}</p></div>
+    ${thinking && html`<details class="thinking" open=${!text}><summary>Thinking</summary><p>${thinking}</p></details>`}
+    ${text && html`<div class="said assistant"><${Prose} text=${text} /></div>`}
+    ${calls.map((name) => html`<code class="call">${name}(…)</code>`)}
+    ${isWaiting && html`<div class="waiting">
+      ${prefill ? html`<${Bar} parts=${[["computed", prefill.done]]} whole=${prefill.total} label="prompt" /><span class="note">prompt ${number(prefill.done)} of ${number(prefill.total)}</span>` : html`<span class="dots" /><span class="note">${prompt ? `${number(prompt)} prompt tokens` : "waiting"}</span>`}
+    </div>`}
+    ${fault && html`<p class="fault">${fault} <${Button} onClick=${onRetry}>Try again<//></p>`}
+  </article>`;
+}
+
+function Options({ value, onChange }) {
+  const set = (name) => (event) => onChange({ ...value, [name]: event.target.value === "" ? undefined : Number(event.target.value) });
+  return html`<details class="menu"><summary class="button">Options</summary><div class="sheet">
+    <${Field} label="Temperature" hint="empty: as the model's authors advise"><input type="number" min="0" max="2" step="0.1" value=${value.temperature} onInput=${set("temperature")} /><//>
+    <${Field} label="Longest reply, tokens"><input type="number" min="1" value=${value.max_tokens} onInput=${set("max_tokens")} /><//>
+    <${Field} label="Seed"><input type="number" value=${value.seed} onInput=${set("seed")} /><//>
+  </div></details>`;
+}
+
+function Composer({ id, isBusy, onSend, onStop }) {
+  const [text, setText] = useState(drafts.get(id) ?? "");
+  const box = useRef();
+  useEffect(() => void box.current.focus({ preventScroll: true }), [id]);
+  useEffect(() => {
+    if (!isBusy && !text && drafts.get(id)) setText(drafts.get(id));
+  }, [isBusy]);
+  useEffect(() => {
+    drafts.set(id, text);
+    box.current.style.height = "auto";
+    box.current.style.height = `${Math.min(240, box.current.scrollHeight + 2)}px`;
+  }, [text]);
+  const go = () => {
+    if (isBusy || !text.trim()) return;
+    onSend(text.trim());
+    setText("");
+  };
+  const press = (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      go();
+    } else if (event.key === "Escape" && isBusy) onStop();
+  };
+  return html`<form class="composer" onSubmit=${(event) => (event.preventDefault(), go())}>
+    <textarea ref=${box} rows="1" placeholder=${`Message ${id}`} aria-label="Message" value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${press} />
+    ${isBusy ? html`<${Button} icon="stop" title="Stop (Esc)" onClick=${onStop} />` : html`<button class="main" aria-label="Send" title="Send (Enter)" disabled=${!text.trim()}>Send</button>`}
+  </form>`;
+}

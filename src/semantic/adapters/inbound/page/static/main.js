@@ -1,0 +1,146 @@
+// The frame around the views: where one is, keys of the keyboard, what the server is up to.
+import { Component, html, render, useEffect, useState } from "./vendor/preact-htm.js";
+import { dropKey, follow, giveKey, hasKey, known, tell, useTopics } from "./server.js";
+import { Bar, Button, Dialog, Field, Icon, bytes } from "./parts.js";
+import { openDialog } from "./actions.js";
+import { Agents } from "./agents.js";
+import { Chat } from "./chat.js";
+import { Memory } from "./memory.js";
+import { Connect, Models } from "./models.js";
+import { Now } from "./now.js";
+
+const VIEWS = { agents: Agents, memory: Memory, now: Now, chat: Chat, models: Models, connect: Connect };
+const NAMES = Object.keys(VIEWS);
+
+function here() {
+  const [, view, id] = location.hash.split("/");
+  return { view: view in VIEWS ? view : "agents", id: id ? decodeURIComponent(id) : null };
+}
+
+const go = (view, id) => (location.hash = `#/${view}${id ? `/${encodeURIComponent(id)}` : ""}`);
+
+function useHere() {
+  const [place, setPlace] = useState(here());
+  useEffect(() => {
+    const move = () => setPlace(here());
+    addEventListener("hashchange", move);
+    return () => removeEventListener("hashchange", move);
+  }, []);
+  return place;
+}
+
+// -- the frame ---------------------------------------------------------------------------------
+
+function App() {
+  const { view, id } = useHere();
+  const [isHelp, setHelp] = useState(false);
+  useTopics("link", "dialog");
+  useEffect(() => {
+    const press = (event) => {
+      if (event.target.closest("input,textarea,select,dialog") || event.metaKey || event.ctrlKey || event.altKey) return;
+      const name = NAMES[Number(event.key) - 1];
+      if (name) go(name, name === "chat" || name === "agents" ? id : null);
+      else if (event.key === "?") setHelp(true);
+      else if (event.key === "/") {
+        document.getElementById("search")?.focus();
+        event.preventDefault();
+      }
+    };
+    addEventListener("keydown", press);
+    return () => removeEventListener("keydown", press);
+  }, [id]);
+  const View = VIEWS[view];
+  return html`
+    <${Rail} view=${view} id=${id} onHelp=${() => setHelp(true)} />
+    <main>
+      ${known.link === "down" && html`<p class="down" role="alert"><i class="dot" />The server does not answer. What you see is what was known; this page tries again by itself.</p>`}
+      <${Guard} key=${view}><${View} id=${id} go=${go} /><//>
+    </main>
+    <${Toasts} />
+    ${known.needsKey ? html`<${KeyDialog} />` : openDialog()}
+    ${isHelp && html`<${Help} onClose=${() => setHelp(false)} />`}
+  `;
+}
+
+/** A view that fails says so, and leaves the others alone. */
+class Guard extends Component {
+  componentDidCatch(error) {
+    console.error(error);
+    this.setState({ error });
+  }
+  render({ children }, { error }) {
+    return error ? html`<div class="empty"><p>This view failed: ${error.message}</p><${Button} onClick=${() => this.setState({ error: null })}>Show it again<//></div>` : children;
+  }
+}
+
+function Rail({ view, id, onHelp }) {
+  useTopics("cache", "models", "link");
+  const { cache, health, link } = known;
+  const state = link === "live" ? (health?.state ?? "loading") : link;
+  return html`<nav class="rail" aria-label="Views">
+    <a class="brand" href="#/agents"><img src="page/icon.svg" alt="" width="26" height="26" /><b>Semantic</b></a>
+    ${NAMES.map((name, index) => html`<a key=${name} class=${`item ${name === view ? "on" : ""}`} aria-current=${name === view ? "page" : null} title=${`${name} (${index + 1})`} href=${`#/${name}${id && ["chat", "agents"].includes(name) ? `/${id}` : ""}`}>
+      <${Icon} name=${name} /><span>${name}</span>
+    </a>`)}
+    <div class="status">
+      <a href="#/models" title=${health?.detail ?? ""}><i class=${`dot state-${state}`} /><span class="name">${health?.model ?? "…"}</span></a>
+      <small>${link === "live" ? `${state}${health?.backend ? ` on ${health.backend}` : ""}` : link === "down" ? "not reachable" : "connecting"}</small>
+      ${cache && html`<a href="#/memory" class="mini" title=${`RAM ${bytes(cache.memory.used)} of ${bytes(cache.memory.budget)}`}><span>RAM</span><${Bar} parts=${[["pool", cache.memory.used - cache.memory.working], ["hot", cache.memory.working]]} whole=${cache.memory.budget} label="RAM" /></a>
+      <a href="#/memory" class="mini" title=${`Disk ${bytes(cache.disk.used)} of ${bytes(cache.disk.budget)}`}><span>Disk</span><${Bar} parts=${[["disk", cache.disk.used + cache.disk.other]]} whole=${cache.disk.budget} label="Disk" /></a>`}
+      <div class="small">
+        <${Button} kind="quiet" icon="sun" title="Light or dark" onClick=${turnTheme} />
+        <${Button} kind="quiet" title="Keys of the keyboard (?)" onClick=${onHelp}>?<//>
+        ${hasKey() && html`<${Button} kind="quiet" title="Forget the key" onClick=${dropKey}>Sign out<//>`}
+      </div>
+    </div>
+  </nav>`;
+}
+
+function turnTheme() {
+  const root = document.documentElement;
+  const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = isDark ? "light" : "dark";
+  localStorage.setItem("semantic.theme", root.dataset.theme);
+  tell("theme");
+}
+
+function Toasts() {
+  useTopics("toasts");
+  return html`<div class="toasts" role="status" aria-live="polite">
+    ${known.toasts.map((toast) => html`<div key=${toast.id} class=${`toast ${toast.isFault ? "bad" : ""}`}>
+      <span>${toast.text}</span>
+      ${toast.undo && html`<${Button} onClick=${toast.takeBack}>Undo<//>`}
+      <${Button} icon="close" kind="quiet" title="Close" onClick=${toast.close} />
+    </div>`)}
+  </div>`;
+}
+
+function KeyDialog() {
+  const done = ({ key }) => giveKey(key.trim());
+  return html`<${Dialog} title="This server asks for a key" action="Use it" onDone=${done} onClose=${() => tell("link")}>
+    <p class="note">One that <code>semantic keys add</code> made. It is kept until this tab is closed. An admin's also shows memory, figures and models.</p>
+    ${known.keyFault && html`<p class="fault">${known.keyFault}</p>`}
+    <${Field} label="Key"><input name="key" type="password" autocomplete="off" required /><//>
+  <//>`;
+}
+
+const KEYS = [
+  ["1 … 6", "the views"],
+  ["/", "find"],
+  ["j k ↓ ↑", "next, previous agent"],
+  ["Enter", "chat with it; in a chat: send"],
+  ["f p l e x", "fork, pin, prefetch, evict, export"],
+  ["Del", "delete"],
+  ["Esc", "close; in a chat: stop the reply"],
+  ["← → ↑ ↓", "in the map: block by block"],
+];
+
+const Help = ({ onClose }) =>
+  html`<${Dialog} title="Keys of the keyboard" action="Close" onDone=${onClose} onClose=${onClose}>
+    <dl class="keys">${KEYS.map(([key, text]) => html`<dt><kbd>${key}</kbd></dt><dd>${text}</dd>`)}</dl>
+  <//>`;
+
+const root = document.getElementById("app");
+root.textContent = "";
+render(html`<${App} />`, root);
+follow();

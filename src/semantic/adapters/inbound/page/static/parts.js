@@ -1,0 +1,200 @@
+// Pieces that several views are made of: numbers for people, bars, dialogs, text as it was written.
+import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
+
+// -- numbers -----------------------------------------------------------------------------------
+
+export function bytes(count) {
+  if (!count) return "0";
+  const unit = Math.min(4, Math.floor(Math.log2(count) / 10));
+  const value = count / 2 ** (10 * unit);
+  return `${value >= 100 || !unit ? Math.round(value) : value.toFixed(1)} ${["B", "KB", "MB", "GB", "TB"][unit]}`;
+}
+
+const plain = new Intl.NumberFormat("en-US");
+export const number = (count) => plain.format(Math.round(count));
+
+export function short(count) {
+  if (count < 10_000) return number(count);
+  return count < 1e6 ? `${(count / 1e3).toFixed(count < 1e5 ? 1 : 0)}k` : `${(count / 1e6).toFixed(1)}M`;
+}
+
+export const percent = (part) => (part === null || part === undefined ? "–" : `${Math.round(part * 100)} %`);
+
+export function seconds(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (value < 1) return `${Math.round(value * 1000)} ms`;
+  return value < 100 ? `${value.toFixed(value < 10 ? 2 : 1)} s` : `${Math.round(value)} s`;
+}
+
+/** How long ago something was, in seconds since the epoch. */
+export function ago(at) {
+  const age = Date.now() / 1000 - at;
+  if (!at) return "never";
+  if (age < 5) return "now";
+  if (age < 60) return `${Math.floor(age)} s`;
+  if (age < 3600) return `${Math.floor(age / 60)} min`;
+  return age < 86_400 ? `${Math.floor(age / 3600)} h` : `${Math.floor(age / 86_400)} d`;
+}
+
+// -- marks -------------------------------------------------------------------------------------
+
+const PATHS = {
+  agents: "M5 3v12M5 9c0-4 9-1 9-6M3 15h4M12 3h4M5 15",
+  memory: "M3 3h5v5H3zM10 3h5v5h-5zM3 10h5v5H3zM10 10h5v5h-5z",
+  now: "M2 10h3l2-6 4 10 2-4h3",
+  chat: "M3 4h12v8H8l-4 3v-3H3z",
+  models: "M9 2l6 3.2v7.6L9 16l-6-3.2V5.2zM3 5.2L9 8.5l6-3.3M9 8.5V16",
+  connect: "M7 11l4-4M6 8L4 10a2.8 2.8 0 004 4l2-2M12 10l2-2a2.8 2.8 0 00-4-4L8 6",
+  pin: "M6 3h6l-1 5 2 2H5l2-2zM9 10v5",
+  fork: "M5 4v10M5 8c0 4 8 1 8-4M13 4v0",
+  more: "M4 9h.01M9 9h.01M14 9h.01",
+  close: "M4 4l10 10M14 4L4 14",
+  sun: "M9 6a3 3 0 100 6 3 3 0 000-6zM9 1v2M9 15v2M1 9h2M15 9h2M3.5 3.5l1.4 1.4M13.1 13.1l1.4 1.4M3.5 14.5l1.4-1.4M13.1 4.9l1.4-1.4",
+  send: "M3 9h11M10 4l5 5-5 5",
+  stop: "M5 5h8v8H5z",
+  plus: "M9 3v12M3 9h12",
+  copy: "M6 6h8v9H6zM4 12V3h8",
+  back: "M11 4L6 9l5 5",
+};
+
+export const Icon = ({ name }) =>
+  html`<svg class="icon" viewBox="0 0 18 18" aria-hidden="true"><path d=${PATHS[name]} /></svg>`;
+
+export const Tier = ({ tier }) => html`<span class="tier ${tier}">${tier}</span>`;
+
+/** A bar of parts against a whole: `[name, value]`, the name is its colour. */
+export function Bar({ parts, whole, label, isThick }) {
+  const total = whole || parts.reduce((sum, [, value]) => sum + value, 0) || 1;
+  return html`<span class=${`bar ${isThick ? "tall" : ""}`} role="img" aria-label=${label}>
+    ${parts
+      .filter(([, value]) => value > 0)
+      .map(([name, value]) => html`<i class=${name} style=${{ width: `${Math.min(100, (100 * value) / total)}%` }} />`)}
+  </span>`;
+}
+
+export const SOURCES = ["hot", "pool", "disk", "computed", "drafted"];
+const SOURCE_TEXT = {
+  hot: "from an open working copy",
+  pool: "from blocks in memory",
+  disk: "read from disk",
+  computed: "computed",
+  drafted: "drafted",
+};
+
+/** Where the tokens of a prompt came from. */
+export function ReuseBar({ reuse, hasText = true }) {
+  const parts = SOURCES.map((name) => [name, reuse[name] ?? 0]).filter(([, count]) => count);
+  const said = parts.map(([name, count]) => `${number(count)} ${SOURCE_TEXT[name]}`).join(", ");
+  return html`<span class="reuse" title=${`Prompt tokens: ${said}`}>
+    <${Bar} parts=${parts} label=${said} />
+    ${hasText && html`<span class="key">
+      ${parts.map(([name, count]) => html`<span><i class=${`dot ${name}`} />${number(count)} ${name}</span>`)}
+    </span>`}
+  </span>`;
+}
+
+// -- controls ----------------------------------------------------------------------------------
+
+export const Button = ({ icon, children, title, kind = "", ...rest }) =>
+  html`<button type="button" class=${kind} title=${title} aria-label=${title} ...${rest}>
+    ${icon && html`<${Icon} name=${icon} />`}${children && html`<span>${children}</span>`}
+  </button>`;
+
+export function Copy({ text, label = "Copy" }) {
+  const [isDone, setDone] = useState(false);
+  const copy = async () => {
+    await navigator.clipboard.writeText(text);
+    setDone(true);
+    setTimeout(() => setDone(false), 1200);
+  };
+  return html`<${Button} icon="copy" kind="quiet" title="Copy" onClick=${copy}>${isDone ? "Copied" : label}<//>`;
+}
+
+/** A dialog with a form; `onDone` gets what was filled in. */
+export function Dialog({ title, children, onDone, onClose, action = "OK" }) {
+  const dialog = useRef();
+  useEffect(() => {
+    dialog.current.showModal();
+    dialog.current.querySelector("input,textarea,select")?.focus();
+  }, []);
+  const submit = (event) => {
+    event.preventDefault();
+    onDone(Object.fromEntries(new FormData(event.target)));
+  };
+  return html`<dialog ref=${dialog} onClose=${onClose} onClick=${(event) => event.target === dialog.current && onClose()}>
+    <form onSubmit=${submit}>
+      <h2>${title}</h2>
+      ${children}
+      <footer>
+        <${Button} onClick=${onClose}>Cancel<//>
+        <button class="main">${action}</button>
+      </footer>
+    </form>
+  </dialog>`;
+}
+
+export const Field = ({ label, hint, children }) =>
+  html`<label class="field"><span>${label}</span>${children}${hint && html`<small>${hint}</small>`}</label>`;
+
+/** A list of many rows of one height, of which only those in sight are drawn. */
+export function Rows({ rows, height, draw, focus = -1, label }) {
+  const box = useRef();
+  const [view, setView] = useState({ top: 0, size: 800 });
+  useEffect(() => {
+    const look = () => box.current && setView({ top: box.current.scrollTop, size: box.current.clientHeight });
+    const observer = new ResizeObserver(look);
+    observer.observe(box.current);
+    box.current.addEventListener("scroll", look, { passive: true });
+    return () => observer.disconnect();
+  }, []);
+  useEffect(() => {
+    const { scrollTop, clientHeight } = box.current;
+    if (focus < 0) return;
+    if (focus * height < scrollTop) box.current.scrollTop = focus * height;
+    else if ((focus + 1) * height > scrollTop + clientHeight) box.current.scrollTop = (focus + 1) * height - clientHeight;
+  }, [focus]);
+  const first = Math.max(0, Math.floor(view.top / height) - 6);
+  const last = Math.min(rows.length, Math.ceil((view.top + view.size) / height) + 6);
+  return html`<div class="rows" ref=${box} role="listbox" aria-label=${label} tabindex="0">
+    <div style=${{ height: `${rows.length * height}px` }}>
+      <div style=${{ transform: `translateY(${first * height}px)` }}>
+        ${rows.slice(first, last).map((row, index) => draw(row, first + index))}
+      </div>
+    </div>
+  </div>`;
+}
+
+// -- text --------------------------------------------------------------------------------------
+
+function inline(text) {
+  return text.split(/(`[^`\n]+`|\*\*[^*\n]+\*\*)/).map((piece) => {
+    if (piece.startsWith("`") && piece.length > 2) return html`<code>${piece.slice(1, -1)}</code>`;
+    if (piece.startsWith("**") && piece.length > 4) return html`<b>${piece.slice(2, -2)}</b>`;
+    return piece;
+  });
+}
+
+/** Code, bold words and paragraphs; all else stays as it was written. */
+export function Prose({ text }) {
+  return text.split(/^(```[^\n]*\n[\s\S]*?(?:^```[ \t]*$|$(?![\s\S])))/m).map((piece) => {
+    if (!piece.startsWith("```")) return piece.trim() && html`<p>${inline(piece.trim())}</p>`;
+    const code = piece.replace(/^```[^\n]*\n/, "").replace(/\n?```\s*$/, "");
+    return html`<div class="code"><${Copy} text=${code} /><pre>${code}</pre></div>`;
+  });
+}
+
+export const textOf = (message) =>
+  message.content
+    .map((part) => {
+      if (part.type === "text") return part.text;
+      if (part.type === "tool_use") return `\`${part.name}(${JSON.stringify(part.input)})\``;
+      if (part.type === "tool_result") return part.content.map((inner) => inner.text ?? "").join("");
+      return part.type === "image" ? "[image]" : "";
+    })
+    .join("");
+
+export const thinkingOf = (message) =>
+  message.content
+    .filter((part) => part.type === "thinking")
+    .map((part) => part.thinking)
+    .join("");
