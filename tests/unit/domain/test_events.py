@@ -3,7 +3,7 @@ from typing import assert_never, get_args
 
 import pytest
 
-from semantic.domain import chat, events
+from semantic.domain import agents, blocks, chat, events, reply_format, sampling, spec
 from semantic.domain.errors import BackendError
 from semantic.domain.events import (
     Event,
@@ -64,8 +64,11 @@ def test_events_can_be_taken_apart_exhaustively() -> None:
 
 VALUES = [
     value
-    for value in [*vars(chat).values(), *vars(events).values()]
-    if dataclasses.is_dataclass(value) and isinstance(value, type)
+    for module in (agents, blocks, chat, events, reply_format, sampling, spec)
+    for value in vars(module).values()
+    if getattr(value, "__module__", "") == module.__name__
+    and dataclasses.is_dataclass(value)
+    and isinstance(value, type)
 ]
 
 
