@@ -11,18 +11,16 @@ import pytest
 from semantic.adapters.outbound.backends.fake import fake_spec
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.application.agents.ledger import AgentLedger, Exchange
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
-from semantic.domain.agents import Agent, Reuse
-from semantic.domain.chat import Message, Role
+from semantic.domain.agents import Agent
 from semantic.domain.errors import CachePersistenceError
-from semantic.domain.events import Usage
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload
 from semantic.ports.storage import LedgerChange, PutAgent
 from tests.unit.application.engine_rig import ROOT
+from tests.unit.application.ledger_rig import agents_of, exchange_of
 
 pytestmark = pytest.mark.unit
 
@@ -80,11 +78,9 @@ def test_who_waits_hears_of_a_full_disk_at_once_and_the_turn_is_written_later(
 ) -> None:
     disk = make_disk(2**20)
     disk.start(store_over(disk).is_on_disk)
-    agents = AgentLedger(ledger, ledger.load(), disk.change)
+    agents = agents_of(ledger, disk.change)
     ledger.is_full = True
-    said = (Message.of(Role.USER, "hello"),)
-    exchange = Exchange([1, 2], [3], said, None, Usage(2), Reuse())
-    turn, done = agents.commit("local", "coder", exchange)
+    turn, done = agents.commit("local", "coder", exchange_of([1, 2], [3], ["hello"]))
     with pytest.raises(CachePersistenceError, match="full"):
         done.result(10)
     assert disk.problem == "the disk is full."
@@ -119,16 +115,13 @@ def test_a_ledger_that_outgrows_the_budget_keeps_turns_and_files(tmp_path: Path)
     budget = 2**20
     ledger = SqliteLedger(tmp_path)
     disk = DiskTier(SafetensorsCache(tmp_path), ledger, DiskLimits(budget, 2**20))
-    agents = AgentLedger(ledger, ledger.load(), disk.change)
+    agents = agents_of(ledger, disk.change)
     store = store_over(disk)
     disk.start(store.is_on_disk)
     assert store.seal(ROOT, ROOT, *block(1))
     assert disk.flush(10)
-    said = (Message.of(Role.USER, "word " * 20_000),)
-    done = [
-        agents.commit("local", "talker", Exchange([n], [n], said, None, Usage(1), Reuse()))[1]
-        for n in range(12)
-    ]
+    said = ["word " * 20_000]
+    done = [agents.commit("local", "talker", exchange_of([n], [n], said))[1] for n in range(12)]
     assert [future.result(10) for future in done] == [None] * 12
     assert disk.other_bytes > budget
     assert store.seal(ROOT, ROOT, *block(2))

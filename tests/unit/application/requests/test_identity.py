@@ -8,14 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.application.agents.ledger import AgentLedger, Exchange, write_at_once
 from semantic.application.requests.identity import BusyAgents, Claim, Identities, Identity
-from semantic.domain.agents import Reuse, Turn
-from semantic.domain.chat import AgentHint, Continuation, Message, Role
-from semantic.domain.errors import CachePersistenceError
-from semantic.domain.events import Usage
+from semantic.domain.chat import AgentHint, Continuation
 from semantic.ports.storage import LedgerPort
+from tests.unit.application.ledger_rig import GatedLedger, agents_of, exchange_of
 
 pytestmark = pytest.mark.unit
 
@@ -27,8 +23,7 @@ class Town:
 
     def __init__(self, ledger: LedgerPort | None = None) -> None:
         self.now = 100.0
-        ledger = ledger or SqliteLedger.in_memory()
-        self.agents = AgentLedger(ledger, ledger.load(), write_at_once(ledger), lambda: self.now)
+        self.agents = agents_of(ledger, now=lambda: self.now)
         self.identities = Identities(self.agents)
         self.requests = BusyAgents()
         self.busy: set[str] = set()
@@ -48,14 +43,7 @@ class Town:
         """One request, answered and logged; returns whose it was."""
         self.now += 1
         identity = self.who(prompt, hint)
-        exchange = Exchange(
-            prompt=prompt,
-            reply=reply,
-            messages=[Message.of(Role.USER, str(t)) for t in (*prompt, *reply)],
-            pointer=None,
-            usage=Usage(prompt_tokens=len(prompt)),
-            reuse=Reuse(),
-        )
+        exchange = exchange_of(prompt, reply, [str(t) for t in (*prompt, *reply)])
         turn, _ = self.agents.commit(
             "local",
             identity.agent_id,
@@ -263,30 +251,14 @@ def test_a_fork_is_made_when_its_turn_is_logged() -> None:
 # -- what is remembered -------------------------------------------------------------------------
 
 
-class FaultyLedger(SqliteLedger):
-    """Reads turns only while its gate is open; fails if it is told to."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.gate, self.is_read, self.is_broken = threading.Event(), threading.Event(), False
-        self.gate.set()
-
-    def turn(self, tenant: str, turn_id: str) -> Turn | None:
-        self.is_read.set()
-        assert self.gate.wait(60)
-        if self.is_broken:
-            raise CachePersistenceError("the disk is gone.")
-        return super().turn(tenant, turn_id)
-
-
 @pytest.fixture
-def faulty(tmp_path: Path) -> Iterator[FaultyLedger]:
-    with contextlib.closing(FaultyLedger(tmp_path)) as ledger:
+def gated(tmp_path: Path) -> Iterator[GatedLedger]:
+    with contextlib.closing(GatedLedger(tmp_path)) as ledger:
         yield ledger
 
 
-def test_who_asks_while_agents_are_being_learnt_waits_for_it(faulty: FaultyLedger) -> None:
-    town = Town(faulty)
+def test_who_asks_while_agents_are_being_learnt_waits_for_it(gated: GatedLedger) -> None:
+    town = Town(gated)
     agent = town.talk([*HEAD, 10], [11])
     identities = Identities(town.agents)
 
@@ -294,26 +266,25 @@ def test_who_asks_while_agents_are_being_learnt_waits_for_it(faulty: FaultyLedge
         claim = BusyAgents().claim("local")
         return identities.identify("local", AgentHint(), [*HEAD, 10, 11, 20], 3, claim)
 
-    faulty.gate.clear()
-    faulty.is_read.clear()
+    gated.stall()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(identify)
         try:
-            assert faulty.is_read.wait(60)
+            assert gated.is_read.wait(60)
             second = pool.submit(identify)
             wait([second], timeout=0.2)  # it has the time to go on with what is not there yet
         finally:
-            faulty.gate.set()
+            gated.gate.set()
     assert names([first.result(), second.result()]) == {agent}
 
 
-def test_agents_that_could_not_be_learnt_are_learnt_later(faulty: FaultyLedger) -> None:
-    town = Town(faulty)
+def test_agents_that_could_not_be_learnt_are_learnt_later(gated: GatedLedger) -> None:
+    town = Town(gated)
     agent = town.talk([*HEAD, 10], [11])
     town.identities = Identities(town.agents)
-    faulty.is_broken = True
+    gated.is_broken = True
     assert town.who([*HEAD, 10, 11, 20]).agent_id != agent
-    faulty.is_broken = False
+    gated.is_broken = False
     assert town.who([*HEAD, 10, 11, 20]).agent_id == agent
 
 

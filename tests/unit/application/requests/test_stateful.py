@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
-from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.application.agents.ledger import AgentLedger, write_at_once
+from semantic.application.agents.ledger import AgentLedger
 from semantic.application.agents.turns import TurnLanes
 from semantic.application.engine.device_thread import DeviceThread, LoadedModel
 from semantic.application.prompt.replay import ReplayStore
@@ -30,6 +29,7 @@ from semantic.domain.events import Finished, TextDelta
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.ports.inbound import NewTurn, Reply
 from tests.unit.application.device_rig import ready_device
+from tests.unit.application.ledger_rig import agents_of
 
 pytestmark = pytest.mark.unit
 
@@ -68,9 +68,8 @@ class Rig:
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     backend = FakeBackend(replace(fake_spec(), max_context=LIMIT))
-    ledger = SqliteLedger.in_memory()
     with ready_device(LoadedModel("fake", backend, FakeTokenizer())) as (thread, hub):
-        yield Rig(AgentLedger(ledger, ledger.load(), write_at_once(ledger)), thread, hub)
+        yield Rig(agents_of(), thread, hub)
 
 
 def ask(text: str, max_tokens: int = 9) -> NewTurn:
