@@ -118,10 +118,8 @@ def make_engine(
 
 def make_job(name: str, tokens: Sequence[int], max_tokens: int, **more: Any) -> Job:
     """A greedy request that does not end before its budget; `more` are other fields of the job."""
-    usual = {"root": ROOT, "sampling": GREEDY, "stop": StopRules(ignore_eos=True)}
-    return Job(
-        id=name, agent=name, tokens=tuple(tokens), max_tokens=max_tokens, **{**usual, **more}
-    )
+    usual = {"agent": name, "root": ROOT, "sampling": GREEDY, "stop": StopRules(ignore_eos=True)}
+    return Job(id=name, tokens=tuple(tokens), max_tokens=max_tokens, **{**usual, **more})
 
 
 @dataclass

@@ -4,7 +4,6 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,11 @@ from tests.http_server import RunningServer, make_settings, run_server
 
 pytestmark = pytest.mark.integration
 
+SETTINGS = {"max_body_mb": 0.3}
+
 HI = [{"role": "user", "content": "hi"}]
 INVALID = "invalid_request_error"
 NO_IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with run_server(make_settings(tmp_path_factory.mktemp("home"), max_body_mb=0.3)) as server:
-        yield server
 
 
 def body(**changes: Any) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from tests.http_server import RunningServer, make_settings, run_server
 
 pytestmark = pytest.mark.integration
 
+SDK = anthropic.Anthropic
+
 WEATHER: Any = {
     "name": "get_weather",
     "description": "The weather in a city.",
@@ -65,14 +67,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
         patch.setattr(fake_backend, "FakeTokenizer", ThinkingTokenizer)
         with run_server(make_settings(tmp_path_factory.mktemp("home"))) as server:
             yield server
-
-
-@pytest.fixture
-def client(running: RunningServer) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(
-        base_url=running.url, api_key=KEY, max_retries=0, _strict_response_validation=True
-    ) as client:
-        yield client
 
 
 @pytest.fixture
@@ -197,7 +191,9 @@ def test_any_tool_may_be_forced_and_none(client: anthropic.Anthropic) -> None:
     assert [block.type for block in silent.content] == ["text"]
 
 
-def test_deferred_tools_appear_where_they_are_referenced(client: anthropic.Anthropic) -> None:
+def test_deferred_tools_appear_where_they_are_referenced(
+    client: anthropic.Anthropic,
+) -> None:
     """A tool that becomes known does not change the prompt before it."""
     search: Any = {"name": "search", "input_schema": {"type": "object", "properties": {}}}
     deferred = {**CLOCK, "defer_loading": True}
@@ -331,7 +327,9 @@ def test_names_of_anthropics_models_are_served(client: anthropic.Anthropic) -> N
         create(client, model="llama")
 
 
-def test_lengths_are_refused_in_the_words_clients_parse(client: anthropic.Anthropic) -> None:
+def test_lengths_are_refused_in_the_words_clients_parse(
+    client: anthropic.Anthropic,
+) -> None:
     long: Any = [{"role": "user", "content": "x" * 140_000}]
     length = client.messages.count_tokens(model="fake", messages=long).input_tokens
     with pytest.raises(anthropic.BadRequestError) as refusal:

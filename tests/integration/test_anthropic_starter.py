@@ -13,6 +13,8 @@ from tests.http_server import RunningServer, make_settings, run_server
 
 pytestmark = pytest.mark.integration
 
+SDK = anthropic.Anthropic
+
 KEY = "any"
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -45,14 +47,6 @@ def running(
         yield server
 
 
-@pytest.fixture
-def client(running: RunningServer) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(
-        base_url=running.url, api_key=KEY, max_retries=0, _strict_response_validation=True
-    ) as client:
-        yield client
-
-
 def create(client: anthropic.Anthropic, **changes: Any) -> Message:
     given = {"model": "thinker", "max_tokens": 24, "extra_body": {"temperature": 0}, **changes}
     with client.messages.stream(**given) as stream:
@@ -79,7 +73,9 @@ def test_a_conversation_continues_where_it_ended(client: anthropic.Anthropic) ->
     assert second.usage.cache_read_input_tokens >= reused
 
 
-def test_thinking_ends_with_its_budget_and_comes_back(client: anthropic.Anthropic) -> None:
+def test_thinking_ends_with_its_budget_and_comes_back(
+    client: anthropic.Anthropic,
+) -> None:
     thinking: Any = {"type": "enabled", "budget_tokens": 12}
     asked: Any = [{"role": "user", "content": "Tell me a long story about a dog."}]
     first = create(client, messages=asked, thinking=thinking, max_tokens=60)

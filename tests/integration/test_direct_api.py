@@ -10,18 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.http_server import RunningServer, make_settings, run_server
+from tests.http_server import RunningServer
 
 pytestmark = pytest.mark.integration
 
+SETTINGS = {"default_max_tokens": 20}
+
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    settings = make_settings(tmp_path_factory.mktemp("home"), default_max_tokens=20)
-    with run_server(settings) as server:
-        yield server
 
 
 @pytest.fixture

@@ -27,12 +27,6 @@ def running(tmp_path: Path) -> Iterator[RunningServer]:
         yield server
 
 
-@pytest.fixture
-def http(running: RunningServer) -> Iterator[httpx.Client]:
-    with running.client() as client:
-        yield client
-
-
 # -- tiers ------------------------------------------------------------------------------------
 
 

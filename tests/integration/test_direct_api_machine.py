@@ -1,8 +1,6 @@
 """Random calls of the agent API against a plain model of agents and their turns."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,19 +9,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from tests.http_server import RunningServer, make_settings, run_server
+from tests.http_server import RunningServer
 
 pytestmark = pytest.mark.integration
 
+SETTINGS = {"log_level": "error", "orphan_ttl_h": 0}
+
 IDS = st.sampled_from(["a", "b", "c", "d"])
 WORDS = st.text("xyz ", min_size=1, max_size=12)
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    home: Path = tmp_path_factory.mktemp("home")
-    with run_server(make_settings(home, log_level="error", orphan_ttl_h=0)) as server:
-        yield server
 
 
 @dataclass(frozen=True)

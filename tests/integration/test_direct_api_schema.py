@@ -1,7 +1,5 @@
 """The agent API against its own OpenAPI document: nothing that can be sent makes it fail."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +14,11 @@ from schemathesis.checks import (
     status_code_conformance,
 )
 
-from tests.http_server import RunningServer, make_settings, run_server
+from tests.http_server import RunningServer
 
 pytestmark = pytest.mark.integration
+
+SETTINGS = {"log_level": "error", "default_max_tokens": 8}
 
 OPERATIONS = [
     ("POST", "/v1/agents"),
@@ -49,14 +49,6 @@ MAX_REPLY = 8
 def _as_it_is(_: schemathesis.SerializationContext, value: Any) -> bytes:
     content = getattr(value, "data", value)
     return content if isinstance(content, bytes) else str(content).encode()
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    home: Path = tmp_path_factory.mktemp("home")
-    made = make_settings(home, log_level="error", default_max_tokens=MAX_REPLY)
-    with run_server(made) as server:
-        yield server
 
 
 def test_every_endpoint_is_in_the_document_with_an_example(document: dict[str, Any]) -> None:

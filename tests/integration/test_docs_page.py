@@ -3,27 +3,14 @@
 import html
 import re
 import shlex
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.http_server import RunningServer, make_settings, run_server
+from tests.http_server import RunningServer
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with run_server(make_settings(tmp_path_factory.mktemp("home"))) as server:
-        yield server
-
-
-@pytest.fixture
-def http(running: RunningServer) -> Iterator[httpx.Client]:
-    with running.client() as client:
-        yield client
 
 
 def test_it_shows_every_endpoint_and_loads_nothing(

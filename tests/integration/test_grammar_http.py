@@ -1,13 +1,13 @@
 """Schemas as clients send them, in every protocol, on the fake backend."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.http_server import RunningServer, make_settings, run_server
+from tests.http_server import RunningServer
 
 pytestmark = pytest.mark.integration
 
@@ -52,12 +52,6 @@ HOSTILE: dict[str, Json] = {
         "properties": {f"key{index}": {"type": "string"} for index in range(5000)},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with run_server(make_settings(tmp_path_factory.mktemp("home"))) as server:
-        yield server
 
 
 def post(running: RunningServer, path: str, body: Json) -> httpx.Response:

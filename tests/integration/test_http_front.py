@@ -2,8 +2,8 @@
 
 import gzip
 import json
+import threading
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tests.http_server import RunningServer, make_settings, run_server
 
 pytestmark = pytest.mark.integration
 
+SETTINGS = {"max_body_mb": 0.1}
 FOREIGN = "https://evil.example"
 CHAT = {"model": "fake", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
 CHANGING = [
@@ -29,19 +30,6 @@ CHANGING = [
     ("DELETE", "/v1/agents/coder"),
     ("POST", "/nowhere"),
 ]
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    home = tmp_path_factory.mktemp("home")
-    with run_server(make_settings(home, max_body_mb=0.1)) as running:
-        yield running
-
-
-@pytest.fixture
-def http(running: RunningServer) -> Iterator[httpx.Client]:
-    with running.client() as client:
-        yield client
 
 
 @pytest.mark.parametrize("method,path", CHANGING)
@@ -230,3 +218,84 @@ def test_bodies_that_cannot_be_unpacked_are_refused(
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
     assert http.get("/health").status_code == 200
+
+
+def test_health(http: httpx.Client) -> None:
+    for path in ("/health", "/health/live", "/health/ready", "/health/startup"):
+        answer, probe = http.get(path), http.head(path)
+        assert (answer.status_code, answer.json()["state"]) == (200, "ready")
+        assert (probe.status_code, probe.content) == (200, b"")
+        assert probe.headers["content-length"] == answer.headers["content-length"]
+
+
+def test_an_oversized_body_is_refused_declared_or_streamed(http: httpx.Client) -> None:
+    big = json.dumps({**CHAT, "messages": [{"role": "user", "content": "x" * 200_000}]}).encode()
+    declared = http.post("/v1/chat/completions", content=big)
+    streamed = http.post("/v1/chat/completions", content=iter([big[:100_000], big[100_000:]]))
+    for answer in (declared, streamed):
+        assert answer.status_code == 413
+        assert "max_body_mb" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["code"] == "request_too_large"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8000", "LOCALHOST", "[::1]", "[::1]:80"])
+def test_local_hosts_are_answered(http: httpx.Client, host: str) -> None:
+    assert http.get("/health", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example", "127.0.0.1:80:80", "[::1", "::1", "[::2]"]
+)
+def test_other_hosts_are_refused(http: httpx.Client, host: str) -> None:
+    answer = http.get("/v1/models", headers={"host": host})
+    assert answer.status_code == 400
+    assert "--allow-remote" in answer.json()["error"]["message"]
+    assert answer.headers["x-request-id"].startswith("req_")
+
+
+def test_any_host_is_answered_where_remote_clients_are_allowed(tmp_path: Path) -> None:
+    with (
+        run_server(make_settings(tmp_path, allow_remote=True)) as running,
+        running.client() as http,
+    ):
+        for host in ("evil.example", "[::1", "a b"):
+            answer = http.get("/v1/nothing", headers={"host": host})
+            assert answer.status_code == 404
+
+
+def test_unknown_paths_and_methods_answer_in_shape(http: httpx.Client) -> None:
+    missing, wrong = http.get("/v1/nothing"), http.get("/v1/chat/completions")
+    assert missing.status_code == 404
+    assert "GET /v1/nothing" in missing.json()["error"]["message"]
+    assert wrong.status_code == 405
+    assert missing.headers["x-request-id"].startswith("req_")
+
+
+def test_a_client_that_leaves_cancels_its_work(running: RunningServer) -> None:
+    device = running.server.device
+    for stream in (True, False):
+        payload = {**CHAT, "stream": stream, "max_tokens": 100_000, "ignore_eos": True}
+        with running.client() as http:
+            if stream:
+                with http.stream("POST", "/v1/chat/completions", json=payload) as answer:
+                    next(answer.iter_lines())
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    http.post("/v1/chat/completions", json=payload, timeout=0.3)
+        for _ in range(200):
+            if device.num_live == 0:
+                break
+            threading.Event().wait(0.02)
+        assert device.num_live == 0
+
+
+def test_requests_while_loading_and_after_a_failed_load_say_so(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path, backend="torch", model="no/such/model")
+    with run_server(settings) as running, running.client() as http:
+        assert http.get("/health/live").status_code == 503
+        ready = http.get("/health/ready")
+        answer = http.post("/v1/chat/completions", json={**CHAT, "model": "model"})
+    assert ready.status_code == 503
+    assert "there is no model" in ready.json()["detail"]
+    assert answer.status_code == 503
+    assert "no/such/model" in answer.json()["error"]["message"]

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -10,10 +9,12 @@ import openai
 import pydantic
 import pytest
 
-from tests.http_server import RunningServer, make_settings, run_server
+from tests.http_server import RunningServer
 
 pytestmark = pytest.mark.integration
 
+SDK = openai.OpenAI
+SETTINGS = {"default_max_tokens": 400}
 HELLO: Any = [{"role": "user", "content": "hello"}]
 WEATHER: Any = {
     "type": "function",
@@ -29,29 +30,90 @@ WEATHER: Any = {
         "strict": True,
     },
 }
-TIME: Any = {"type": "function", "function": {"name": "get_time"}}
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    settings = make_settings(tmp_path_factory.mktemp("home"), default_max_tokens=400)
-    with run_server(settings) as server:
-        yield server
-
-
-@pytest.fixture
-def client(running: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{running.url}/v1",
-        api_key="none",
-        max_retries=0,
-        _strict_response_validation=True,
-    ) as client:
-        yield client
 
 
 def agents_of(running: RunningServer) -> dict[str, int]:
     return {agent.id: agent.num_turns for agent in running.server.memory.agents.agents("local")}
+
+
+def test_whole_and_streamed_replies_agree(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    whole = client.chat.completions.create(
+        model="fake", messages=messages, temperature=0, max_tokens=12
+    )
+    stream = client.chat.completions.create(
+        model="fake",
+        messages=messages,
+        temperature=0,
+        max_tokens=12,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert whole.choices[0].finish_reason == "length"
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert whole.usage is not None
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 12
+    # The stream came second and found everything but the last token computed.
+    assert chunks[-1].usage.prompt_tokens_details is not None
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == whole.usage.prompt_tokens - 1
+
+
+def test_a_stream_without_usage_has_none(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    stream = client.chat.completions.create(model="fake", messages=messages, stream=True)
+    assert all(chunk.usage is None and chunk.choices for chunk in stream)
+
+
+def test_seed_and_logprobs(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "developer", "content": [{"type": "text", "text": "be brief"}]}]
+    replies = [
+        client.chat.completions.create(
+            model="fake", messages=messages, seed=7, logprobs=True, top_logprobs=3, max_tokens=6
+        )
+        for _ in range(2)
+    ]
+    first, second = (r.choices[0] for r in replies)
+    assert first.message.content == second.message.content
+    assert first.logprobs is not None
+    assert first.logprobs.content is not None
+    scored = first.logprobs.content
+    assert "".join(token.token for token in scored) == first.message.content
+    assert all(len(token.top_logprobs) == 3 and token.logprob <= 0 for token in scored)
+
+
+def test_stop_strings_are_not_shown(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "stop me"}]
+    free = client.chat.completions.create(
+        model="fake",
+        messages=messages,
+        temperature=0,
+        max_tokens=20,
+        extra_body={"ignore_eos": True},
+    )
+    text = free.choices[0].message.content or ""
+    stopped = client.chat.completions.create(
+        model="fake",
+        messages=messages,
+        temperature=0,
+        max_tokens=20,
+        stop=text[5:8],
+        extra_body={"ignore_eos": True},
+    )
+    assert stopped.choices[0].message.content == text[: text.index(text[5:8])]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_models(client: openai.OpenAI, running: RunningServer) -> None:
+    assert [model.id for model in client.models.list()] == ["fake"]
+    assert client.models.retrieve("fake").id == "fake"
+    with pytest.raises(openai.NotFoundError, match="not served"):
+        client.models.retrieve("gpt-9")
+    with running.client() as http:
+        assert http.get("/v1/models").json()["data"][0]["max_context"] > 0
 
 
 def test_several_replies_share_one_prompt(client: openai.OpenAI, running: RunningServer) -> None:
@@ -322,137 +384,6 @@ def test_special_tokens_in_a_raw_prompt_count(client: openai.OpenAI) -> None:
         model="fake", messages=HELLO, temperature=0, max_tokens=12
     )
     assert raw.choices[0].text == chat.choices[0].message.content
-
-
-BAD_SCHEMA = {"type": "object", "properties": {"a": {"type": "what"}}}
-BAD: list[tuple[str, dict[str, Any], str, str]] = [
-    ("completions", {"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
-    ("completions", {"prompt": "x", "best_of": 4}, "best_of", "not supported"),
-    ("completions", {"prompt": "x", "echo": True, "logprobs": 1}, "echo", "not scored"),
-    ("completions", {"prompt": ""}, "prompt", "empty"),
-    ("completions", {"prompt": []}, "prompt", "must be"),
-    ("completions", {"prompt": [[]]}, "prompt", "must be"),
-    ("completions", {"prompt": ["a", 1]}, "prompt", "must be"),
-    ("completions", {"prompt": [True]}, "prompt", "must be"),
-    ("completions", {"prompt": [99999]}, "prompt", "not in"),
-    ("completions", {"prompt": [-1]}, "prompt", "not in"),
-    ("completions", {"prompt": "\ud800"}, "prompt", "surrogate"),
-    ("completions", {"prompt": ["x"] * 129}, "prompt", "at most 128"),
-    ("completions", {"prompt": ["x"] * 64, "n": 3}, "n", "at most 128"),
-    ("chat/completions", {"functions": [{"name": "f"}]}, "functions", "tools"),
-    ("chat/completions", {"tool_choice": "required"}, "tools", "none is offered"),
-    (
-        "chat/completions",
-        {"tools": [TIME], "tool_choice": WEATHER},
-        "tool_choice",
-        "get_weather",
-    ),
-    (
-        "chat/completions",
-        {"response_format": {"type": "json_schema"}},
-        "response_format.json_schema",
-        "needs it",
-    ),
-    (
-        "chat/completions",
-        {"structured_outputs": {"regex": "("}},
-        "structured_outputs.regex",
-        "unclosed",
-    ),
-    (
-        "completions",
-        {"prompt": "x", "structured_outputs": {"choice": []}},
-        "structured_outputs.choice",
-        "at least one",
-    ),
-    (
-        "chat/completions",
-        {"structured_outputs": {"choice": ["\ud800"]}},
-        "structured_outputs.choice[0]",
-        "unicode",
-    ),
-    (
-        "chat/completions",
-        {"structured_outputs": {"regex": "\ud800"}},
-        "structured_outputs.regex",
-        "unicode",
-    ),
-    (
-        "chat/completions",
-        {"structured_outputs": {"json": {"type": "what"}}},
-        "structured_outputs.json",
-        "schema",
-    ),
-    (
-        "chat/completions",
-        {"structured_outputs": {"json": "[]"}},
-        "structured_outputs.json",
-        "JSON schema",
-    ),
-    (
-        "chat/completions",
-        {"structured_outputs": {"grammar": "root ::= x"}},
-        "structured_outputs.grammar",
-        "not supported",
-    ),
-    ("chat/completions", {"structured_outputs": {}}, "structured_outputs", "exactly one"),
-    (
-        "chat/completions",
-        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
-        "structured_outputs",
-        "exactly one",
-    ),
-    (
-        "chat/completions",
-        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-        "structured_outputs",
-        "response_format",
-    ),
-    ("chat/completions", {"guided_regex": "a"}, "guided_regex", "structured_outputs.regex"),
-    ("completions", {"prompt": "x", "guided_json": {}}, "guided_json", "structured_outputs.json"),
-    (
-        "chat/completions",
-        {
-            "tools": [
-                TIME,
-                {
-                    "type": "function",
-                    "function": {"name": "f", "strict": True, "parameters": BAD_SCHEMA},
-                },
-            ],
-            "tool_choice": "required",
-        },
-        "tools[1].function.parameters",
-        "'f'",
-    ),
-    (
-        "chat/completions",
-        {"messages": [{"role": "tool", "content": "x"}]},
-        "messages[0].tool_call_id",
-        "required",
-    ),
-    (
-        "chat/completions",
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
-        "messages[0].tool_calls[0].function.name",
-        "required",
-    ),
-]
-
-
-@pytest.mark.parametrize("path,changes,param,words", BAD)
-def test_what_cannot_be_honoured_names_the_field(
-    running: RunningServer, path: str, changes: dict[str, Any], param: str, words: str
-) -> None:
-    base = {"model": "fake", "messages": HELLO} if path != "completions" else {"model": "fake"}
-    content = json.dumps(base | changes)
-    with running.client() as http:
-        headers = {"content-type": "application/json"}
-        answer = http.post(f"/v1/{path}", content=content, headers=headers)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert error["param"] == param
-    assert words in error["message"]
 
 
 def test_broken_arguments_and_thinking_in_the_history_are_taken(running: RunningServer) -> None:

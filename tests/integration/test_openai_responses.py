@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,12 @@ import pydantic
 import pytest
 
 from tests.http_server import RunningServer, make_settings, run_server
+from tests.integration.conftest import sdk_client
 
 pytestmark = pytest.mark.integration
 
+SDK = openai.OpenAI
+SETTINGS = {"default_max_tokens": 400}
 WEATHER: Any = {
     "type": "function",
     "name": "get_weather",
@@ -26,28 +28,6 @@ WEATHER: Any = {
     },
     "strict": True,
 }
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    settings = make_settings(tmp_path_factory.mktemp("home"), default_max_tokens=400)
-    with run_server(settings) as server:
-        yield server
-
-
-def client_of(running: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(
-        base_url=f"{running.url}/v1",
-        api_key="none",
-        max_retries=0,
-        _strict_response_validation=True,
-    )
-
-
-@pytest.fixture
-def client(running: RunningServer) -> Iterator[openai.OpenAI]:
-    with client_of(running) as client:
-        yield client
 
 
 def agents_of(running: RunningServer) -> dict[str, int]:
@@ -253,7 +233,7 @@ def test_an_unstored_response_keeps_state_and_no_text(
 
 def test_responses_outlive_the_server(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, durability="sync")
-    with run_server(settings) as running, client_of(running) as client:
+    with run_server(settings) as running, sdk_client(openai.OpenAI, running) as client:
         first = client.responses.create(
             model="fake",
             input="remember",
@@ -262,7 +242,7 @@ def test_responses_outlive_the_server(tmp_path: Path) -> None:
             extra_body={"ignore_eos": True},
         )
         assert first.status == "incomplete"
-    with run_server(settings) as running, client_of(running) as client:
+    with run_server(settings) as running, sdk_client(openai.OpenAI, running) as client:
         again = client.responses.retrieve(first.id)
         assert again.output == first.output
         assert (again.status, again.completed_at) == ("incomplete", None)
@@ -307,7 +287,9 @@ def test_a_response_in_the_background_ends(client: openai.OpenAI) -> None:
         client.responses.cancel("resp_nothing")
 
 
-def test_a_stream_in_the_background_goes_on_without_its_client(client: openai.OpenAI) -> None:
+def test_a_stream_in_the_background_goes_on_without_its_client(
+    client: openai.OpenAI,
+) -> None:
     asked: Any = {
         "model": "fake",
         "input": "a long story",
@@ -386,71 +368,6 @@ async def test_the_async_client(running: RunningServer) -> None:
     ):
         kinds = [event.type async for event in stream]
     assert kinds[:2] == ["response.created", "response.in_progress"]
-
-
-BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"input": []}, "input", "at least one"),
-    ({"input": None}, "input", "at least one"),
-    ({"input": 5}, "input", "string"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "references"),
-    ({"input": [{"type": "riddle"}]}, "input[0].type", "'riddle'"),
-    ({"input": [{"role": "user"}]}, "input[0].content", "required"),
-    ({"input": [{"content": "x"}]}, "input[0].role", "required"),
-    ({"input": [{"type": "function_call", "call_id": "1"}]}, "input[0].name", "required"),
-    ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output", "required"),
-    (
-        {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
-        "input[0].content[0].type",
-        "'input_file'",
-    ),
-    (
-        {
-            "instructions": "x",
-            "input": [
-                {"role": "user", "content": "x"},
-                {"role": "user", "content": [{"type": "input_image", "image_url": "data:x"}]},
-            ],
-        },
-        "input[1].content[0]",
-        "images",
-    ),
-    ({"input": "\ud800"}, "input", "surrogate"),
-    ({"max_output_tokens": -2}, "max_output_tokens", "greater than"),
-    ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
-    ({"tools": [{"type": "function"}]}, "tools[0].name", "needs it"),
-    ({"tool_choice": "required"}, "tools", "none is offered"),
-    ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "needs it"),
-    (
-        {"text": {"format": {"type": "json_schema", "schema": {"type": "what"}}}},
-        "text.format",
-        "schema",
-    ),
-    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed"),
-    (
-        {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}},
-        "structured_outputs",
-        "text.format",
-    ),
-    ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
-    ({"prompt": {"id": "x"}}, "prompt", "input"),
-    ({"background": True, "store": False}, "background", "store"),
-    ({"previous_response_id": "resp_x"}, "previous_response_id", "'resp_x'"),
-    ({"temperature": 1000}, "temperature", "between"),
-]
-
-
-@pytest.mark.parametrize("changes,param,words", BAD)
-def test_what_cannot_be_honoured_names_the_field(
-    running: RunningServer, changes: dict[str, Any], param: str, words: str
-) -> None:
-    content = json.dumps({"model": "fake", "input": "x"} | changes)
-    with running.client() as http:
-        headers = {"content-type": "application/json"}
-        answer = http.post("/v1/responses", content=content, headers=headers)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert error["param"] == param
-    assert words in error["message"]
 
 
 def test_items_of_tools_that_run_elsewhere_are_skipped(running: RunningServer) -> None:

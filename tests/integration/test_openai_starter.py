@@ -16,6 +16,8 @@ from tests.http_server import RunningServer, make_settings, run_server
 
 pytestmark = pytest.mark.integration
 
+SDK = openai.OpenAI
+
 PARIS = "What is the capital of France? Answer in one sentence."
 WEATHER: Any = {
     "type": "function",
@@ -35,17 +37,6 @@ WEATHER: Any = {
 def running(starter_home: Path) -> Iterator[RunningServer]:
     with run_server(make_settings(starter_home, backend="torch", model=STARTER_MODEL)) as server:
         yield server
-
-
-@pytest.fixture
-def client(running: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{running.url}/v1",
-        api_key="none",
-        max_retries=0,
-        _strict_response_validation=True,
-    ) as client:
-        yield client
 
 
 def test_a_conversation_by_response_ids(client: openai.OpenAI, running: RunningServer) -> None:

@@ -1,6 +1,5 @@
 """Every documented endpoint under requests made from its document."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,9 +16,11 @@ from schemathesis.checks import (
 
 from semantic.entrypoints.bootstrap import bootstrap
 from semantic.entrypoints.server import create_app
-from tests.http_server import RunningServer, make_settings, run_server
+from tests.http_server import RunningServer, make_settings
 
 pytestmark = pytest.mark.integration
+
+SETTINGS = {"log_level": "error", "default_max_tokens": 4}
 
 ELSEWHERE = ("/v1/agents", "/v1/cache", "/v1/events")  # have a test of their own
 DOCUMENTED_FAILURES = {503, 504, 529}
@@ -58,14 +59,6 @@ def operations() -> list[tuple[str, str]]:
         for method in methods
         if not path.startswith(ELSEWHERE)
     ]
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    home = tmp_path_factory.mktemp("home")
-    made = make_settings(home, log_level="error", default_max_tokens=MAX_REPLY)
-    with run_server(made) as server:
-        yield server
 
 
 def _carried_out(path: str, body: Any) -> Any:
