@@ -69,7 +69,7 @@ def test_silent_connections_cost_no_turn(tmp_path: Path) -> None:
     with contextlib.ExitStack() as silent:
         with fake_server(tmp_path, max_files=256) as server:
             assert ask(server, "POST", "/v1/agents", json={"id": "coder"}).status_code == 201
-            for index in range(900):
+            for index in range(1000):
                 content = (b"", HALF_A_REQUEST, HALF_A_BODY)[index % 3]
                 silent.enter_context(connect(server, content))
                 if index % 300 == 299:

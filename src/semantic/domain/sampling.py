@@ -13,7 +13,7 @@ from typing import TypeVar
 from semantic.domain.errors import InvalidRequestError
 
 MAX_TOP_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1024
 
 _T = TypeVar("_T")
 
@@ -173,6 +173,10 @@ class StopRules:
         if len(self.strings) > MAX_STOP_STRINGS:
             raise InvalidRequestError(
                 f"at most {MAX_STOP_STRINGS} stop strings are allowed.", param="stop"
+            )
+        if any(len(text) > MAX_STOP_CHARS for text in self.strings):
+            raise InvalidRequestError(
+                f"a stop string has at most {MAX_STOP_CHARS} characters.", param="stop"
             )
         if any(not text for text in self.strings):
             raise InvalidRequestError("a stop string must not be empty.", param="stop")

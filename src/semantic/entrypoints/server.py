@@ -64,6 +64,7 @@ _EXPOSED_HEADERS = (
     *("request-id", "x-request-id", "retry-after", "x-should-retry"),
     *(name for kind in LIMIT_KINDS for name in allowance_headers(Allowance(kind, 0, 0, 0.0))),
 )
+_MAX_HEADER_BYTES = 2**16  # all headers of a request together
 _CUT_S = 1  # in which requests end whose connection was cut
 
 
@@ -247,6 +248,7 @@ def _serve(server: Server) -> int:
         access_log=False,
         loop="asyncio",  # the listener and the connections are made for it
         http=connections.protocol(),
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         ws="none",
         timeout_keep_alive=settings.keep_alive_s,
         timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout_s) + _CUT_S,
@@ -332,7 +334,7 @@ def _open_connections(settings: Settings) -> OpenConnections:
         raise_descriptor_limit(),
         settings.max_connections,
         read_timeout_s=settings.read_timeout_s,
-        write_timeout_s=settings.request_timeout_s,
+        write_timeout_s=settings.write_timeout_s,
     )
     return OpenConnections(limits)
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import (
+    MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_TOP_LOGPROBS,
     SamplingParams,
@@ -108,6 +109,7 @@ def test_penalties_make_a_choice_depend_on_the_past(params: SamplingParams, expe
         (None, ("",), "stop"),
         (None, ("END", ""), "stop"),
         (None, ("x",) * (MAX_STOP_STRINGS + 1), "stop"),
+        (None, ("x" * (MAX_STOP_CHARS + 1),), "stop"),
     ],
 )
 def test_stop_rules_that_make_no_sense(

@@ -67,6 +67,9 @@ class Settings(BaseSettings):
     read_timeout_s: float = Field(
         30, gt=0, description="longest wait for a request's headers, or for more of its body"
     )
+    write_timeout_s: float = Field(
+        60, gt=0, description="a client that reads nothing for so long is cut"
+    )
     keep_alive_s: int = Field(
         60, ge=1, description="how long a connection may be idle between requests"
     )

@@ -1,0 +1,374 @@
+"""What attackers try at the edge, against a server with keys and one that is local.
+
+Elsewhere: silent and slow connections, a thousand of them (`tests/smoke/test_connections.py`);
+tenants (`test_tenants.py`); foreign pages, packed bombs (`test_http_front.py`); names of hosts
+(`test_openai_http.py`); tampered files (`test_foreign_files.py`, `tests/attack`).
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from semantic.adapters.config.keys import KeyFile, TenantEntry, edit_key_file
+from semantic.adapters.inbound.http.connections import ConnectionLimits, OpenConnections
+from tests.http_server import RunningServer, make_settings, run_server
+
+pytestmark = pytest.mark.integration
+
+CHAT: dict[str, Any] = {
+    "model": "fake",
+    "max_tokens": 2,
+    "messages": [{"role": "user", "content": "hi"}],
+}
+
+
+class Target:
+    """A guarded server, and a client with a valid key."""
+
+    def __init__(self, running: RunningServer, home: Path, key: str) -> None:
+        self.running = running
+        self.home = home
+        self.key = key
+        self.http = running.client(headers={"x-api-key": key})
+
+    def raw(self, content: bytes) -> bytes:
+        """Send bytes as they are; returns all that comes back."""
+        url = httpx.URL(self.running.url)
+        with socket.create_connection((url.host, url.port or 0), timeout=20) as opened:
+            opened.sendall(content)
+            opened.shutdown(socket.SHUT_WR)
+            answer = b""
+            with contextlib.suppress(ConnectionResetError):
+                while piece := opened.recv(65536):
+                    answer += piece
+        return answer
+
+    def is_well(self) -> bool:
+        return self.http.post("/v1/chat/completions", json=CHAT).status_code == 200
+
+    def files(self) -> set[str]:
+        """Everything under home, and beside it, but what a cache writes anyway."""
+        found = (path.relative_to(self.home.parent) for path in self.home.parent.rglob("*"))
+        return {str(path) for path in found if "cache" not in path.parts}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    home = tmp_path_factory.mktemp("place") / "home"
+    secrets: list[str] = []
+
+    def add(file: KeyFile) -> KeyFile:
+        file, _, secret = file.with_key("acme", TenantEntry())
+        secrets.append(secret)
+        return file
+
+    edit_key_file(home / "keys.json", add)
+    with run_server(make_settings(home, max_body_mb=1)) as running:
+        target = Target(running, home, secrets[0])
+        with target.http:
+            yield target
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+HOSTILE_NAMES = {
+    "up": "../../../etc/passwd",
+    "absolute": "/etc/passwd",
+    "windows": "..\\..\\boot.ini",
+    "encoded": "%2e%2e%2fetc%2fpasswd",
+    "twice encoded": "%252e%252e%252f",
+    "zero": "a\x00b",
+    "newline": "a\nb",
+    "return": "a\r\nx-evil: 1",
+    "space": "a b",
+    "quote": 'a"; filename="b',
+    "template": "{{7*7}}",
+    "format": "%s%n{0}",
+    "sql": "a' OR 1=1 --",
+    "right to left": "a\u202eb",
+    "zero width": "co\u200bder",
+    "homoglyph": "c\u043eder",
+    "full width": "\uff43oder",
+    "full width dots": "\uff0e\uff0e\uff0fetc",
+    "combining": "e\u0301",
+    "ligature": "\ufb01le",
+    "long": "x" * 5000,
+    "empty": "",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES.values(), ids=HOSTILE_NAMES)
+def test_hostile_names_of_agents_are_refused_and_make_no_file(target: Target, name: str) -> None:
+    before = target.files()
+    http = target.http
+    assert http.post("/v1/agents", json={"id": name}).status_code == 400
+    made = http.post("/v1/agents", json={"id": "victim"})
+    assert made.status_code in (200, 201)
+    assert http.post("/v1/agents/victim/fork", json={"ids": [name]}).status_code == 400
+    path = quote(name, safe="")
+    for suffix in ("", "/turns", "/explain", "/export"):
+        if path:
+            status = http.get(f"/v1/agents/{path}{suffix}").status_code
+            assert status in (400, 404), suffix
+    with contextlib.suppress(UnicodeEncodeError, httpx.LocalProtocolError, ValueError):
+        named = {"x-agent-id": name}
+        answer = http.post("/v1/chat/completions", json=CHAT, headers=named)
+        assert answer.status_code == 400
+    assert target.files() == before
+
+
+@pytest.mark.parametrize("name", [".", "..", "...", "-", "CON", "a.tar", "local"])
+def test_strange_names_that_are_allowed_are_names_only(target: Target, name: str) -> None:
+    before = target.files()
+    assert target.http.post("/v1/agents", json={"id": name}).status_code in (200, 201)
+    said = {"message": "hi", "max_tokens": 2}
+    url = httpx.URL(target.running.url).copy_with(
+        raw_path=f"/v1/agents/{name.replace('.', '%2E')}/generate".encode()
+    )
+    assert target.http.post(url, json=said).status_code == 200
+    assert target.files() == before
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES.values(), ids=HOSTILE_NAMES)
+def test_hostile_names_of_models_are_refused(target: Target, name: str) -> None:
+    before = target.files()
+    refused = (400, 404) if name else (200,)
+    http = target.http
+    assert http.post("/v1/chat/completions", json={**CHAT, "model": name}).status_code in refused
+    assert http.post("/v1/messages", json={**CHAT, "model": name}).status_code in refused
+    if name:
+        answer = http.get(f"/v1/models/{quote(name, safe='')}")
+        assert answer.status_code == 404
+        assert "root:" not in answer.text
+    assert target.files() == before
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES.values(), ids=HOSTILE_NAMES)
+def test_hostile_names_of_responses_are_unknown(target: Target, name: str) -> None:
+    if name:
+        path = f"/v1/responses/{quote(name, safe='')}"
+        assert target.http.get(path).status_code == 404
+        assert target.http.delete(path).status_code == 404
+    given = {"model": "fake", "input": "hi", "previous_response_id": name or "resp_"}
+    assert target.http.post("/v1/responses", json=given).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/agents/../../etc/passwd",
+        "/docs/../../../etc/passwd",
+        "/docs/%2e%2e/%2e%2e/etc/passwd",
+        "/..%2f..%2fetc%2fpasswd",
+        "/v1/models/..%2f..%2fkeys.json",
+        "//etc/passwd",
+        "/v1/./agents/victim/../../keys.json",
+        "/v1/agents/%00",
+    ],
+)
+def test_no_path_leads_to_a_file(target: Target, path: str) -> None:
+    url = httpx.URL(target.running.url).copy_with(raw_path=path.encode())
+    answer = target.http.get(url)
+    assert answer.status_code in (400, 404)
+    assert "root:" not in answer.text
+    assert "sha256" not in answer.text
+
+
+# -- requests that are no HTTP, or too much of it -------------------------------------------------
+
+
+def _head(*lines: str) -> bytes:
+    return "\r\n".join(["POST /v1/chat/completions HTTP/1.1", *lines, "", ""]).encode("latin-1")
+
+
+HOSTILE_HEADS = {
+    "two lengths": _head("host: localhost", "content-length: 2", "content-length: 20") + b"{}",
+    "length and chunks": _head("host: localhost", "content-length: 4", "transfer-encoding: chunked")
+    + b"0\r\n\r\nGET /v1/agents HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "negative length": _head("host: localhost", "content-length: -1"),
+    "folded": _head("host: localhost", "x-a: b", " x-api-key: {key}"),
+    "space before colon": _head("host: localhost", "x-api-key : {key}"),
+    "bare newline": _head("host: localhost", "x-a: b\nx-api-key: {key}"),
+    "zero byte": _head("host: localhost", "x-a: b\x00c"),
+    "no host": _head("content-length: 2") + b"{}",
+    "two hosts": _head("host: localhost", "host: evil.example", "content-length: 2") + b"{}",
+    "absolute": b"GET http://evil.example/v1/models HTTP/1.1\r\nhost: evil.example\r\n\r\n",
+    "large header": _head("host: localhost", "x-a: " + "b" * 100_000),
+    "many headers": _head("host: localhost", *(f"x-{i}: y" for i in range(20_000))),
+    "long path": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE_HEADS.values(), ids=HOSTILE_HEADS)
+def test_malformed_requests_reach_nothing(target: Target, content: bytes) -> None:
+    answer = target.raw(content.replace(b"{key}", target.key.encode()))
+    statuses = [line for line in answer.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
+    assert len(statuses) <= 1, "one request smuggled another"
+    assert not statuses or statuses[0][9:12] in (b"400", b"401", b"431"), statuses
+    assert target.is_well()
+
+
+def test_what_a_request_says_never_becomes_a_header(target: Target) -> None:
+    evil = "x\r\nset-cookie: evil=1"
+    for body in ({**CHAT, "model": evil}, {**CHAT, "user": evil}, {**CHAT, "session_id": evil}):
+        answer = target.http.post("/v1/chat/completions", json=body)
+        assert "set-cookie" not in answer.headers
+    answer = target.http.get(f"/v1/agents/{quote(evil, safe='')}/export")
+    assert "set-cookie" not in answer.headers
+    assert answer.status_code == 400
+
+
+DEEP = 100_000
+BODIES = {
+    "lists": b"[" * DEEP + b"]" * DEEP,
+    "objects": b'{"a":' * DEEP + b"1" + b"}" * DEEP,
+    "deep message": json.dumps(CHAT).encode().replace(b'"hi"', b"[" * DEEP + b"]" * DEEP),
+    "a huge number": b'{"seed": ' + b"9" * 100_000 + b"}",
+    "infinity": b'{"model": "fake", "temperature": 1e999, "messages": []}',
+    "not a number": b'{"model": "fake", "temperature": NaN, "messages": []}',
+    "lone surrogate": b'{"model": "\\ud800", "messages": []}',
+    "bad UTF-8": b'{"model": "\xff\xfe"}',
+    "zero bytes": b"\x00" * 1000,
+    "no object": b'"text"',
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_hostile_json_is_refused(target: Target, path: str, body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    answer = target.http.post(path, content=body, headers=headers)
+    assert answer.status_code in (400, 404)
+    assert len(answer.content) < 10_000
+    assert target.is_well()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stop": ["x"] * 17},
+        {"stop": "x" * 1025},
+        {"logit_bias": {str(i): 1 for i in range(1025)}},
+        {"n": 129},
+        {"n": 10**9},
+        {"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(1025)]},
+        {"top_logprobs": 10**6, "logprobs": True},
+        {"max_tokens": -5},
+        {"messages": [{"role": "user", "content": "x"}] * 10_001},
+    ],
+    ids=["stops", "long stop", "bias", "n", "huge n", "tools", "logprobs", "length", "messages"],
+)
+def test_lists_and_numbers_have_limits(target: Target, changes: dict[str, Any]) -> None:
+    answer = target.http.post("/v1/chat/completions", json={**CHAT, **changes})
+    assert answer.status_code == 400, answer.text[:300]
+    assert answer.json()["error"]["param"]
+
+
+def test_a_schema_too_deep_is_refused(target: Target) -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(150):
+        schema = {"type": "object", "properties": {"a": schema}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = target.http.post("/v1/chat/completions", json={**CHAT, "response_format": form})
+    assert answer.status_code == 400
+    assert target.is_well()
+
+
+def test_a_body_over_the_limit_is_refused_however_it_comes(target: Target) -> None:
+    body = b'{"model": "' + b"x" * 2**20 + b'"}'
+    http = target.http
+    assert http.post("/v1/chat/completions", content=body).status_code == 413
+    pieces = (body[start : start + 60_000] for start in range(0, len(body), 60_000))
+    assert http.post("/v1/chat/completions", content=pieces).status_code == 413
+
+
+# -- pages ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"origin": "https://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}],
+    ids=["origin", "null", "fetch site"],
+)
+def test_a_foreign_page_with_a_key_changes_nothing(target: Target, headers: dict[str, str]) -> None:
+    answer = target.http.post("/v1/chat/completions", json=CHAT, headers=headers)
+    assert answer.status_code == 403
+    assert "access-control-allow-origin" not in answer.headers
+    read = target.http.get("/v1/agents", headers=headers)
+    assert "access-control-allow-origin" not in read.headers
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.nip.io"])
+def test_a_foreign_name_of_the_host_is_refused_with_a_key_too(target: Target, host: str) -> None:
+    assert target.http.get("/v1/models", headers={"host": host}).status_code == 400
+
+
+def test_a_form_cannot_be_sent(target: Target) -> None:
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        headers = {"content-type": kind}
+        body = json.dumps(CHAT)
+        answer = target.http.post("/v1/chat/completions", content=body, headers=headers)
+        assert answer.status_code == 400
+
+
+def test_secrets_are_not_logged(target: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    target.is_well()
+    target.http.get(f"/v1/models?key={target.key}")
+    with target.running.client(headers={"x-api-key": f"{target.key}x"}) as other:
+        other.get("/v1/models")
+    assert target.key not in capsys.readouterr().out
+
+
+# -- readers that do not read ---------------------------------------------------------------------
+
+
+def test_a_stream_that_is_not_read_is_cut_and_holds_little() -> None:
+    num_sent, is_cut = 0, threading.Event()
+
+    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal num_sent
+        if scope["type"] != "http":
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        piece = b"x" * 2**14
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            watching = asyncio.ensure_future(_left(receive))
+            while not watching.done():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                num_sent += len(piece)
+        is_cut.set()
+
+    async def _left(receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    limits = ConnectionLimits(10, 1, read_timeout_s=5, write_timeout_s=0.2)
+    config = uvicorn.Config(
+        endless, port=0, log_config=None, http=OpenConnections(limits).protocol(), lifespan="off"
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(("127.0.0.1", port))
+        reader.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert is_cut.wait(30)
+    server.should_exit = True
+    thread.join(10)
+    assert num_sent < 2**25
