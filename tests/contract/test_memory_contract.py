@@ -235,7 +235,7 @@ def test_preempted_and_continued(benches: Benches, alone: Alone) -> None:
     bench.run()
     for name, tokens in jobs.items():
         assert bench.reply(name) == alone(tokens, WARM, 40)
-    assert bench.engine.num_preemptions > 0
+    assert bench.store.telemetry.counts.engine.preemptions > 0
 
 
 def test_an_id_out_of_range_ends_its_own_request(benches: Benches, alone: Alone) -> None:
@@ -275,12 +275,12 @@ def test_preempted_during_a_restore(benches: Benches, alone: Alone) -> None:
     assert bench.disk.flush(30)  # what is being written is in the way
     bench.ask("young", said)
     bench.step()
-    assert bench.engine.num_preemptions == 0
+    assert bench.store.telemetry.counts.engine.preemptions == 0
     for _ in range(250):
-        if bench.engine.num_preemptions:
+        if bench.store.telemetry.counts.engine.preemptions:
             break
         bench.step()
-    assert bench.engine.num_preemptions == 1
+    assert bench.store.telemetry.counts.engine.preemptions == 1
     bench.files.gate.set()
     bench.run()
     assert bench.reply("older") == alone(older, GREEDY, 200)

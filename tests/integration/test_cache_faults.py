@@ -356,7 +356,7 @@ def test_a_full_disk_costs_no_reply_and_is_made_up_for(
             fill_up(disk / "filler")
             for question in ("Is there room?", "Still?", "Not at all?"):
                 talk(running, said, f"{question} {'No. ' * 100}")
-            await_that(lambda: store_of(running).num_unwritten > 0)
+            await_that(lambda: store_of(running).counts.unwritten > 0)
             assert "No space" in http.get("/health").json()["problem"]
             assert http.get("/health").status_code == 200
             (disk / "filler").unlink()
@@ -450,7 +450,7 @@ def test_a_disk_budget_smaller_than_an_agent_keeps_its_beginning(
         talk(running, said, "words and more words " * 2500)
         assert running.server.memory.disk is not None
         running.server.memory.disk.flush(30)
-        assert store_of(running).num_unwritten > 0
+        assert store_of(running).counts.unwritten > 0
     blocks = sum(path.stat().st_size for path in block_files(tmp_path))
     assert 0 < blocks <= 2**20
     with run_server(settings) as running:
@@ -491,7 +491,7 @@ def test_blocks_that_cannot_be_written_any_more_are_told_once(
         with small_disk(home / "cache" / "blocks", "size=1m,ro"):
             for question in ("Can you write?", "Can you still not?"):
                 talk(running, said, question)
-            await_that(lambda: store_of(running).num_unwritten > 1)
+            await_that(lambda: store_of(running).counts.unwritten > 1)
             assert "Read-only" in http.get("/health").json()["problem"]
     told = [line for line in caplog.messages if "is not written" in line]
     assert len(told) == 1, told

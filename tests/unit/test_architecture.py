@@ -41,6 +41,7 @@ CHAPTERS = {
     "adapters/outbound/ledger": (),
     "adapters/outbound/blocks": ("ledger",),
     "adapters/outbound/backends": (),
+    "adapters/outbound/telemetry": (),
 }
 MAX_MODULES = 12
 MAX_FILE_LINES = 500

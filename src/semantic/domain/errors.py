@@ -22,6 +22,7 @@
 Which HTTP status and body a protocol makes of an error is the adapters' business.
 """
 
+import re
 from typing import Literal
 
 
@@ -37,6 +38,16 @@ class SemanticError(Exception):
         super().__init__(message)
         self.message = message
         self.retry_after_s = retry_after_s
+
+    @property
+    def kind(self) -> str:
+        """What such errors are counted by.
+
+        >>> PoolExhaustedError("memory is full.").kind
+        'pool_exhausted'
+        """
+        words = re.findall("[A-Z][a-z]+", type(self).__name__.removesuffix("Error"))
+        return "_".join(words).lower()
 
 
 class InvalidRequestError(SemanticError):

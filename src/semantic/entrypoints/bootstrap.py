@@ -6,6 +6,7 @@ Heavy imports (torch, mlx, transformers) happen on the device's thread, after th
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,12 +20,19 @@ from semantic.adapters.outbound.backends.mlx import runtime as mlx_runtime
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys, own_key
 from semantic.adapters.outbound.blocks.directory import keep_private
 from semantic.adapters.outbound.blocks.tree import BLOCKS
+from semantic.adapters.outbound.telemetry.metrics import Metrics
 from semantic.application.agents.cache_admin import CacheBudgets, CacheService
 from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
 from semantic.application.agents.turns import TurnLanes, TurnWatch
-from semantic.application.engine.device_thread import DeviceThread, LoadedModel, ModelRegistry
+from semantic.application.engine.device_thread import (
+    DeviceThread,
+    LoadedModel,
+    Loader,
+    ModelRegistry,
+)
+from semantic.application.engine.request import EventSink
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.requests.access import Access
 from semantic.application.requests.limits import RateLimits
@@ -37,6 +45,7 @@ from semantic.domain.reply_format import detect_reply_format
 from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ModelCacheSpec
 from semantic.entrypoints.persistence import AgentMemory
 from semantic.ports.backend import ModelBackendPort
+from semantic.ports.telemetry import Measure, TelemetryPort
 
 _log = structlog.get_logger(__name__)
 
@@ -61,6 +70,7 @@ class Server:
     cache: CacheService
     transfer: AgentTransfer
     feed: EventFeed
+    metrics: Metrics
 
     def problems(self) -> list[str]:
         """What is wrong although requests are answered, for `/health`."""
@@ -81,21 +91,16 @@ def bootstrap(settings: Settings) -> Server:
         CachePersistenceError: what is in the directory cannot be opened.
     """
     _prepare_directories(settings)
+    metrics = Metrics()
     _require_key(settings, _key_ring(settings))
-    memory = AgentMemory(settings, lambda tenant: access.ring.policy(tenant).disk_bytes)
+    memory = AgentMemory(settings, lambda tenant: access.ring.policy(tenant).disk_bytes, metrics)
     access = Access(lambda: _key_ring(settings), memory.agents.principal)
     backend_name = _choose_backend(settings)
     model_id = _served_id(settings, backend_name)
     hub = ReplyHub()
-    device = DeviceThread(
-        load=lambda on_progress: _load(settings, memory.codec.kv_format, backend_name, on_progress),
-        make_engine=memory.make_engine,
-        limits=_limits(settings),
-        emit=hub.emit,
-        hang_timeout_s=settings.hang_timeout_s,
-    )
+    device = _make_device(settings, memory, backend_name, hub.emit, metrics)
     feed = EventFeed()
-    watch = TurnWatch(feed)
+    watch = TurnWatch(feed, metrics)
     inference = InferenceService(
         device,
         hub,
@@ -111,6 +116,7 @@ def bootstrap(settings: Settings) -> Server:
     cache = CacheService(
         lambda: memory.cache, memory.agents, device, watch, feed, memory.disk, budgets
     )
+    metrics.read(cache, watch, lambda: device.state)
     lanes = TurnLanes(max_waiting=settings.max_queue, timeout_s=settings.request_timeout_s)
     chat = StatefulChat(memory.agents, lanes, inference)
     return Server(
@@ -130,6 +136,27 @@ def bootstrap(settings: Settings) -> Server:
             *(AgentFile(memory.codec, _export_keys(settings)), feed),
         ),
         feed=feed,
+        metrics=metrics,
+    )
+
+
+def _make_device(
+    settings: Settings,
+    memory: AgentMemory,
+    backend_name: BackendName,
+    emit: EventSink,
+    telemetry: TelemetryPort,
+) -> DeviceThread:
+    return DeviceThread(
+        load=_measured(
+            lambda on_progress: _load(settings, memory.codec.kv_format, backend_name, on_progress),
+            telemetry,
+        ),
+        make_engine=memory.make_engine,
+        limits=_limits(settings),
+        emit=emit,
+        hang_timeout_s=settings.hang_timeout_s,
+        telemetry=telemetry,
     )
 
 
@@ -150,6 +177,23 @@ def _require_key(settings: Settings, ring: KeyRing) -> None:
             "keys the server listens on 127.0.0.1 only.",
             param="host",
         )
+
+
+def _measured(load: Loader, telemetry: TelemetryPort) -> Loader:
+    """Count and time the loading of a model."""
+
+    def measured(on_progress: Callable[[str], None]) -> LoadedModel:
+        started = time.monotonic()
+        try:
+            model = load(on_progress)
+        except BaseException:
+            telemetry.counts.engine.swaps["failed"] += 1
+            raise
+        telemetry.counts.engine.swaps["ok"] += 1
+        telemetry.observe(Measure.SWAP, time.monotonic() - started)
+        return model
+
+    return measured
 
 
 def _export_keys(settings: Settings) -> ExportKeys:

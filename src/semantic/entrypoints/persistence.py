@@ -30,6 +30,7 @@ from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CachePersistenceError, DrainingError, ModelSwapError
 from semantic.domain.pool import BlockPool
 from semantic.ports.storage import LedgerPort
+from semantic.ports.telemetry import TelemetryPort
 
 _log = structlog.get_logger(__name__)
 
@@ -47,13 +48,17 @@ class AgentMemory:
     """
 
     def __init__(
-        self, settings: Settings, disk_quota: Callable[[str], int | None] = lambda _: None
+        self,
+        settings: Settings,
+        disk_quota: Callable[[str], int | None] = lambda _: None,
+        telemetry: TelemetryPort | None = None,
     ) -> None:
         """Open the directory, if anything is to be kept there.
 
         Args:
             settings: Where it is, and how much it may hold.
             disk_quota: Says how many bytes a tenant may have there; None is the settings' number.
+            telemetry: Who is told what happens; None is nobody.
 
         Raises:
             InvalidRequestError: it is no cache, or another server has it.
@@ -62,6 +67,7 @@ class AgentMemory:
         self._settings = settings
         self._disk_quota = disk_quota
         self._root_of: list[Callable[[Principal], BlockName]] = []  # of each model
+        self._telemetry = telemetry
         self.codec = KVCodec(_FORMATS[settings.kv_bits])
         self._closing = threading.Lock()
         self._is_closed = False
@@ -92,6 +98,7 @@ class AgentMemory:
                 self.ledger,
                 self._disk_limits(),
                 is_synced=settings.durability == "sync",
+                telemetry=telemetry,
             )
         write = self.disk.change if self.disk else write_at_once(self.ledger)
         self.agents = AgentLedger(self.ledger, state, write)
@@ -130,7 +137,9 @@ class AgentMemory:
         """
         settings = self._settings
         pool = BlockPool(model.backend.spec, settings.memory_budget_mb * 2**20)
-        store = AgentCacheStore(pool, self.disk, on_moved=self.agents.log.move)
+        store = AgentCacheStore(
+            pool, self.disk, on_moved=self.agents.log.move, telemetry=self._telemetry
+        )
         store.restore_index(self._parts)
         self._parts = ()
         self._root_of.append(model.root)

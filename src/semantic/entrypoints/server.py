@@ -35,7 +35,7 @@ from semantic.adapters.inbound.http.connections import (
 from semantic.adapters.inbound.http.docs_page import docs_router
 from semantic.adapters.inbound.http.errors import allowance_headers, install_error_handlers
 from semantic.adapters.inbound.http.guard import Guard, current_principal
-from semantic.adapters.inbound.http.health import health_router
+from semantic.adapters.inbound.http.health import health_router, metrics_router
 from semantic.adapters.inbound.http.middleware import (
     LOCAL_ORIGINS,
     AccessLog,
@@ -96,6 +96,7 @@ def create_app(server: Server) -> FastAPI:
     past = PastTurns(server.memory.agents.log)
     app.include_router(responses_router(server.inference, server.models, past, principal))
     app.include_router(health_router(server.models, lambda: _problems(server)))
+    app.include_router(metrics_router(server.metrics.render))
     app.include_router(anthropic_router(server.inference, principal))
     _add_agents(app, server)
     _add_middleware(app, server)

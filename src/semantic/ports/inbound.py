@@ -264,17 +264,6 @@ class ImportedAgent:
     reason: str
 
 
-@dataclass(slots=True)
-class CacheCounts:
-    """What happened to blocks since the start; only ever grows. Its owner changes it."""
-
-    sealed: int = 0
-    evicted: int = 0
-    restored: int = 0
-    written: int = 0
-    corrupt: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class CacheOverview:
     """The cache as dashboards see it; sizes are in bytes.
@@ -306,7 +295,7 @@ class CacheOverview:
     unique_bytes: int
     num_replies: int
     reuse: Reuse
-    counts: CacheCounts
+    counters: dict[str, int]
     num_live: int
     problem: str
 

@@ -4,7 +4,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from semantic.application.agents.feed import AgentAction, AgentChanged, EventFeed
 from semantic.application.agents.ledger import AgentLedger
@@ -17,7 +17,9 @@ from semantic.application.engine.device_thread import DeviceThread
 from semantic.domain.agents import Agent, Principal, Tier
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import ModelSwapError
-from semantic.ports.inbound import CacheCounts, CacheOverview, CheckProgress, StateView
+from semantic.domain.pool import PoolUsage
+from semantic.ports.inbound import CacheOverview, CheckProgress, StateView
+from semantic.ports.telemetry import CacheCounts
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -38,11 +40,40 @@ class CacheBudgets:
     queue: int
 
 
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """How much is used now, in bytes; zeros before a model is loaded.
+
+    Attributes:
+        disk: Everything in the directory: blocks of all models, quarantine, ledger and backup.
+    """
+
+    memory: PoolUsage
+    disk: int
+    disk_budget: int
+    queue: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What agents reach.
+
+    Attributes:
+        logical_bytes: Counted for each of them.
+        unique_bytes: Counted once.
+        tiers: How many of them start from which tier.
+    """
+
+    logical_bytes: int
+    unique_bytes: int
+    tiers: dict[Tier, int]
+
+
 class CacheService:
     """The attention state of all agents. Any thread; may read from disk.
 
-    Methods raise AgentNotFoundError where the agent is not there, and, but for `state`, `repin` and
-    `sample`, ModelSwapError until the model, whose state it is, is loaded.
+    Methods raise AgentNotFoundError where the agent is not there, and, but for `state`, `repin`,
+    `sample` and `use`, ModelSwapError until the model, whose state it is, is loaded.
     """
 
     def __init__(
@@ -106,13 +137,40 @@ class CacheService:
         """Read and check every file; bad ones are dropped."""
         return self._ready().housekeeping.verify()
 
-    def sample(self) -> tuple[CacheCounts, str]:
-        """Read the counters and the memory's pressure; zeros before the model is there."""
+    def sample(self) -> tuple[dict[str, int], str]:
+        """Read the counters and the memory's pressure, cheaply; zeros before the model is there."""
         try:
             store = self._cache().store
         except ModelSwapError:
-            return CacheCounts(), "none"
-        return replace(store.counts), store.usage().pressure.name.lower()
+            return CacheCounts().totals, "none"
+        return store.counts.totals, store.usage().pressure.name.lower()
+
+    def use(self) -> CacheUse:
+        """Read how much is used now, cheaply."""
+        memory = PoolUsage(0, 0, 0, 0, 0)
+        with contextlib.suppress(ModelSwapError):
+            memory = self._cache().store.usage()
+        disk = self._disk
+        if disk is None:
+            return CacheUse(memory, 0, 0, 0)
+        return CacheUse(memory, disk.used_bytes, self._budgets.disk, disk.queued_bytes)
+
+    def sharing(self) -> Sharing:
+        """See what all agents reach; takes time for each of them.
+
+        Raises:
+            ModelSwapError: no model is loaded.
+        """
+        cache = self._cache()
+        logical, unique = 0, dict[BlockName, int]()
+        tiers = Counter(dict.fromkeys(Tier, 0))
+        for agent in self._agents.recent():
+            pointer = self._agents.place(agent).pointer
+            tiers[cache.housekeeping.footprint(agent).tier] += 1
+            sizes = cache.store.sizes(pointer.block) if pointer else {}
+            unique.update(sizes)
+            logical += sum(sizes.values())
+        return Sharing(logical, sum(unique.values()), dict(tiers))
 
     def blocks(self, after: str, limit: int) -> BlockPage:
         """List all blocks, a page at a time."""
@@ -126,9 +184,9 @@ class CacheService:
         """Read all figures, of all tenants together."""
         cache = self._ready()
         usage = cache.store.usage()
-        counts, pressure = self.sample()
-        num_replies, reuse = self._watch.totals
-        logical, unique, tiers = self._shared(cache)
+        counters, pressure = self.sample()
+        requests = self._watch.counts
+        shared = self.sharing()
         nodes = cache.store.nodes()
         files = [part.nbytes for node in nodes for part in tuple(node.files.values())]
         return CacheOverview(
@@ -143,27 +201,15 @@ class CacheService:
             num_files=len(files),
             queue_budget=self._budgets.queue if self._disk else 0,
             queue_used=self._disk.queued_bytes if self._disk else 0,
-            tiers=tuple(tiers.items()),
-            logical_bytes=logical,
-            unique_bytes=unique,
-            num_replies=num_replies,
-            reuse=reuse,
-            counts=counts,
+            tiers=tuple(shared.tiers.items()),
+            logical_bytes=shared.logical_bytes,
+            unique_bytes=shared.unique_bytes,
+            num_replies=requests.replies,
+            reuse=requests.reuse,
+            counters=counters,
             num_live=self._device.num_live,
             problem=self._disk.problem if self._disk else "",
         )
-
-    def _shared(self, cache: ModelCache) -> tuple[int, int, dict[Tier, int]]:
-        """Bytes that agents reach, counted for each and counted once, and where agents are."""
-        logical, unique = 0, dict[BlockName, int]()
-        tiers = Counter(dict.fromkeys(Tier, 0))
-        for agent in self._agents.recent():
-            pointer = self._agents.place(agent).pointer
-            tiers[cache.housekeeping.footprint(agent).tier] += 1
-            sizes = cache.store.sizes(pointer.block) if pointer else {}
-            unique.update(sizes)
-            logical += sum(sizes.values())
-        return logical, sum(unique.values()), dict(tiers)
 
     def _ready(self) -> ModelCache:
         self._device.ready_model()

@@ -8,6 +8,7 @@ is remembered for a while.
 import asyncio
 import contextlib
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -19,7 +20,7 @@ from semantic.application.agents.feed import EventFeed, TurnEnded, TurnStarted
 from semantic.domain.agents import Agent, Principal, Reuse, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import Message, Role
-from semantic.domain.errors import GenerationTimeoutError, OverloadedError
+from semantic.domain.errors import GenerationTimeoutError, OverloadedError, SemanticError
 from semantic.domain.events import Failed, Finished, Started
 from semantic.ports.inbound import PastTurn, Reply
 from semantic.ports.storage import (
@@ -30,6 +31,7 @@ from semantic.ports.storage import (
     TurnPlace,
     WriteChanges,
 )
+from semantic.ports.telemetry import RequestEnd, RequestTrace, TelemetryPort
 
 _Key: TypeAlias = tuple[str, str]  # tenant, turn or agent
 _PAGE = 256
@@ -211,51 +213,92 @@ class PastTurns:
         return turn if is_told and turn and turn.messages[-1].role is Role.ASSISTANT else None
 
 
-class TurnWatch:
-    """Counts what replies reused, and tells the feed when turns begin and end. Thread-safe."""
+@dataclass(frozen=True, slots=True)
+class LiveTurns:
+    """Requests that have not got their last event: how many wait, run, and whose they are."""
 
-    def __init__(self, feed: EventFeed) -> None:
+    num_waiting: int
+    num_running: int
+    num_agents: int
+
+
+class TurnWatch:
+    """Tells the feed and telemetry when turns begin and end, and counts them. Thread-safe.
+
+    Attributes:
+        counts: What became of them since the start.
+    """
+
+    def __init__(self, feed: EventFeed, telemetry: TelemetryPort) -> None:
+        self.counts = telemetry.counts.requests
         self._feed = feed
+        self._telemetry = telemetry
         self._lock = threading.Lock()
-        self._reuse = Reuse()
-        self._num_turns = 0
+        self._live: dict[str, tuple[TurnStarted, RequestTrace]] = {}
 
     @property
-    def totals(self) -> tuple[int, Reuse]:
-        """How many replies were finished since the start, and where their prompts came from."""
+    def live(self) -> LiveTurns:
+        """Who waits and runs now."""
         with self._lock:
-            return self._num_turns, self._reuse
+            turns = list(self._live.values())
+        num_waiting = sum(trace.admitted is None for _, trace in turns)
+        agents = {(turn.tenant, turn.agent_id) for turn, _ in turns}
+        return LiveTurns(num_waiting, len(turns) - num_waiting, len(agents))
 
     def begin(
-        self, started: Started, tenant: str, agent_id: str
+        self, started: Started, tenant: str, agent_id: str, trace: RequestTrace
     ) -> Callable[[Finished | Failed, Reuse], None]:
         """Tell that a turn began; returns what is to be called with its end."""
         begun = TurnStarted(
             tenant, agent_id, turn_id(started.request_id), started.usage.prompt_tokens
         )
+        with self._lock:
+            self._live[begun.turn_id] = begun, trace
+        self._telemetry.begin(trace, started.request_id, agent_id, started.model)
         self._feed.publish(begun)
         return lambda event, reuse: self._end(started, begun, event, reuse)
+
+    def refuse(self, model: str, error: SemanticError) -> None:
+        """Count a request that was not queued."""
+        with self._lock:
+            self.counts.outcomes[model, "refused"] += 1
+            self.counts.failures[error.kind] += 1
+
+    def persist(self, trace: RequestTrace, written: Future[None]) -> None:
+        """Tell when the turn of a request, which was handed over now, is written."""
+        started = time.monotonic()
+        written.add_done_callback(lambda _: self._telemetry.persisted(trace, started))
 
     def _end(
         self, started: Started, begun: TurnStarted, event: Finished | Failed, reuse: Reuse
     ) -> None:
-        reason, usage = "failed", started.usage
+        reason, usage, problem = "failed", started.usage, ""
         if isinstance(event, Finished):
             reason, usage = event.reason.value, event.usage
-            self._count(reuse)
+        else:
+            problem = event.error.kind
+        with self._lock:
+            _, trace = self._live.pop(begun.turn_id)
+            self._count(started.model, reason, problem, reuse)
+        self._telemetry.end(trace, RequestEnd(reason, usage, reuse, problem))
         names = begun.tenant, begun.agent_id, begun.turn_id
         self._feed.publish(TurnEnded(*names, reason, usage, reuse))
 
-    def _count(self, more: Reuse) -> None:
-        with self._lock:
-            self._num_turns += 1
-            self._reuse = replace(
-                self._reuse,
-                hot=self._reuse.hot + more.hot,
-                pool=self._reuse.pool + more.pool,
-                disk=self._reuse.disk + more.disk,
-                computed=self._reuse.computed + more.computed,
-            )
+    def _count(self, model: str, outcome: str, problem: str, more: Reuse) -> None:
+        counts = self.counts
+        counts.outcomes[model, outcome] += 1
+        if problem:
+            counts.failures[problem] += 1
+            return
+        counts.replies += 1
+        counts.hits += bool(more.reused)
+        counts.reuse = replace(
+            counts.reuse,
+            hot=counts.reuse.hot + more.hot,
+            pool=counts.reuse.pool + more.pool,
+            disk=counts.reuse.disk + more.disk,
+            computed=counts.reuse.computed + more.computed,
+        )
 
 
 @dataclass(slots=True)

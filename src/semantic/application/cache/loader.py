@@ -218,6 +218,7 @@ class PartLoader:
                 self._tiers.lose_file(wanted)
             return error
         self._tiers.counts.restored += 1
+        self._tiers.counts.restored_bytes += reading.part.nbytes
         try:
             self._tiers.keep(wanted.node, [done.result()])
         except PoolExhaustedError as full:

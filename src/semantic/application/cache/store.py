@@ -27,7 +27,8 @@ from semantic.domain.errors import PoolExhaustedError
 from semantic.domain.pool import BlockPool, PoolUsage
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import KVPayload
-from semantic.ports.inbound import CacheCounts, StateView
+from semantic.ports.inbound import StateView
+from semantic.ports.telemetry import CacheCounts, EvictionReason, NoTelemetry, TelemetryPort
 
 _RECENT_S = 1.0  # how exactly it is known when the blocks of a running sequence were used
 
@@ -41,7 +42,7 @@ class AgentCacheStore:
     Attributes:
         spec: The geometry of the model whose blocks are kept.
         roots: Those whose blocks were sealed or asked for: the served model's.
-        counts: What happened since the start.
+        telemetry: The same, for the engine over this store; `counts` are its own.
         loader: Brings parts into memory and holds them there.
         watch: Lists blocks for those who draw them.
     """
@@ -53,6 +54,7 @@ class AgentCacheStore:
         *,
         on_moved: OnMoved | None = None,
         now: Callable[[], float] = time.time,
+        telemetry: TelemetryPort | None = None,
     ) -> None:
         """Start empty.
 
@@ -61,16 +63,18 @@ class AgentCacheStore:
             disk: Where blocks are kept beyond it, if anywhere.
             on_moved: Told, within the lock, that what pointed at one block must point into another.
             now: Seconds since the epoch.
+            telemetry: Who is told what happens; None is nobody.
         """
+        self.telemetry: TelemetryPort = telemetry or NoTelemetry()
+        self.counts: CacheCounts = self.telemetry.counts.cache
         self._pool = pool
         self._disk = disk
         self._now = now
-        self._tiers = BlockTiers(pool, disk, on_moved)
+        self._tiers = BlockTiers(pool, disk, self.counts, on_moved)
         self._index = self._tiers.index
         self._lock = self._tiers.lock
         self.spec: ModelCacheSpec = pool.spec
         self.roots: set[BlockName] = set()
-        self.counts: CacheCounts = self._tiers.counts
         self.loader = PartLoader(self._tiers)
         self.watch = BlockWatch(self._tiers)
 
@@ -133,10 +137,10 @@ class AgentCacheStore:
         """Drop parts that could not be loaded, so that they are made anew."""
         with self._lock:
             for wanted in parts:
-                num_dropped = self._tiers.drop_payloads([wanted])
+                num_dropped = self._tiers.drop_payloads([wanted], EvictionReason.CORRUPT)
                 if num_dropped or wanted.kind in wanted.node.files:
                     self.counts.corrupt += 1
-                self._tiers.drop_file(wanted, is_bad=True)
+                self._tiers.drop_file(wanted, EvictionReason.CORRUPT)
 
     # -- seal -----------------------------------------------------------------------------------
 
@@ -247,11 +251,6 @@ class AgentCacheStore:
         """Give room back."""
         self._pool.release(nbytes)
 
-    @property
-    def num_unwritten(self) -> int:
-        """How often a part could not be written."""
-        return self._tiers.num_unwritten
-
     def usage(self) -> PoolUsage:
         """Read the pool's counters."""
         return self._pool.usage()
@@ -267,10 +266,13 @@ class AgentCacheStore:
         with self._lock:
             return self._tiers.drop_payloads(parts)
 
-    def drop_files(self, parts: Iterable[WantedPart]) -> int:
+    def drop_files(
+        self, parts: Iterable[WantedPart], reason: EvictionReason = EvictionReason.UNUSED
+    ) -> int:
         """Delete parts from disk that nobody counts on; returns the bytes freed."""
         with self._lock:
-            return sum(self._tiers.drop_file(part) for part in parts if not part.node.num_leases)
+            unused = [part for part in parts if not part.node.num_leases]
+            return sum(self._tiers.drop_file(part, reason) for part in unused)
 
     def drop(self, parts: Sequence[WantedPart]) -> int:
         """Drop parts from disk and memory; returns the bytes freed on disk."""
@@ -408,9 +410,9 @@ class AgentCacheStore:
             parts = [WantedPart(node, kind) for node in own[::-1] for kind in LayerKind]
             if self._disk is not None and not is_cold:
                 parts = [wanted for wanted in parts if wanted.kind in wanted.node.files]
-            num_dropped = self.drop_payloads(parts)
+            num_dropped = self._tiers.drop_payloads(parts, EvictionReason.REQUEST)
             if is_cold:
-                self.drop_files(parts)
+                self.drop_files(parts, EvictionReason.REQUEST)
             return num_dropped
 
     def drop_orphans(self, reachable: Collection[BlockName], *, unused_since: float) -> int:

@@ -18,7 +18,7 @@ from semantic.domain.errors import CachePersistenceError
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload
-from semantic.ports.inbound import CacheCounts
+from semantic.ports.telemetry import CacheCounts, EvictionReason
 
 OnMoved = Callable[[BlockName, BlockName], object]
 
@@ -32,18 +32,20 @@ class BlockTiers:
         disk: Writes and reads files; None if there are none.
         lock: Guards all of these.
         counts: What happened since the start.
-        num_unwritten: How often a part could not be written.
     """
 
     def __init__(
-        self, pool: BlockPool, disk: DiskTier | None, on_moved: OnMoved | None = None
+        self,
+        pool: BlockPool,
+        disk: DiskTier | None,
+        counts: CacheCounts,
+        on_moved: OnMoved | None = None,
     ) -> None:
         self.index = BlockIndex()
         self.pool = pool
         self.disk = disk
         self.lock = threading.RLock()
-        self.counts = CacheCounts()
-        self.num_unwritten = 0
+        self.counts = counts
         self._on_moved = on_moved
         self._writing: set[PartKey] = set()
         self._dirty: dict[PartKey, WantedPart] = {}  # the writer had no room for these
@@ -64,7 +66,7 @@ class BlockTiers:
         before = [(link.name, LayerKind.FULL) for link in chain]
         before += [(node.name, kind) for kind in node.payloads]
         sizes = {(node.name, kind): payload.nbytes for kind, payload in new.items()}
-        self._forget(self.pool.put(sizes, before))
+        self._forget(self.pool.put(sizes, before), EvictionReason.BUDGET)
         node.payloads.update(new)
         self.index.version += len(new)
         self.index.note_change(node.name)
@@ -85,22 +87,24 @@ class BlockTiers:
         Raises:
             PoolExhaustedError: there is not that much.
         """
-        self._forget(self.pool.reserve(nbytes))
+        self._forget(self.pool.reserve(nbytes), EvictionReason.BUDGET)
 
-    def drop_payloads(self, parts: Iterable[WantedPart]) -> int:
+    def drop_payloads(
+        self, parts: Iterable[WantedPart], reason: EvictionReason = EvictionReason.UNUSED
+    ) -> int:
         """Drop parts from memory that nobody holds; returns how many went."""
         dropped = self.pool.discard(part.key for part in parts)
-        self._forget(dropped)
+        self._forget(dropped, reason)
         return len(dropped)
 
-    def _forget(self, evicted: Iterable[PartKey]) -> None:
+    def _forget(self, evicted: Iterable[PartKey], reason: EvictionReason) -> None:
         for name, kind in evicted:
             node = self.index.get(name)
             assert node is not None  # noqa: S101 - what is in memory is known
             del node.payloads[kind]
             self.index.version += 1
             self.index.note_change(name)
-            self.counts.evicted += 1
+            self.counts.evictions["memory", reason.value] += 1
             self.index.prune(node)
 
     # -- writing --------------------------------------------------------------------------------
@@ -138,10 +142,11 @@ class BlockTiers:
             self._writing.remove(part.key)
             self.pool.let_go(part.key)
             if file is None:
-                self.num_unwritten += 1
+                self.counts.unwritten += 1
                 self._dirty[part.key] = WantedPart(node, part.kind)
                 return
             self.counts.written += 1
+            self.counts.written_bytes += file.nbytes
             self.index.put_file(node, file)
             self.free_tails(node)
             self.free_if_tail(node)
@@ -161,18 +166,19 @@ class BlockTiers:
 
     # -- deleting -------------------------------------------------------------------------------
 
-    def drop_file(self, part: WantedPart, *, is_bad: bool = False) -> int:
+    def drop_file(self, part: WantedPart, reason: EvictionReason = EvictionReason.UNUSED) -> int:
         """Delete a part's file, if there is one; returns its bytes. A bad one is set aside."""
         file = self.index.pop_file(part.node, part.kind)
         if file is not None and self.disk is not None:
-            self.disk.delete([file], is_bad=is_bad)
+            self.counts.evictions["disk", reason.value] += 1
+            self.disk.delete([file], is_bad=reason is EvictionReason.CORRUPT)
         self.index.prune(part.node)
         return file.nbytes if file is not None else 0
 
     def lose_file(self, part: WantedPart) -> None:
         """Forget a file that turned out to be gone or bad, and count it."""
         self.counts.corrupt += 1
-        self.drop_file(part, is_bad=True)
+        self.drop_file(part, EvictionReason.CORRUPT)
 
     def _victims(self, part: BlockPart, nbytes: int, excess: int, slack: int) -> list[BlockPart]:
         """Choose and forget files that make way for a new one. On the writer's thread.
@@ -209,6 +215,8 @@ class BlockTiers:
         if sum(node.disk_bytes for node in nodes) < nbytes:
             return []
         victims = [file for node in nodes for file in node.files.values()]
+        reason = EvictionReason.BUDGET if root is None else EvictionReason.QUOTA
+        self.counts.evictions["disk", reason.value] += len(victims)
         for node in nodes:
             for kind in tuple(node.files):
                 self.index.pop_file(node, kind)

@@ -22,6 +22,7 @@ from semantic.domain.blocks import BlockName, BlockPart
 from semantic.domain.errors import CachePersistenceError, DrainingError
 from semantic.ports.backend import KVPayload
 from semantic.ports.storage import BlockFilesPort, DropPart, LedgerChange, LedgerPort, PutPart
+from semantic.ports.telemetry import Measure, NoTelemetry, TelemetryPort
 
 _log = logging.getLogger(__name__)
 
@@ -102,8 +103,10 @@ class DiskTier:
         limits: DiskLimits,
         *,
         is_synced: bool = False,
+        telemetry: TelemetryPort | None = None,
     ) -> None:
         self._files = files
+        self._telemetry: TelemetryPort = telemetry or NoTelemetry()
         self.limits = limits
         self._is_synced = is_synced
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
@@ -192,6 +195,11 @@ class DiskTier:
         return self._files.room_for(part)
 
     @property
+    def used_bytes(self) -> int:
+        """Bytes of everything in the directory, which the budget is for."""
+        return self._files.used_bytes()
+
+    @property
     def other_bytes(self) -> int:
         """Bytes of what is in the directory and no block: the ledger and its backup."""
         return self._files.other_bytes()
@@ -249,6 +257,7 @@ class DiskTier:
         started = time.perf_counter()
         payload = self._files.read(part)
         elapsed = time.perf_counter() - started
+        self._telemetry.observe(Measure.RESTORE, elapsed)
         with self._lock:
             # By bytes: many small files must not make large ones look slow.
             self._read_seconds = self._read_seconds * _MEMORY + elapsed
@@ -300,7 +309,9 @@ class DiskTier:
         try:
             if time.monotonic() < self._deadline:
                 self._make_room(job, payload.nbytes + len(part.tokens) + _FILE_OVERHEAD)
+                started = time.perf_counter()
                 written = self._files.write(part, payload, is_synced=self._is_synced)
+                self._telemetry.observe(Measure.PERSIST, time.perf_counter() - started)
                 self._rows.add([PutPart(written)])
                 self._report("files", "")
         except CachePersistenceError as error:

@@ -35,6 +35,7 @@ from semantic.domain.reply_format import ReplyFormat
 from semantic.domain.sampling import SamplingDefaults
 from semantic.ports.backend import ModelBackendPort
 from semantic.ports.inbound import ModelState, ModelStatus
+from semantic.ports.telemetry import NoTelemetry, TelemetryPort
 from semantic.ports.text import GrammarPort, TokenizerPort
 
 _log = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ class DeviceThread:
         emit: EventSink,
         *,
         hang_timeout_s: float,
+        telemetry: TelemetryPort | None = None,
     ) -> None:
         """Prepare; nothing runs before `start`.
 
@@ -135,12 +137,14 @@ class DeviceThread:
             limits: The engine's limits; see `reconfigure`.
             emit: Gets batches of events, from the thread and, if the device hangs, the watchdog.
             hang_timeout_s: A step that takes longer counts as hung.
+            telemetry: Counts that; None is nobody.
         """
         self._load = load
         self._make_engine = make_engine
         self._limits = limits
         self._emit = emit
         self._hang_timeout_s = hang_timeout_s
+        self._counts = (telemetry or NoTelemetry()).counts.engine
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._taken: deque[Command] = deque()
         self._lock = threading.RLock()  # a signal's handler may run inside it
@@ -401,6 +405,7 @@ class DeviceThread:
         with self._lock:
             if self._busy_since != since:
                 return  # it answered just now
+            self._counts.hangs += self._state is not ModelState.HUNG
             self._set_state(ModelState.HUNG, problem)
         waiting = self._fail_live(BackendError(f"{problem}."))
         if waiting:

@@ -19,6 +19,7 @@ from semantic.application.engine.kv_reuse import PrefixSharing, TakeOver
 from semantic.application.engine.memory import WorkingMemory
 from semantic.application.engine.request import (
     Clock,
+    EngineWatch,
     EventBatch,
     EventSink,
     Generation,
@@ -106,7 +107,7 @@ class BlockPoolBatchEngine:
         self._events: EventBatch = []
         self._orders = itertools.count()
         self._sequence_ids = itertools.count()
-        self._num_preemptions = 0
+        self._watch = EngineWatch(store.telemetry)
         self._short_of_memory: Generation | None = None
 
     # -- what the thread asks for ---------------------------------------------------------------
@@ -115,11 +116,6 @@ class BlockPoolBatchEngine:
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._generations or self._flights or self._events)
-
-    @property
-    def num_preemptions(self) -> int:
-        """How often a sequence had to give way since the start."""
-        return self._num_preemptions
 
     def submit(self, job: Job) -> None:
         """Queue a job; one that could not run even alone is answered with an error."""
@@ -253,7 +249,7 @@ class BlockPoolBatchEngine:
                 ),
             )
             return
-        self._num_preemptions += 1
+        self._watch.counts.preemptions += 1
         self._sharing.seal_tail(generation)
         self._close(generation)
         self._scheduler.requeue(generation)
@@ -346,6 +342,7 @@ class BlockPoolBatchEngine:
         for generation, chunk in rows:
             if not generation.is_reuse_reported:
                 generation.is_reuse_reported = True
+                generation.job.trace.prefilled = started
                 self._say(generation, generation.progress)
             generation.num_launched += chunk.num_tokens
             generation.num_rows += 1
@@ -363,6 +360,7 @@ class BlockPoolBatchEngine:
         begun = max(flight.launched_at, self._last_collect)
         self._last_collect = now
         self._scheduler.budget.observe(flight.num_prompt_tokens, now - begun)
+        self._watch.note_step(now - begun, len(flight.rows), flight.num_prompt_tokens)
         for (generation, chunk), row in zip(flight.rows, output.rows, strict=True):
             try:
                 self._apply(generation, chunk, row)
@@ -426,6 +424,7 @@ class BlockPoolBatchEngine:
     def _accept(self, generation: Generation, row: Sampled) -> None:
         """Take a sampled token: show its text, and see whether it ends the reply."""
         generation.tokens.append(row.token)
+        self._watch.note_token(generation.job.trace, self._last_collect)
         if generation.job.constraint is not None:
             generation.job.constraint.accept(row.token)
         if generation.job.stop.is_end(row.token, self._tokenizer.eos_ids):

@@ -6,6 +6,7 @@ it is put away. Used on the device's thread only.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -203,6 +204,8 @@ class PrefixSharing:
 
     def seal_tail(self, generation: Generation) -> None:
         """Keep what follows the last full block, for the sequence is put away."""
+        trace = generation.job.trace
+        trace.sealing = time.monotonic()
         self.seal(generation, is_last=True)
         start, end = generation.num_sealed, generation.num_computed
         generation.pointer = generation.chain if generation.num_sealed else None
@@ -217,6 +220,7 @@ class PrefixSharing:
             boundaries = [*generation.job.boundaries, generation.num_prompt, end]
             last = generation.pointer or generation.chain
             self._store.settle(generation.sealed_blocks, last, boundaries)
+        trace.sealed = time.monotonic()
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -246,6 +250,7 @@ class PrefixSharing:
         generation.end_restore()
         generation.resume(plan.end, plan.chain, plan.num_whole)
         generation.count_reuse(restore.reuse(generation.num_prompt))
+        generation.job.trace.restored_bytes += restore.num_bytes
 
     def _resume_hot(self, generation: Generation, num_tokens: int, plan: RestorePlan) -> None:
         generation.resume(num_tokens, plan.chain, plan.num_whole)

@@ -22,6 +22,7 @@ from semantic.domain.events import (
 )
 from semantic.domain.sampling import SamplingParams, StopMatcher, StopRules, TokenLogprob
 from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, SequenceId
+from semantic.ports.telemetry import Measure, RequestTrace, TelemetryPort
 from semantic.ports.text import TokenConstraint
 
 Clock = Callable[[], float]
@@ -46,6 +47,7 @@ class Job:
         constraint: Restricts the tokens of the reply; the engine advances it.
         visible: Special tokens that count as text; see `ReplyFormat.visible_ids`.
         max_kept: The most tokens of its conversation that are sealed; None has no limit.
+        trace: When it got where, for those who watch.
     """
 
     id: str
@@ -62,6 +64,7 @@ class Job:
     constraint: TokenConstraint | None = None
     visible: Mapping[int, bytes] = field(default_factory=dict)
     max_kept: int | None = None
+    trace: RequestTrace = field(default_factory=RequestTrace, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,33 @@ class TextAssembler:
     def _scored(self, logprob: TokenLogprob) -> ScoredToken:
         top = tuple((self._token_bytes(token), value) for token, value in logprob.top)
         return ScoredToken(self._token_bytes(logprob.token), logprob.logprob, top)
+
+
+class EngineWatch:
+    """Tells what steps and tokens took. On the engine's thread.
+
+    Attributes:
+        counts: What the engine did since the start.
+    """
+
+    def __init__(self, telemetry: TelemetryPort) -> None:
+        self.counts = telemetry.counts.engine
+        self._observe = telemetry.observe
+
+    def note_step(self, seconds: float, num_rows: int, num_prompt_tokens: int) -> None:
+        """Note that a step was collected."""
+        self.counts.prompt_tokens += num_prompt_tokens
+        self._observe(Measure.STEP, seconds)
+        self._observe(Measure.BATCH, num_rows)
+
+    def note_token(self, trace: RequestTrace, now: float) -> None:
+        """Note that a reply has one more token."""
+        self.counts.generated_tokens += 1
+        before, trace.last_token = trace.last_token, now
+        if before is None:
+            trace.first_token = now
+        else:
+            self._observe(Measure.TOKEN, now - before)
 
 
 @dataclass(slots=True, eq=False)

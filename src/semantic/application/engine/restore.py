@@ -64,6 +64,7 @@ class Restore:
     Attributes:
         plan: What is loaded.
         suspect_parts: After a failure, the parts that may be to blame.
+        num_bytes: How much was loaded.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Restore:
         """
         self.plan = plan
         self.suspect_parts: list[WantedPart] = []
+        self.num_bytes = 0
         self._seq = seq
         self._source = source
         self._prefetched = prefetched
@@ -202,7 +204,9 @@ class Restore:
             self._pending.popleft()
             self._count(pending)
             self._source.let_go(pending.held)
-        return sum(payload.nbytes for payload in payloads)
+        num_bytes = sum(payload.nbytes for payload in payloads)
+        self.num_bytes += num_bytes
+        return num_bytes
 
     def _count(self, pending: _PendingPart) -> None:
         wanted = pending.held.wanted

@@ -203,6 +203,7 @@ class ConcurrentScheduler:
         """Move a request from waiting to running."""
         self._waiting.remove(generation)
         self._running.append(generation)
+        generation.job.trace.note_admitted()
 
     def requeue(self, generation: Generation) -> None:
         """Move a request back to waiting; it keeps its place by arrival."""

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.ledger import AgentLedger, Exchange
 from semantic.application.agents.turns import TurnWatch, turn_id
 from semantic.application.engine.device_thread import DeviceThread, LoadedModel
@@ -31,6 +33,7 @@ from semantic.domain.errors import (
 from semantic.domain.events import Started, TextDelta, Usage
 from semantic.domain.model_names import require_served
 from semantic.domain.sampling import FinishReason
+from semantic.ports.telemetry import NoTelemetry
 
 _log = logging.getLogger(__name__)
 _PREPARE_S = 60  # the longest that may pass before a request is queued
@@ -64,7 +67,7 @@ class InferenceService:
             request_timeout_s: The longest a request may take.
             is_durable: Says of a tenant's turn that was written whether it is safe on disk. Replies
                 then end when their turns are written, and tell; None promises nothing.
-            watch: Is shown every reply.
+            watch: Is shown every request; None shows them to nobody.
         """
         self._device = device
         self._hub = hub
@@ -77,7 +80,7 @@ class InferenceService:
         self._threads = PreparationThreads(min(request_timeout_s, _PREPARE_S))
         self._request_timeout_s = request_timeout_s
         self._is_durable = is_durable
-        self._watch = watch
+        self._watch = watch or TurnWatch(EventFeed(), NoTelemetry())
         self._busy = BusyAgents()
         self.limits = RateLimits()
 
@@ -88,6 +91,15 @@ class InferenceService:
 
     async def start(self, request: ChatRequest, principal: Principal) -> LiveReply:
         """Render, tokenise, check and queue a request."""
+        try:
+            return await self._start(request, principal)
+        except SemanticError as error:
+            model = self._device.model
+            self._watch.refuse(model.id if model else "", error)
+            raise
+
+    async def _start(self, request: ChatRequest, principal: Principal) -> LiveReply:
+        received = time.monotonic()
         model = self._model(request)
         ticket = self.limits.admit(principal)
         claim = self._busy.claim(principal.tenant)
@@ -96,6 +108,7 @@ class InferenceService:
             prepared = await self._threads.run(
                 self._preparation.prepare, request, principal, model, claim
             )
+            prepared.job.trace.received = received
             ticket.charge(prepared.identity.agent_id, len(prepared.job.tokens))
             reply = self._submit(prepared, claim)
             reply.on_end(ticket.end)
@@ -126,15 +139,15 @@ class InferenceService:
             beginning=prepared.request.beginning,
         )
         self._hub.open(job.id, reply)
+        job.trace.queued = time.monotonic()
         try:
             self._device.submit(job)
         except SemanticError:
             self._hub.discard(job.id)
             raise
         reply.on_end(lambda *_: claim.release())
-        if self._watch is not None:
-            tenant, agent_id = prepared.principal.tenant, prepared.identity.agent_id
-            reply.on_end(self._watch.begin(started, tenant, agent_id))
+        tenant, agent_id = prepared.principal.tenant, prepared.identity.agent_id
+        reply.on_end(self._watch.begin(started, tenant, agent_id, job.trace))
         return reply
 
     async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:
@@ -167,6 +180,7 @@ class InferenceService:
             return is_unsafe
         try:
             turn, done = await asyncio.to_thread(self._commit, prepared, finished)
+            self._watch.persist(prepared.job.trace, done)
         except (AgentNotFoundError, ConflictError) as error:
             _log.info("a turn is not logged: %s", error.message)
             return is_unsafe

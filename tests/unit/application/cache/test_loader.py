@@ -305,7 +305,7 @@ def test_two_that_starve_each_other_go_one_after_the_other(start: Start) -> None
     bench.choose = max
     bench.serve(*jobs)
     bench.expect_alone(*jobs)
-    assert bench.engine.num_preemptions == 1
+    assert bench.store.telemetry.counts.engine.preemptions == 1
     assert all(bench.num_read(job.id) == 6 * BLOCK_TOKENS for job in jobs)
 
 

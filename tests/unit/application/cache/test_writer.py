@@ -103,7 +103,7 @@ def test_a_full_disk_costs_durability_and_is_tried_again(make_rig: MakeRig) -> N
     turn = rig.talk("ann", list(range(9)))
     rig.flush()
     assert rig.disk.problem == "No space left on device"
-    assert rig.store.num_unwritten == 3
+    assert rig.store.counts.unwritten == 3
     assert is_durable(rig, turn) is False
     rig.files.is_full = False
     rig.store.offer_again()

@@ -127,7 +127,7 @@ def test_a_ledger_that_outgrows_the_budget_keeps_turns_and_files(tmp_path: Path)
     assert store.seal(ROOT, ROOT, *block(2))
     assert disk.flush(10)
     assert "delete agents" in disk.problem
-    assert (store.counts.written, store.num_unwritten) == (1, 1)
+    assert (store.counts.written, store.counts.unwritten) == (1, 1)
     assert len(list(tmp_path.rglob("*.safetensors"))) == 1
     # Without its turns the ledger shrinks, and what waited is written.
     agents.delete("local", "talker")

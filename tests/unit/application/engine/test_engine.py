@@ -235,7 +235,7 @@ def test_preemption_and_continuation(spec: ModelCacheSpec) -> None:
     rig = make_rig(spec=spec, budget_tokens=140)
     jobs = [make_job(f"j{i}", f"prompt number {i} " * 2, max_tokens=50) for i in range(4)]
     rig.serve(*jobs)
-    assert rig.engine.num_preemptions > 0
+    assert rig.store.telemetry.counts.engine.preemptions > 0
     rig.expect_alone(*jobs)
 
 

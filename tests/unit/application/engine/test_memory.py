@@ -76,7 +76,7 @@ def test_preemption_keeps_what_was_computed_and_that_is_no_reuse() -> None:
     rig.submit(make_job("old", "o" * 100, max_tokens=100))
     rig.step(45)
     rig.serve(make_job("young", "y" * 30, max_tokens=40))
-    assert rig.engine.num_preemptions == 1
+    assert rig.store.telemetry.counts.engine.preemptions == 1
     # Each token once; the last of a reply is never fed.
     assert rig.backend.num_computed == (100 + 100 - 1) + (30 + 40 - 1)
     assert rig.num_reused("young") == 0

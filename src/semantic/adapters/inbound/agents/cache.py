@@ -13,7 +13,6 @@ from semantic.adapters.inbound.agents.views import (
     BlocksOut,
     CacheOut,
     CollectOut,
-    CountersOut,
     EvictOut,
     Json,
     PrefetchOut,
@@ -34,9 +33,10 @@ from semantic.application.agents.feed import (
     TurnStarted,
 )
 from semantic.domain.agents import Principal
-from semantic.ports.inbound import CacheCounts, CheckProgress
+from semantic.ports.inbound import CheckProgress
+from semantic.ports.telemetry import CacheCounts
 
-Sample: TypeAlias = tuple[CacheCounts, str]
+Sample: TypeAlias = tuple[dict[str, int], str]
 _SAMPLE_S = 1.0
 _QUIET_SAMPLES = 5
 _PROGRESS_STEPS = 100
@@ -153,14 +153,15 @@ class CacheApi:
 
 def _no_sample() -> Sample:
     """What is seen of all tenants' blocks together by one of them: nothing."""
-    return CacheCounts(), "none"
+    return CacheCounts().totals, "none"
 
 
 async def _watch(subscription: Subscription, sample: Callable[[], Sample]) -> AsyncIterator[str]:
     counts, pressure = sample()
     num_quiet = 0
     try:
-        yield streaming.data({"type": "cache", **_difference(counts, counts), "pressure": pressure})
+        nothing = dict.fromkeys(counts, 0)
+        yield streaming.data({"type": "cache", **nothing, "pressure": pressure})
         while True:
             event = await subscription.next(_SAMPLE_S)
             if event is not None:
@@ -168,9 +169,8 @@ async def _watch(subscription: Subscription, sample: Callable[[], Sample]) -> As
             seen, level = sample()
             num_quiet += 1
             if (seen, level) != (counts, pressure):
-                yield streaming.data(
-                    {"type": "cache", **_difference(seen, counts), "pressure": level}
-                )
+                news = {name: count - counts[name] for name, count in seen.items()}
+                yield streaming.data({"type": "cache", **news, "pressure": level})
                 counts, pressure, num_quiet = seen, level, 0
             elif event is None and num_quiet >= _QUIET_SAMPLES:
                 num_quiet = 0
@@ -198,11 +198,6 @@ def _checked(progress: CheckProgress) -> Json:
         "total": progress.num_total,
         "bad": progress.num_bad,
     }
-
-
-def _difference(now: CacheCounts, before: CacheCounts) -> Json:
-    earlier = CountersOut.json_of(before)
-    return {name: count - earlier[name] for name, count in CountersOut.json_of(now).items()}
 
 
 def _shown(event: FeedEvent | Missed) -> Json:

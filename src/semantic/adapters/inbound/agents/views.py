@@ -384,7 +384,7 @@ class CacheOut(View):
             reuse=ReuseOut.of(reuse),
             hit_rates={name: _ratio(count, num_prompt) for name, count in hits.items()},
             dedup_ratio=_ratio(cache.logical_bytes, cache.unique_bytes),
-            counters=CountersOut.of(cache.counts),
+            counters=CountersOut.of(cache.counters),
             live_requests=cache.num_live,
         )
 

@@ -1,10 +1,12 @@
-"""Whether the server lives, has started, and can answer: for people and supervisors."""
+"""Whether the server lives and can answer, and its metrics: for people and supervisors."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Annotated
 
-from fastapi import APIRouter
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Header
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from semantic import __version__
 from semantic.ports.inbound import ModelManagementPort, ModelState
@@ -55,5 +57,22 @@ def health_router(
     async def startup() -> JSONResponse:
         """200 once the model was loaded."""
         return answer({ModelState.READY, ModelState.HUNG})
+
+    return router
+
+
+def metrics_router(render: Callable[[str], tuple[bytes, str]]) -> APIRouter:
+    """Serve `/metrics`.
+
+    Args:
+        render: Writes all metrics in a format of an `Accept` header; returns its content type too.
+    """
+    router = APIRouter(tags=["health"])
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def metrics(accept: Annotated[str, Header()] = "") -> Response:
+        """Prometheus metrics."""
+        text, content_type = await asyncio.to_thread(render, accept)
+        return Response(text, headers={"content-type": content_type})
 
     return router

@@ -134,7 +134,7 @@ class AccessLog:
 
 def _write_line(scope: Scope, status: int, elapsed_s: float, defect: Exception | None) -> None:
     method, path, ms = scope["method"], scope["path"], round(elapsed_s * 1000, 1)
-    log = _log.debug if path.startswith("/health") else _log.info
+    log = _log.debug if path.startswith(("/health", "/metrics")) else _log.info
     named = {"method": method, "path": path, "status": status, "ms": ms}
     if tenant := scope["state"].get("tenant"):
         named["tenant"] = tenant

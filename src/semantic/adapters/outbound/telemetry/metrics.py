@@ -1,0 +1,258 @@
+"""Prometheus metrics: histograms that are fed at the event, and figures that are read when asked.
+
+Labels are bounded: models that were served, reasons, tiers and kinds of error that the source
+names. Agents, tenants and what clients write are never labels.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from semantic.application.agents.cache_admin import CacheService, Sharing
+from semantic.application.agents.turns import TurnWatch
+from semantic.domain.agents import Tier
+from semantic.domain.errors import ModelSwapError
+from semantic.ports.inbound import ModelState
+from semantic.ports.telemetry import Counts, Measure, RequestEnd, RequestTrace
+
+_MOMENTS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_MEASURES: Mapping[Measure, tuple[str, str, Sequence[float]]] = {
+    Measure.STEP: ("step_duration_seconds", "Seconds of a step on the device.", _MOMENTS),
+    Measure.BATCH: ("batch_size", "Sequences in a step.", _SIZES),
+    Measure.TOKEN: (
+        "inter_token_latency_seconds",
+        "Seconds between two tokens of a reply.",
+        _MOMENTS,
+    ),
+    Measure.RESTORE: (
+        "cache_restore_duration_seconds",
+        "Seconds to read a part of a block from disk.",
+        _MOMENTS,
+    ),
+    Measure.PERSIST: (
+        "cache_persist_duration_seconds",
+        "Seconds to write a part of a block to disk.",
+        _MOMENTS,
+    ),
+    Measure.SWAP: ("model_swap_duration_seconds", "Seconds to load a model.", _WAITS),
+}
+_SHARING_COST = 100  # what agents share is read again after so many times as long as that took
+
+
+_Values: TypeAlias = Mapping[str, float] | Mapping[tuple[str, str], float]
+
+
+class Metrics:
+    """A `TelemetryPort` with a registry of its own."""
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._measures = {
+            measure: self._histogram(name, text, buckets)
+            for measure, (name, text, buckets) in _MEASURES.items()
+        }
+        self._duration = self._histogram(
+            "request_duration_seconds", "Seconds from a request to its last event.", _WAITS
+        )
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "Seconds from a request to its first token.", _WAITS
+        )
+        self._queue_wait = self._histogram(
+            "queue_wait_seconds", "Seconds that a request waited for the device.", _WAITS
+        )
+        ProcessCollector(registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"semantic_{name}", text, buckets=buckets, registry=self.registry)
+
+    def observe(self, measure: Measure, value: float) -> None:
+        """Take a measurement."""
+        self._measures[measure].observe(value)
+
+    def begin(self, trace: RequestTrace, request_id: str, agent_id: str, model: str) -> None:
+        """Do nothing: what is measured of a request is known at its end."""
+
+    def end(self, trace: RequestTrace, end: RequestEnd) -> None:
+        """Take what is measured of a request."""
+        del end
+        now = time.monotonic()
+        self._duration.observe(now - trace.received)
+        if trace.first_token is not None:
+            self._first_token.observe(trace.first_token - trace.received)
+        if trace.queued is not None:
+            self._queue_wait.observe((trace.admitted or now) - trace.queued)
+
+    def persisted(self, trace: RequestTrace, started: float) -> None:
+        """Do nothing: parts are measured one by one."""
+
+    def read(self, cache: CacheService, watch: TurnWatch, state: Callable[[], ModelState]) -> None:
+        """From now on also tell what these have counted and use."""
+        self.registry.register(ServerCollector(self.counts, cache, watch, state))
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """Write all metrics in a format that the client takes; returns its content type too."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+
+def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"semantic_{name}", text, labels=labels)
+
+
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"semantic_{name}", text, labels=labels)
+
+
+def _one(family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:
+    family.add_metric([], value)
+    return family
+
+
+def _each(family: CounterMetricFamily | GaugeMetricFamily, values: _Values) -> Metric:
+    for key, value in values.items():
+        family.add_metric([key] if isinstance(key, str) else key, value)
+    return family
+
+
+class ServerCollector(Collector):
+    """Reads what the parts of the server count and use, when metrics are asked for."""
+
+    def __init__(
+        self,
+        counts: Counts,
+        cache: CacheService,
+        watch: TurnWatch,
+        state: Callable[[], ModelState],
+    ) -> None:
+        self._counts = counts
+        self._cache = cache
+        self._watch = watch
+        self._state = state
+        self._rate = TokenRate()
+        self._sharing: Sharing | None = None
+        self._sharing_due = 0.0
+
+    def collect(self) -> Iterator[Metric]:
+        """Read everything once."""
+        yield from self._requests()
+        yield from self._tokens()
+        yield from self._blocks()
+        yield from self._use()
+        yield from self._shared()
+
+    def _requests(self) -> Iterator[Metric]:
+        counts, live = self._counts.requests, self._watch.live
+        outcomes = counts.outcomes.copy()
+        yield _each(_counter("request", "Requests by how they ended.", "model", "status"), outcomes)
+        cancelled = sum(n for (_, outcome), n in outcomes.items() if outcome == "cancelled")
+        yield _one(_counter("cancellation", "Requests that were cancelled."), cancelled)
+        yield _each(
+            _counter("failure", "Requests that failed or were refused.", "kind"),
+            counts.failures.copy(),
+        )
+        yield _one(_gauge("request_queue_depth", "Requests that wait."), live.num_waiting)
+        yield _one(_gauge("requests_running", "Requests that run."), live.num_running)
+        yield _one(_gauge("agents_active", "Agents with a request."), live.num_agents)
+
+    def _tokens(self) -> Iterator[Metric]:
+        engine, requests = self._counts.engine, self._counts.requests
+        yield _one(_counter("tokens_prefilled", "Prompt tokens computed."), engine.prompt_tokens)
+        yield _one(_counter("tokens_generated", "Tokens of replies."), engine.generated_tokens)
+        yield _one(
+            _gauge("tokens_per_second", "Tokens of replies a second, since the last reading."),
+            self._rate.read(engine.generated_tokens),
+        )
+        reuse = requests.reuse
+        tiers = {"hot": reuse.hot, "pool": reuse.pool, "disk": reuse.disk}
+        yield _each(
+            _counter("tokens_reused", "Prompt tokens not computed, by tier.", "tier"), tiers
+        )
+        yield _one(_counter("cache_hit", "Replies that reused state."), requests.hits)
+        misses = requests.replies - requests.hits
+        yield _one(_counter("cache_miss", "Replies that reused nothing."), misses)
+        yield _one(_counter("preemption", "Sequences that gave way."), engine.preemptions)
+        yield _one(_counter("watchdog_hang", "Device calls that hung."), engine.hangs)
+        swaps = _counter("model_swap", "Models loaded, by result.", "result")
+        yield _each(swaps, engine.swaps.copy())
+
+    def _blocks(self) -> Iterator[Metric]:
+        counts = self._counts.cache
+        yield _each(
+            _counter("eviction", "Parts of blocks dropped.", "tier", "reason"),
+            counts.evictions.copy(),
+        )
+        figures = {
+            "block_sealed": ("Blocks sealed.", counts.sealed),
+            "block_corrupt": ("Parts that could not be read.", counts.corrupt),
+            "cache_restore": ("Parts read from disk.", counts.restored),
+            "cache_restore_bytes": ("Bytes read from disk.", counts.restored_bytes),
+            "cache_persist": ("Parts written to disk.", counts.written),
+            "cache_persist_bytes": ("Bytes written to disk.", counts.written_bytes),
+            "cache_persist_failure": ("Parts that could not be written.", counts.unwritten),
+        }
+        for name, (text, value) in figures.items():
+            yield _one(_counter(name, text), value)
+
+    def _use(self) -> Iterator[Metric]:
+        use = self._cache.use()
+        memory = use.memory
+        kinds = {"held": memory.held, "idle": memory.idle, "working": memory.working}
+        yield _each(
+            _gauge("memory_used_bytes", "Memory for attention state, by kind.", "kind"), kinds
+        )
+        yield _one(_gauge("memory_budget_bytes", "Most that it may be."), memory.total)
+        needed = memory.held + memory.working
+        yield _one(
+            _gauge("pool_utilization_ratio", "Of the budget, what cannot be had by evicting."),
+            needed / memory.total if memory.total else 0.0,
+        )
+        yield _one(_gauge("pool_blocks", "Parts of blocks in memory."), memory.num_blocks)
+        yield _one(_gauge("disk_used_bytes", "Bytes in the cache directory."), use.disk)
+        yield _one(_gauge("disk_budget_bytes", "Most that it may hold."), use.disk_budget)
+        yield _one(_gauge("write_queue_bytes", "Bytes that wait to be written."), use.queue)
+        now = self._state()
+        states = {state.value: float(state is now) for state in ModelState}
+        yield _each(_gauge("model_state", "1 for the state the model is in.", "state"), states)
+
+    def _shared(self) -> Iterator[Metric]:
+        if time.monotonic() >= self._sharing_due:
+            started = time.thread_time()
+            try:
+                self._sharing = self._cache.sharing()
+            except ModelSwapError:
+                self._sharing = None
+            elapsed = time.thread_time() - started
+            self._sharing_due = time.monotonic() + elapsed * _SHARING_COST
+        sharing = self._sharing or Sharing(0, 0, dict.fromkeys(Tier, 0))
+        tiers = {tier.value: count for tier, count in sharing.tiers.items()}
+        yield _each(_gauge("agents", "Agents by where their state is.", "tier"), tiers)
+        ratio = sharing.logical_bytes / sharing.unique_bytes if sharing.unique_bytes else 1.0
+        yield _one(
+            _gauge("dedup_ratio", "Bytes agents would take alone, over those they take."), ratio
+        )
+
+
+class TokenRate:
+    """Tokens a second between two readings; those that come quickly see the same."""
+
+    _MIN_S = 1.0
+
+    def __init__(self) -> None:
+        self._at, self._count, self._rate = time.monotonic(), 0, 0.0
+
+    def read(self, count: int) -> float:
+        """Read the rate, given the count now."""
+        now = time.monotonic()
+        elapsed = now - self._at
+        if elapsed >= self._MIN_S:
+            self._rate = (count - self._count) / elapsed
+            self._at, self._count = now, count
+        return self._rate

@@ -1,0 +1,277 @@
+"""Every metric is moved by what it measures, and says what `/v1/cache` and the feed say."""
+
+import contextlib
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from semantic.adapters.config.settings import Settings
+from semantic.entrypoints.bootstrap import Server, bootstrap
+from semantic.ports.backend import Step, Ticket
+from tests.chaos.mounts import small_disk
+from tests.http_server import RunningServer, make_settings, run_server
+
+pytestmark = pytest.mark.integration
+
+Series = tuple[str, tuple[tuple[str, str], ...]]
+SMALL = 15_000  # bytes of memory in which two requests of `LONG` tokens do not fit with replies
+LONG = 1_500
+BOUNDED = {"model", "status", "kind", "tier", "reason", "result", "state", "le"}
+
+
+class Seen:
+    """The values that each series had, over all readings of all servers."""
+
+    def __init__(self) -> None:
+        self.values: dict[Series, set[float]] = defaultdict(lambda: {0.0})
+
+    def read(self, server: Server) -> dict[Series, float]:
+        text, _ = server.metrics.render("")
+        reading: dict[Series, float] = {}
+        for family in text_string_to_metric_families(text.decode()):
+            for sample in family.samples:
+                key = sample.name, tuple(sorted(sample.labels.items()))
+                reading[key] = sample.value
+        for key, value in reading.items():
+            self.values[key].add(value)
+        return reading
+
+    def has_moved(self, name: str) -> bool:
+        return len(self.values[name, ()]) > 1
+
+    @contextlib.contextmanager
+    def keep_reading(self, server: Server) -> Iterator[None]:
+        is_over = threading.Event()
+
+        def run() -> None:
+            while not is_over.wait(0.05):
+                self.read(server)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+
+def ask(http: httpx.Client, agent: str, text: str, max_tokens: int = 8) -> httpx.Response:
+    return http.post(
+        "/v1/chat/completions",
+        json={
+            "model": "fake",
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+        },
+        headers={"x-agent-id": agent},
+    )
+
+
+def await_that(condition: Callable[[], object]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came true")
+
+
+def together(ask_as: Callable[[str], httpx.Response]) -> list[int]:
+    """Three agents ask at once; returns the statuses of their replies."""
+    with ThreadPoolExecutor(3) as threads:
+        return [reply.status_code for reply in threads.map(ask_as, "abc")]
+
+
+def crowd(running: RunningServer, http: httpx.Client) -> None:
+    """Three requests, of which two run and cannot both stay in memory; all are answered."""
+    store = running.server.memory.cache.store
+    taken = store.usage().total - SMALL
+    store.reserve(taken)
+    statuses = together(lambda name: ask(http, name, name * LONG, 500))
+    store.release(taken)
+    assert statuses == [200, 200, 200]
+
+
+def await_agent(running: RunningServer, tier: str) -> None:
+    """Wait until the metrics say that an agent's state is there."""
+    series = "semantic_agents", (("tier", tier),)
+    await_that(lambda: Seen().read(running.server)[series])
+
+
+def use_everything(running: RunningServer, seen: Seen) -> None:
+    """Reuse, restore, cancel, refuse, evict."""
+    disk = running.server.memory.disk
+    assert disk is not None
+    with running.client() as http:
+        for tier in ("disk", "cold", "disk"):
+            ask(http, "kept", "What is kept is read again. " * 40)
+            disk.flush(10)
+            http.post("/v1/agents/kept/evict", json={"to": tier}).raise_for_status()
+            await_agent(running, "warm" if tier == "disk" else tier)
+        ask(http, "kept", "What is kept is read again. " * 40)
+        for agent in ("alike", "twin", "twin"):
+            ask(http, agent, "The same beginning. " * 60)
+        crowd(running, http)
+        assert ask(http, "long", "too long" * 20_000).status_code == 400
+        body = {"model": "fake", "messages": [{"role": "user", "content": "leave"}], "stream": True}
+        with http.stream("POST", "/v1/chat/completions", json=body) as reply:
+            next(reply.iter_lines())
+        await_that(lambda: running.server.metrics.counts.requests.outcomes["fake", "cancelled"])
+        for number in range(60):
+            ask(http, f"agent-{number}", f"{number} is much to keep. " * 500)
+            if number >= 12 and seen.has_moved("semantic_write_queue_bytes"):
+                break
+        disk.flush(10)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    seen = Seen()
+    home = tmp_path_factory.mktemp("traffic")
+    settings = make_settings(home, memory_budget_mb=1, disk_budget_mb=2, max_batch_size=2)
+    with run_server(settings) as running, seen.keep_reading(running.server):
+        use_everything(running, seen)
+        await_that(lambda: seen.has_moved("semantic_tokens_per_second"))
+    damage_and_fill(seen, tmp_path_factory.mktemp("faults"))
+    hang_and_stop(seen, tmp_path_factory.mktemp("hung"))
+    fail_to_load(seen, make_settings(home, backend="torch", model=str(home / "nothing")))
+    return seen
+
+
+def fail_to_load(seen: Seen, settings: Settings) -> None:
+    server = bootstrap(settings)
+    seen.read(server)
+    server.device.start()
+    await_that(lambda: server.device.state.value == "failed")
+    seen.read(server)
+    server.request_stop()
+    server.memory.close(10)
+
+
+def damage_and_fill(seen: Seen, home: Path) -> None:
+    """Blocks that cannot be read, and blocks that cannot be written."""
+    with small_disk(home / "disk", "size=4m") as disk:
+        settings = make_settings(home, cache_dir=disk / "cache")
+        with run_server(settings) as running, running.client() as http:
+            ask(http, "lost", "What is lost is computed again. " * 40)
+            assert running.server.memory.disk is not None
+            running.server.memory.disk.flush(10)
+            http.post("/v1/agents/lost/evict", json={"to": "disk"}).raise_for_status()
+            for path in (disk / "cache" / "blocks").rglob("*.safetensors"):
+                path.write_bytes(b"nonsense")
+            ask(http, "lost", "What is lost is computed again. " * 40)
+            with contextlib.suppress(OSError), (disk / "filler").open("wb") as filler:
+                while True:
+                    filler.write(bytes(4096))
+                    filler.flush()
+            ask(http, "full", "There is no room for this. " * 40)
+            await_that(
+                lambda: seen.read(running.server)["semantic_cache_persist_failure_total", ()]
+            )
+
+
+def hang_and_stop(seen: Seen, home: Path) -> None:
+    """A device call that does not come back in time, while others wait; then it does."""
+    settings = make_settings(home, hang_timeout_s=0.5, max_batch_size=1)
+    with run_server(settings) as running, running.client() as http:
+        server, model = running.server, running.server.device.model
+        assert model is not None
+        launch, gate = model.backend.launch, threading.Event()
+
+        def stuck(step: Step) -> Ticket:
+            gate.wait(30)
+            return launch(step)
+
+        model.backend.launch = stuck  # type: ignore[method-assign]
+        with seen.keep_reading(server):
+            assert together(lambda name: ask(http, name, "Is anybody there?")) == [500, 500, 500]
+        assert seen.has_moved("semantic_request_queue_depth")
+        seen.read(server)
+        gate.set()
+    await_that(lambda: server.device.state.value == "stopped")
+    seen.read(server)
+
+
+def test_every_series_moves(seen: Seen) -> None:
+    ours = {key: values for key, values in seen.values.items() if key[0].startswith("semantic_")}
+    is_count = [key for key in ours if not key[0].endswith(("_bucket", "_created"))]
+    assert sorted(key for key in is_count if len(ours[key]) < 2) == []
+    assert len({name for name, _ in is_count}) > 40
+
+
+def test_labels_are_bounded(seen: Seen) -> None:
+    labels = {(name, value) for _, pairs in seen.values for name, value in pairs}
+    assert {name for name, _ in labels} <= BOUNDED
+    assert len({value for name, value in labels if name != "le"}) < 60
+    assert {value for name, value in labels if name == "model"} <= {"", "fake"}
+
+
+PLANNED = {
+    "semantic_request_total": "counter",
+    "semantic_request_duration_seconds": "histogram",
+    "semantic_time_to_first_token_seconds": "histogram",
+    "semantic_request_queue_depth": "gauge",
+    "semantic_batch_size": "histogram",
+    "semantic_tokens_generated_total": "counter",
+    "semantic_tokens_per_second": "gauge",
+    "semantic_memory_used_bytes": "gauge",
+    "semantic_cache_hit_total": "counter",
+    "semantic_cache_miss_total": "counter",
+    "semantic_pool_utilization_ratio": "gauge",
+    "semantic_eviction_total": "counter",
+    "semantic_agents_active": "gauge",
+    "semantic_model_swap_duration_seconds": "histogram",
+    "semantic_cache_persist_duration_seconds": "histogram",
+}
+
+
+def test_figures_agree_with_the_cache_and_the_feed(tmp_path: Path) -> None:
+    with run_server(make_settings(tmp_path)) as running, running.client() as http:
+        with http.stream("GET", "/v1/events") as feed:
+            frames = (json.loads(f[6:]) for f in feed.iter_lines() if f.startswith("data: "))
+            told: dict[str, int] = defaultdict(int)
+            ended: list[Any] = []
+            next(frames)
+            for _ in range(2):
+                ask(http, "agent", "Tell me what you know. " * 60)
+            assert running.server.memory.disk is not None
+            running.server.memory.disk.flush(10)
+            cache = http.get("/v1/cache").json()
+            counted = {name: cache["counters"][name] for name in ("sealed", "written")}
+            while len(ended) < 2 or any(told[name] < count for name, count in counted.items()):
+                frame = next(frames)
+                if frame["type"] == "cache":
+                    for name in counted:
+                        told[name] += frame[name]
+                elif frame["type"] == "turn.finished":
+                    ended.append(frame)
+        reply = http.get("/metrics")
+        kinds = {f.name: f.type for f in text_string_to_metric_families(reply.text)}
+        figures = Seen().read(running.server)
+    assert reply.headers["content-type"].startswith("text/plain; version=")
+    assert {n: kinds[n.removesuffix("_total")] for n in PLANNED} == PLANNED
+    for name, metric in {"sealed": "block_sealed", "written": "cache_persist"}.items():
+        assert figures[f"semantic_{metric}_total", ()] == counted[name] == told[name] > 0
+    ours = {tier: figures["semantic_tokens_reused_total", (("tier", tier),)] for tier in ("hot",)}
+    assert ours["hot"] == cache["reuse"]["hot"] == sum(e["reuse"]["hot"] for e in ended) > 0
+    status = (("model", "fake"), ("status", ended[0]["reason"]))
+    assert figures["semantic_request_total", status] == cache["replies"] == 2
+    assert figures["semantic_disk_budget_bytes", ()] == cache["disk"]["budget"]
+
+
+def test_openmetrics_is_spoken_to_those_who_ask_for_it(tmp_path: Path) -> None:
+    wanted = {"accept": "application/openmetrics-text; version=1.0.0"}
+    with run_server(make_settings(tmp_path)) as running, running.client() as http:
+        reply = http.get("/metrics", headers=wanted)
+    assert reply.headers["content-type"].startswith("application/openmetrics-text")
+    assert reply.text.endswith("# EOF\n")
