@@ -13,12 +13,15 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from semantic.adapters.config.settings import STARTER_MODEL, load_settings
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
-from semantic.adapters.outbound.backends.torch.cpu import Weights
-from semantic.adapters.outbound.backends.torch.loading import TorchOptions, choose_dtype
+from semantic.adapters.outbound.backends.torch.grouped import load_grouped
+from semantic.adapters.outbound.backends.torch.loading import (
+    TorchOptions,
+    WeightsOption,
+    choose_dtype,
+)
 from semantic.adapters.outbound.models.source import LocalModelSource
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.spec import ModelCacheSpec
@@ -58,13 +61,11 @@ def served_dtype() -> torch.dtype:
 
 def library_model(directory: Path) -> Any:
     """The model as `transformers` runs it, in the dtype the backend uses."""
-    return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=served_dtype(), attn_implementation="sdpa", local_files_only=True
-    ).eval()
+    return load_grouped(directory, served_dtype(), "sdpa", is_kept=False).eval()
 
 
 @contextlib.contextmanager
-def backend(directory: Path, weights: Weights = "full") -> Iterator[TorchBackend]:
+def backend(directory: Path, weights: WeightsOption = "auto") -> Iterator[TorchBackend]:
     """The backend, as the server loads it."""
     spec = ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
     made = TorchBackend(directory, spec, TorchOptions(weights=weights))

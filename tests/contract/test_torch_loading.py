@@ -56,10 +56,12 @@ def test_a_missing_cuda_device_is_named() -> None:
             choose_device("cuda")
 
 
-def test_quantised_weights_need_bfloat16(tiny_model: Callable[[str], TinyModel]) -> None:
+def test_quantised_weights_need_a_format_with_kernels(
+    tiny_model: Callable[[str], TinyModel],
+) -> None:
     model = tiny_model("llama")
     with pytest.raises(InvalidRequestError, match="bfloat16"):
-        TorchBackend(model.directory, model.spec, TorchOptions(dtype="float32", weights="int8"))
+        TorchBackend(model.directory, model.spec, TorchOptions(dtype="float16", weights="int8"))
 
 
 @needs_bfloat16

@@ -8,9 +8,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
-from semantic.adapters.outbound.models.gguf import starter_gguf, to_bfloat16
+from semantic.adapters.outbound.backends.torch.grouped import load_grouped
+from semantic.adapters.outbound.models.gguf import starter_gguf
 
 pytestmark = pytest.mark.integration
 
@@ -29,7 +30,7 @@ def tokenizer(imported: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def model(imported: Path) -> Iterator[Any]:
-    loaded = AutoModelForCausalLM.from_pretrained(imported, dtype=torch.float32)
+    loaded = load_grouped(imported, torch.float32, "sdpa", is_kept=False)
     with torch.inference_mode():
         yield loaded.eval()
 
@@ -78,12 +79,18 @@ def test_english_is_far_likelier_than_chance(model: Any, tokenizer: Any) -> None
     assert loss < math.log(49152) / 3
 
 
-def test_an_embedding_converted_some_rows_at_a_time_is_the_whole_one(model: Any) -> None:
+def test_weights_are_those_of_the_file_and_take_no_more_room(model: Any, imported: Path) -> None:
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(starter_gguf()).tensors}
-    stored = tensors["token_embd.weight"]
-    bits = to_bfloat16(gguf.dequantize(stored.data, stored.tensor_type)).astype(np.uint32) << 16
-    found = model.get_input_embeddings().weight.numpy()
-    np.testing.assert_array_equal(found, bits.view(np.float32))
+    weights = {
+        "token_embd.weight": model.get_input_embeddings().weight,
+        "blk.7.ffn_down.weight": model.model.layers[7].mlp.down_proj.weight,
+    }
+    for name, found in weights.items():
+        expected = gguf.dequantize(tensors[name].data, tensors[name].tensor_type)
+        # A scale has eight significant bits.
+        np.testing.assert_allclose(found.numpy(), expected, atol=np.abs(expected).max() / 2**7)
+    size = (imported / "model.safetensors").stat().st_size
+    assert size < 1.01 * starter_gguf().stat().st_size
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The starter model on the torch backend as the server runs it, in the format it chooses."""
+"""The starter model on the torch backend, its weights in full and as the server keeps them."""
 
 import json
 from collections.abc import Iterator
@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.grouped import has_kleidi, load_grouped
+from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, Sampled, SequenceId, Step
-from tests.number_formats import needs_bfloat16
+from tests.number_formats import HAS_BFLOAT16, needs_bfloat16
 
 pytestmark = pytest.mark.integration
 
@@ -37,10 +38,14 @@ QUESTIONS = (
 
 @pytest.fixture(scope="module")
 def backend(starter_model_dir: Path) -> Iterator[TorchBackend]:
-    config = json.loads((starter_model_dir / "config.json").read_text())
-    made = TorchBackend(starter_model_dir, ModelCacheSpec.from_config(config))
+    made = make_backend(starter_model_dir, TorchOptions(weights="full"))
     yield made
     made.shutdown()
+
+
+def make_backend(directory: Path, options: TorchOptions) -> TorchBackend:
+    config = json.loads((directory / "config.json").read_text())
+    return TorchBackend(directory, ModelCacheSpec.from_config(config), options)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +57,7 @@ def tokenizer(starter_model_dir: Path) -> HFTokenizer:
 def library(starter_model_dir: Path, backend: TorchBackend) -> Any:
     assert backend.traits.compute is not None
     dtype = getattr(torch, backend.traits.compute.dtype)
-    return AutoModelForCausalLM.from_pretrained(starter_model_dir, dtype=dtype).eval()
+    return load_grouped(starter_model_dir, dtype, "sdpa", is_kept=False).eval()
 
 
 def prompt_of(tokenizer: HFTokenizer, question: str) -> list[int]:
@@ -130,7 +135,7 @@ def test_logits_are_the_librarys_within_its_rounding(
 def test_log_probabilities_are_closer_to_float32_than_the_librarys(
     backend: TorchBackend, tokenizer: HFTokenizer, library: Any, starter_model_dir: Path
 ) -> None:
-    exact = AutoModelForCausalLM.from_pretrained(starter_model_dir, dtype=torch.float32).eval()
+    exact = load_grouped(starter_model_dir, torch.float32, "sdpa", is_kept=False).eval()
     ours, librarys = [], []
     for question in QUESTIONS:
         tokens = prompt_of(tokenizer, question)
@@ -139,3 +144,51 @@ def test_log_probabilities_are_closer_to_float32_than_the_librarys(
             ours.append(abs(logprob - float(expected[last, token])))
             librarys.append(abs(float(rounded[last, token] - expected[last, token])))
     assert mean(ours) < 0.8 * mean(librarys)
+
+
+# -- weights as in the file -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def quantised(starter_model_dir: Path) -> Iterator[TorchBackend]:
+    made = make_backend(starter_model_dir, TorchOptions())
+    yield made
+    made.shutdown()
+
+
+needs_kernels = pytest.mark.skipif(
+    not (has_kleidi() or HAS_BFLOAT16), reason="this CPU has no kernels for quantised weights"
+)
+
+
+@needs_kernels
+def test_a_quantised_file_runs_quantised_unless_asked_otherwise(
+    quantised: TorchBackend, backend: TorchBackend
+) -> None:
+    """Their attention state is never mixed."""
+    compute = quantised.traits.compute
+    assert compute is not None
+    assert "quantised as in the file" in compute.kernels
+    assert quantised.traits.kv_abi == f"torch.v1.{compute.dtype}.grouped"
+    assert backend.traits.kv_abi in ("torch.v1.float32", "torch.v1.bfloat16")
+
+
+@needs_kernels
+@pytest.mark.parametrize("question", RECORDED)
+def test_quantised_weights_answer_as_full_ones(
+    quantised: TorchBackend, tokenizer: HFTokenizer, question: str
+) -> None:
+    assert greedy_text(quantised, tokenizer, prompt_of(tokenizer, question)) == RECORDED[question]
+
+
+@needs_kernels
+def test_quantised_weights_give_nearly_the_probabilities_of_full_ones(
+    quantised: TorchBackend, tokenizer: HFTokenizer, library: Any
+) -> None:
+    off = []
+    for question in QUESTIONS[2:4]:
+        tokens = prompt_of(tokenizer, question)
+        expected = library_logprobs(library, tokens)
+        found = top_logprobs(quantised, tokens)
+        off += [abs(logprob - float(expected[last, token])) for last, token, logprob in found]
+    assert mean(off) < (0.01 if library.dtype == torch.float32 else 0.2)

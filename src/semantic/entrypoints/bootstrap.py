@@ -326,7 +326,7 @@ def _import_torch(settings: Settings) -> MakeBackend:
 
 
 def _import_mlx(settings: Settings) -> MakeBackend:
-    if settings.weights != "full":
+    if settings.weights not in ("auto", "full"):
         raise InvalidRequestError(
             f"weights {settings.weights}: mlx runs models as they are; "
             "take one that is quantised, such as mlx-community's",
@@ -338,7 +338,7 @@ def _import_mlx(settings: Settings) -> MakeBackend:
         from semantic.adapters.outbound.backends.mlx.loading import MlxOptions
     except ModuleNotFoundError as error:
         raise _missing(error, "mlx") from error
-    options = MlxOptions(settings.dtype, settings.device)
+    options = MlxOptions(settings.dtype, settings.device, settings.weights)
     return lambda directory, spec: MlxBackend.from_directory(directory, spec, options)
 
 

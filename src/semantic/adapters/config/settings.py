@@ -90,8 +90,9 @@ class Settings(BaseSettings):
     )
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
-    weights: Literal["full", "int8", "int4"] = Field(
-        "full", description="fewer bits decode faster on a CPU and answer less exactly"
+    weights: Literal["auto", "full", "int8", "int4"] = Field(
+        "auto",
+        description="auto keeps quantised weights; full expands them; int8 and int4 quantise",
     )
     threads: int = Field(
         0,

@@ -1,8 +1,8 @@
 """Where models come from: a directory with config, weights and tokenizer.
 
 `source` finds it: a path, a name, a Hugging Face id, or a GGUF file, which `gguf` turns into such a
-directory once, with the tokenizer that `gguf_tokenizer` rebuilds. `fingerprint` names the model by
-its files, so that saved state is never used with another. `generation_config` reads how its authors
-advise to sample it. `tokenizer` turns text into ids and back, and a conversation into text by the
-model's own `chat_template`.
+directory once: its weights by `gguf_weights`, its tokenizer by `gguf_tokenizer`. `fingerprint`
+names the model by its files, so that saved state is never used with another. `generation_config`
+reads how its authors advise to sample it. `tokenizer` turns text into ids and back, and a
+conversation into text by the model's own `chat_template`.
 """

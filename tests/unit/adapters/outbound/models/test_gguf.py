@@ -1,26 +1,24 @@
 import io
 import json
 import os
-import struct
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 
+from semantic.adapters.outbound.backends.torch.grouped import GroupedWeight
 from semantic.adapters.outbound.models.gguf import (
     import_gguf,
     progress_bar,
     starter_gguf,
-    to_bfloat16,
 )
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 
@@ -185,14 +183,26 @@ def test_every_weight_returns_to_its_hugging_face_name_and_place(
         np.testing.assert_array_equal(found[name], weight, err_msg=name)
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
-def test_quantised_weights_come_out_as_their_nearest_bfloat16(kind: str, tmp_path: Path) -> None:
-    tiny = Tiny("qwen2", biases="qkv", quantization=gguf.GGMLQuantizationType[kind])
-    name = "model.layers.1.mlp.down_proj.weight"
-    stored = gguf.quantize(tiny.weights()[name], tiny.quantization)
-    expected = to_bfloat16(gguf.dequantize(stored, tiny.quantization)).astype(np.uint32) << 16
-    found = read_weights(run(tiny, tmp_path))[name]
-    np.testing.assert_array_equal(found, expected.view(np.float32))
+@pytest.mark.parametrize("kind, bits", [("Q8_0", 8), ("Q4_1", 4), ("Q4_0", 4)])
+def test_quantised_weights_stay_so_and_in_hugging_face_order(
+    kind: str, bits: int, tmp_path: Path
+) -> None:
+    """Linears in groups with scale and bias, beside what the file has in full."""
+    tiny = Tiny(biases="qkvo", quantization=gguf.GGMLQuantizationType[kind])
+    model = run(tiny, tmp_path)
+    found = load_file(model / "model.safetensors")
+    assert read_json(model / "config.json")["quantization"] == {"group_size": 32, "bits": bits}
+    for name, weight in tiny.weights().items():
+        if weight.ndim == 1:
+            assert found.pop(name).dtype == torch.bfloat16
+            continue
+        stem = name.removesuffix("weight")
+        packed, scales, biases = (found.pop(stem + end) for end in ("weight", "scales", "biases"))
+        grouped = GroupedWeight(packed, scales, biases, weight.shape[1])
+        assert grouped.bits == bits
+        expected = gguf.dequantize(gguf.quantize(weight, tiny.quantization), tiny.quantization)
+        np.testing.assert_allclose(grouped.expanded(), expected, atol=0.04, err_msg=name)
+    assert not found
 
 
 def test_the_directory_and_its_files_follow_the_umask(tmp_path: Path) -> None:
@@ -464,23 +474,3 @@ def test_the_starter_model_is_found_in_its_distribution(
     model.parent.mkdir()
     model.touch()
     assert starter_gguf() == model
-
-
-def exact(bits: int) -> Fraction:
-    """The value of a bfloat16; an infinity counts as the number after the greatest."""
-    sign = -1 if bits >> 15 else 1
-    if bits & 0x7FFF == 0x7F80:
-        return Fraction(sign * 2**128)
-    return Fraction(struct.unpack(">f", struct.pack(">I", bits << 16))[0])
-
-
-@given(st.integers(0, 2**32 - 1))
-def test_rounding_gives_the_nearest_bfloat16_and_the_even_one_of_two(bits: int) -> None:
-    value = np.array([bits], np.uint32).view(np.float32)
-    (found,) = to_bfloat16(value).tolist()
-    if not np.isfinite(value[0]):
-        assert np.array_equal(np.uint32(found << 16).view(np.float32), value[0], equal_nan=True)
-        return
-    candidates = [bits >> 16, (bits >> 16) + 1]
-    wanted = Fraction(float(value[0]))
-    assert found == min(candidates, key=lambda each: (abs(exact(each) - wanted), each % 2))

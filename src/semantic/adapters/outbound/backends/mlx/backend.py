@@ -68,7 +68,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         dtype = str(kept.dtypes[0]).removeprefix("mlx.core.")
         traits = Traits(
             1,
-            f"mlx.v1.{dtype}",
+            f"mlx.v1.{dtype}.full" if loaded.is_expanded else f"mlx.v1.{dtype}",
             kept.dtypes[0].size * 8,
             loading.describe(dtype, loaded.reason),
         )

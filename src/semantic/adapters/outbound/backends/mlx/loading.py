@@ -37,20 +37,28 @@ class MlxOptions:
         dtype: Of weights that are not quantised, and of attention state; auto keeps the model's
             own on a GPU and takes float32 on a CPU, whose other kernels are slow.
         device: auto takes the GPU where there is one.
+        weights: auto keeps quantised ones as they are on a GPU; on a CPU, whose kernels for them
+            are slow, and with full they are expanded.
     """
 
     dtype: DType = "auto"
     device: Device = "auto"
+    weights: Literal["auto", "full"] = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class MlxModel:
-    """A model, its geometry as the library keeps it, how its caches are made, and why its dtype."""
+    """A model, its geometry as the library keeps it, how its caches are made, and why its dtype.
+
+    Attributes:
+        is_expanded: Its weights were quantised and are not any more.
+    """
 
     model: Any
     spec: ModelCacheSpec
     make_caches: Callable[[], list[Any]]
     reason: str = ""
+    is_expanded: bool = False
 
 
 def choose_device(device: Device) -> None:
@@ -79,6 +87,9 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
         model, _ = utils.load_model(
             directory, lazy=True, model_config=config_overrides(config, spec)
         )
+        is_expanded = "quantization" in config and _is_expanded(options.weights)
+        if is_expanded:
+            model = utils.dequantize_model(model)
         reason = _convert(model, options.dtype)
         tuning.tune(model)
         mx.eval(model.parameters())
@@ -86,7 +97,7 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
         spec, make_caches = _agree(model, spec)
     except _UNREADABLE as error:
         raise refusal(spec, str(error)) from error
-    return MlxModel(model, spec, make_caches, reason)
+    return MlxModel(model, spec, make_caches, reason, is_expanded)
 
 
 def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:
@@ -145,6 +156,10 @@ def _convert(model: Any, dtype: DType) -> str:
         model.set_dtype(mx.bfloat16)
         return "the model's float32 is wider than a GPU needs"
     return "the model's own"
+
+
+def _is_expanded(weights: Literal["auto", "full"]) -> bool:
+    return weights == "full" or mx.default_device() == mx.Device(mx.cpu)
 
 
 def _is_wide(model: Any) -> bool:

@@ -61,20 +61,15 @@ class TorchBackend(EagerBackend[TorchSequence]):
         options = options or TorchOptions()
         self._threads = ThreadCount(torch_loading.choose_threads(options.num_threads))
         torch.set_num_threads(self._threads.number)
-        self._device = torch_loading.choose_device(options.device)
-        self._dtype, reason = torch_loading.choose_dtype(options.dtype, self._device)
-        self._model: Any = torch_loading.load_model(
-            directory, spec, self._dtype, self._device, options.weights
-        )
+        plan = torch_loading.make_plan(directory, options)
+        self._device, self._dtype = plan.device, plan.dtype
+        self._model: Any = torch_loading.load_model(directory, spec, plan)
         layer = spec.layers[0]
         self._layers = {kind: _layers_of(kind, spec) for kind in spec.kinds}
         self._shape = (spec.num_layers, layer.num_kv_heads)
         self._dims = (layer.key_dim, layer.value_dim)
-        name = str(self._dtype).removeprefix("torch.")
-        if options.weights != "full":
-            name = f"{name}.{options.weights}"
-        compute = torch_loading.describe(self._device, self._dtype, options.weights, reason)
-        traits = Traits(0, f"torch.v1.{name}", self._dtype.itemsize * 8, compute)
+        abi, compute = f"torch.v1.{plan.number_format}", torch_loading.describe(plan)
+        traits = Traits(0, abi, self._dtype.itemsize * 8, compute)
         super().__init__(spec, traits, TorchSequence)
         self._check_model()
 

@@ -24,7 +24,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from semantic.adapters.outbound.backends.torch.grouped import GroupedLinear, GroupedWeight
+
 Weights = Literal["full", "int8", "int4"]
+AnyLinear = nn.Linear | GroupedLinear
 
 _ROWS_HINT = 256  # rows the packed layout is chosen for; it serves any number
 _MAX_FEW_ROWS = 4  # quantised weights win up to here, packed ones beyond
@@ -45,15 +48,19 @@ def has_bfloat16() -> bool:
 
 def speed_up(model: nn.Module, weights: Weights = "full") -> None:
     """Replace modules of a bfloat16 model on a CPU; mutates it, frees what it replaces."""
-    for parent in list(model.modules()):
-        if all(isinstance(getattr(parent, name, None), nn.Linear) for name in _ATTENTION_INPUTS):
-            _merge_attention_inputs(parent, weights)
-        elif _is_gated_mlp(parent):
-            _fuse_mlp(parent, weights)
+    _merge(model, nn.Linear, weights)
     _pack_linears(model, weights)
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.use_huge_pages()
+
+
+def pack_grouped(model: nn.Module) -> None:
+    """Make a model's grouped linears ready, merged where they share an input; mutates it."""
+    _merge(model, GroupedLinear, "full")
+    for module in model.modules():
+        if isinstance(module, GroupedLinear):
+            module.pack()
 
 
 class PackedLinear(nn.Module):
@@ -89,7 +96,7 @@ class GatedMLP(nn.Module):
     percent, and decode steps slower: each multiplication wakes the other threads.
     """
 
-    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, weights: Weights) -> None:
+    def __init__(self, gate: AnyLinear, up: AnyLinear, down: AnyLinear, weights: Weights) -> None:
         super().__init__()
         self.size = gate.out_features
         self.inner = _joined([gate, up], weights)
@@ -106,7 +113,7 @@ class GatedMLP(nn.Module):
 class _MergedLinears:
     """Linears with one input, multiplied at once when the first of them is asked."""
 
-    def __init__(self, linears: Sequence[nn.Linear], weights: Weights) -> None:
+    def __init__(self, linears: Sequence[AnyLinear], weights: Weights) -> None:
         self.sizes = [linear.out_features for linear in linears]
         self.joined = _joined(linears, weights)
         self._input: torch.Tensor | None = None
@@ -194,16 +201,29 @@ def children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
             yield parent, name, child
 
 
-def _joined(linears: Sequence[nn.Linear], weights: Weights) -> PackedLinear:
-    """Linears with one input as a single one; all or none of them have a bias."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
+def _joined(linears: Sequence[AnyLinear], weights: Weights) -> PackedLinear | GroupedLinear:
+    """Linears of one kind and with one input as a single one; all or none of them have a bias."""
     biases: list[torch.Tensor | None] = [linear.bias for linear in linears]
     given = [bias.detach() for bias in biases if bias is not None]
-    return PackedLinear(weight, torch.cat(given) if given else None, weights)
+    bias = torch.cat(given) if given else None
+    if grouped := [linear.grouped for linear in linears if isinstance(linear, GroupedLinear)]:
+        return GroupedLinear(GroupedWeight.joined(grouped), bias)
+    plain = [linear.weight.detach() for linear in linears if isinstance(linear, nn.Linear)]
+    return PackedLinear(torch.cat(plain), bias, weights)
 
 
-def _can_join(linears: Sequence[nn.Linear]) -> bool:
-    return len({linear.bias is None for linear in linears}) == 1
+def _can_join(linears: Sequence[AnyLinear]) -> bool:
+    kinds = {linear.kind if isinstance(linear, GroupedLinear) else None for linear in linears}
+    return len(kinds) == 1 and len({linear.bias is None for linear in linears}) == 1
+
+
+def _merge(model: nn.Module, kind: type[AnyLinear], weights: Weights) -> None:
+    """Merge linears of a kind that share an input."""
+    for parent in list(model.modules()):
+        if all(isinstance(getattr(parent, name, None), kind) for name in _ATTENTION_INPUTS):
+            _merge_attention_inputs(parent, weights)
+        elif _is_gated_mlp(parent, kind):
+            _fuse_mlp(parent, weights)
 
 
 def _merge_attention_inputs(attention: nn.Module, weights: Weights) -> None:
@@ -215,11 +235,11 @@ def _merge_attention_inputs(attention: nn.Module, weights: Weights) -> None:
         setattr(attention, name, _MergedPart(merged, index))
 
 
-def _is_gated_mlp(module: nn.Module) -> bool:
+def _is_gated_mlp(module: nn.Module, kind: type[AnyLinear]) -> bool:
     children = dict(module.named_children())
     if children.keys() != {*_MLP_LINEARS, "act_fn"}:
         return False
-    linears = [child for name in _MLP_LINEARS if isinstance(child := children[name], nn.Linear)]
+    linears = [child for name in _MLP_LINEARS if isinstance(child := children[name], kind)]
     is_silu = type(children["act_fn"]).__name__ in ("SiLU", "SiLUActivation")
     return len(linears) == len(_MLP_LINEARS) and is_silu and _can_join(linears[:2])
 

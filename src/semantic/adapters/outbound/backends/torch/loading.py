@@ -3,13 +3,14 @@
 Device, number format and thread count are chosen here: by measurement where that is possible.
 """
 
+import json
 import math
 import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -23,10 +24,17 @@ from transformers.utils.logging import disable_progress_bar
 from semantic.adapters.outbound.backends.torch import cpu
 from semantic.adapters.outbound.backends.torch.attention import ATTENTION_NAME, packed_attention
 from semantic.adapters.outbound.backends.torch.cpu import Weights
+from semantic.adapters.outbound.backends.torch.grouped import (
+    has_kleidi,
+    is_grouped,
+    load_grouped,
+    quantise_linears,
+)
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import Compute, LayerKind, ModelCacheSpec
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+WeightsOption = Literal["auto"] | Weights
 Device = Literal["auto", "cpu", "cuda"]
 
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -41,14 +49,78 @@ class TorchOptions:
     Attributes:
         dtype: Of weights and attention state; auto takes the faster one on this device.
         device: auto takes CUDA where there is one.
-        weights: Fewer bits make few rows faster and less exact; a CPU in bfloat16 only.
+        weights: auto keeps weights that a file has in groups of 4 or 8 bits, on a CPU with kernels
+            for them and unless a dtype is asked for; full expands them. Fewer bits make few rows
+            faster and less exact; a CPU in bfloat16 or with ARM's kernels only.
         num_threads: 0 takes OMP_NUM_THREADS, or as many as the process may use.
     """
 
     dtype: DType = "auto"
     device: Device = "auto"
-    weights: Weights = "full"
+    weights: WeightsOption = "auto"
     num_threads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What was chosen for a model.
+
+    Attributes:
+        is_kept: The weights stay in groups as the file has them.
+        weights: What weights that are not in groups are quantised to.
+        reason: Why this dtype.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    is_kept: bool
+    weights: Weights
+    reason: str
+
+    @property
+    def number_format(self) -> str:
+        """Names how numbers are kept: state of one format is never used with another."""
+        name, weights = str(self.dtype).removeprefix("torch."), self.weights
+        if self.is_kept:
+            return f"{name}.grouped"
+        return name if weights == "full" else f"{name}.{weights}"
+
+    @property
+    def is_packable(self) -> bool:
+        """Whether linears are packed for bfloat16."""
+        return self.device.type == "cpu" and self.dtype == torch.bfloat16 and cpu.has_bfloat16()
+
+    @property
+    def has_arm_kernels(self) -> bool:
+        """Whether linears may be those of ARM's kernels."""
+        return self.device.type == "cpu" and self.dtype == torch.float32 and has_kleidi()
+
+
+def make_plan(directory: Path, options: TorchOptions) -> Plan:
+    """Choose device, number format and weights for a model.
+
+    Raises:
+        InvalidRequestError: this machine has not what is asked for.
+    """
+    device = choose_device(options.device)
+    weights: Weights = "full" if options.weights == "auto" else options.weights
+    is_keepable = options.weights == options.dtype == "auto" and _is_grouped(directory)
+    if is_keepable and device.type == "cpu" and has_kleidi():
+        reason = "this CPU's kernels for quantised weights take it"
+        return Plan(device, torch.float32, True, weights, reason)
+    dtype, reason = choose_dtype(options.dtype, device)
+    plan = Plan(device, dtype, False, weights, reason)
+    if weights != "full" and not plan.is_packable and not plan.has_arm_kernels:
+        raise InvalidRequestError(
+            f"weights {weights} need a CPU that computes in bfloat16 (--dtype bfloat16), "
+            "or an ARM CPU in float32",
+            param="weights",
+        )
+    return replace(plan, is_kept=is_keepable and plan.is_packable)
+
+
+def _is_grouped(directory: Path) -> bool:
+    return is_grouped(json.loads((directory / "config.json").read_text("utf-8")))
 
 
 def choose_device(device: Device) -> torch.device:
@@ -89,32 +161,26 @@ def choose_threads(num_threads: int) -> int:
     return os.cpu_count() or 1
 
 
-def describe(device: torch.device, dtype: torch.dtype, weights: Weights, reason: str) -> Compute:
+def describe(plan: Plan) -> Compute:
     """Say how a model that was loaded so is computed."""
-    kernels = "PyTorch"
-    if _is_packable(device, dtype):
-        kernels = "oneDNN with packed weights"
-    if weights != "full":
-        kernels = f"{kernels}, {weights} for few rows"
-    num_threads = torch.get_num_threads() if device.type == "cpu" else 0
-    return Compute(device.type, str(dtype).removeprefix("torch."), num_threads, kernels, reason)
+    device, weights = plan.device.type, plan.weights
+    kernels = "oneDNN with packed weights" if plan.is_packable else "PyTorch"
+    if plan.has_arm_kernels and (plan.is_kept or weights != "full"):
+        kernels = "KleidiAI"
+    if plan.is_kept:
+        kernels = f"{kernels}, weights quantised as in the file"
+    elif weights != "full":
+        kernels = f"{kernels}, {weights}{'' if plan.has_arm_kernels else ' for few rows'}"
+    num_threads = torch.get_num_threads() if device == "cpu" else 0
+    dtype = str(plan.dtype).removeprefix("torch.")
+    return Compute(device, dtype, num_threads, kernels, plan.reason)
 
 
-def _is_packable(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cpu" and dtype == torch.bfloat16 and cpu.has_bfloat16()
-
-
-def load_model(
-    directory: Path,
-    spec: ModelCacheSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    weights: Weights,
-) -> Any:
+def load_model(directory: Path, spec: ModelCacheSpec, plan: Plan) -> Any:
     """Load a model with our attention in it.
 
     Raises:
-        InvalidRequestError: this backend cannot run the model, or not with these weights.
+        InvalidRequestError: this backend cannot run the model.
     """
     if any(layer.kind is LayerKind.STATE for layer in spec.layers):
         raise InvalidRequestError(
@@ -122,28 +188,35 @@ def load_model(
             "use --backend mlx.",
             param="model",
         )
-    is_rounded = device.type == "cpu" and dtype == torch.bfloat16
-    is_packable = _is_packable(device, dtype)
-    if weights != "full" and not is_packable:
-        raise InvalidRequestError(
-            f"weights {weights} need a CPU that computes in bfloat16 (--dtype bfloat16)",
-            param="weights",
-        )
     if not sys.stderr.isatty():
         disable_progress_bar()
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
-    )
+    model = _read_model(directory, plan)
     if reason := _why_not(model):
         raise refusal(spec, reason)
-    model.to(device).eval()
-    if is_rounded:
-        cpu.round_less(model)
-    if is_packable:
-        cpu.speed_up(model, weights)
+    model.to(plan.device).eval()
+    if plan.device.type == "cpu":
+        _prepare_for_cpu(model, plan)
     shorten_calls(model)
     return model
+
+
+def _read_model(directory: Path, plan: Plan) -> Any:
+    if _is_grouped(directory):
+        return load_grouped(directory, plan.dtype, ATTENTION_NAME, is_kept=plan.is_kept)
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=plan.dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
+    )
+
+
+def _prepare_for_cpu(model: Any, plan: Plan) -> None:
+    if plan.weights != "full" and plan.has_arm_kernels:
+        quantise_linears(model, bits=4 if plan.weights == "int4" else 8)
+    if plan.dtype == torch.bfloat16:
+        cpu.round_less(model)
+    cpu.pack_grouped(model)
+    if plan.is_packable:
+        cpu.speed_up(model, plan.weights)
 
 
 def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:

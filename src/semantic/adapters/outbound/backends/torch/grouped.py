@@ -1,0 +1,320 @@
+"""Weights that stay quantised: groups of integers as files hold them, and kernels that read them.
+
+A row's weights are integers of 4 or 8 bits; each group of them has a scale and a bias, and a weight
+is ``integer * scale + bias``. That is how mlx-lm writes models and how GGUF files are imported.
+Linears multiply without ever holding the weights in full; where there is no kernel for them, or the
+weights are asked for in full, the model is loaded as if it had never been quantised.
+
+Few rows have kernels: on ARM KleidiAI's, elsewhere those of a CPU that computes in bfloat16. For
+many rows, as in a prompt, the weights of one linear at a time are expanded, which takes little of
+the time that multiplying them takes.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from semantic.domain.errors import InvalidRequestError
+
+_Replaceable = nn.Linear | nn.Embedding
+
+_BITS = (4, 8)
+_GROUP = 32  # of what is quantised here; the kernels' groups are multiples of it
+_KERNEL_ROWS = 16  # the bfloat16 kernel reads past the end of matrices of other sizes
+_SMALLEST_STEP = 1e-30
+
+
+class GroupedWeight:
+    """A matrix as integers with a scale and a bias for each group of a row."""
+
+    def __init__(
+        self, packed: torch.Tensor, scales: torch.Tensor, biases: torch.Tensor, num_columns: int
+    ) -> None:
+        """Take the arrays of a file.
+
+        Args:
+            packed: Words or bytes, the first integer in the lowest bits.
+            scales: ``[rows, groups]``.
+            biases: ``[rows, groups]``.
+            num_columns: Of the matrix.
+        """
+        self.packed = packed.view(torch.uint8)
+        self.scales, self.biases, self.num_columns = scales, biases, num_columns
+        self.bits = self.packed.shape[1] * 8 // num_columns
+        self.group = num_columns // scales.shape[1]
+
+    @staticmethod
+    def quantised(weight: torch.Tensor, bits: int) -> "GroupedWeight":
+        """Quantise a matrix whose rows are made of whole groups."""
+        groups = weight.detach().float().view(len(weight), -1, _GROUP)
+        low, high = groups.amin(dim=2), groups.amax(dim=2)
+        scales = ((high - low) / (2**bits - 1)).clamp_min(1e-8)
+        steps = (groups - low[..., None]) / scales[..., None]
+        integers = steps.round().clamp(0, 2**bits - 1).to(torch.uint8).flatten(1)
+        packed = integers if bits == 8 else _pairs(integers)
+        return GroupedWeight(packed, scales, low, weight.shape[1])
+
+    @staticmethod
+    def joined(weights: Sequence["GroupedWeight"]) -> "GroupedWeight":
+        """The rows of several matrices of one kind."""
+        arrays = [(weight.packed, weight.scales, weight.biases) for weight in weights]
+        packed, scales, biases = (torch.cat(of_all) for of_all in zip(*arrays, strict=True))
+        return GroupedWeight(packed, scales, biases, weights[0].num_columns)
+
+    def integers(self, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
+        """The integers of some rows, a byte each."""
+        packed = self.packed[rows]
+        if self.bits == 8:
+            return packed
+        return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+    def expanded(self, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
+        """The weights of some rows, in float32."""
+        scales, biases = self.scales[rows].float(), self.biases[rows].float()
+        groups = self.integers(rows).view(*scales.shape, -1).float()
+        return torch.addcmul(biases[..., None], groups, scales[..., None]).flatten(-2)
+
+
+class GroupedLinear(nn.Module):
+    """A linear over a grouped weight; few rows have a kernel once it is packed."""
+
+    def __init__(self, weight: GroupedWeight, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.grouped, self.bias = weight, None if bias is None else bias.detach()
+        self.in_features, self.out_features = weight.num_columns, len(weight.scales)
+        self._kernel: _KleidiKernel | _Bfloat16Kernel | None = None
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """What linears must share to be joined."""
+        return self.grouped.bits, self.grouped.group
+
+    def pack(self) -> None:
+        """Lay the weights as a kernel reads them, beside the file's form for many rows."""
+        if has_kleidi():
+            self._kernel = _KleidiKernel(self.grouped)
+        elif self.out_features % _KERNEL_ROWS == 0:
+            self._kernel = _Bfloat16Kernel(self.grouped)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply."""
+        rows = x.reshape(-1, self.in_features)
+        if self._kernel is None or len(rows) > self._kernel.max_rows:
+            return functional.linear(x, self.grouped.expanded().to(x.dtype), self.bias)
+        product = self._kernel.multiply(rows.contiguous())
+        result = product.view(*x.shape[:-1], self.out_features)
+        return result if self.bias is None else result + self.bias
+
+
+class GroupedEmbedding(nn.Module):
+    """An embedding that expands the rows it is asked for."""
+
+    def __init__(self, weight: GroupedWeight, original: nn.Embedding) -> None:
+        super().__init__()
+        self.grouped, self.dtype = weight, original.weight.dtype
+        self.scale = getattr(original, "embed_scale", None)  # Gemma multiplies its rows
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look up."""
+        found = self.grouped.expanded(ids).to(self.dtype)
+        return found if self.scale is None else found * self.scale.to(self.dtype)
+
+
+# -- kernels --------------------------------------------------------------------------------------
+
+
+def has_kleidi() -> bool:
+    """Whether torch has ARM's kernels for grouped integers."""
+    return bool(torch.backends.kleidiai.is_available())  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class _Digits:
+    """A weight as 4-bit digits, ``(digit - 8) * scale``, plus for each group what is left of it.
+
+    Eight bits are two digits, ``16 * high + low``: a row of twice the length, multiplied with its
+    input side by side with itself.
+    """
+
+    digits: torch.Tensor
+    scales: torch.Tensor
+    rest: torch.Tensor
+
+    @staticmethod
+    def of(weight: GroupedWeight) -> "_Digits":
+        digits, scales = weight.integers(), weight.scales.float()
+        if weight.bits == 4:
+            return _Digits(digits, scales, weight.biases.float() + 8 * scales)
+        rest = weight.biases.float() + (16 * 8 + 8) * scales
+        digits = torch.cat([digits >> 4, digits & 15], dim=1)
+        return _Digits(digits, torch.cat([16 * scales, scales], dim=1), rest)
+
+
+class _KleidiKernel:
+    """ARM's kernel, for float32.
+
+    It rounds each row of activations to 256 steps between its least and its greatest, which would
+    cost more than the weights' four bits did. So a row is split into what such steps hold exactly
+    and the remainder, which is a row of its own: together they have sixteen bits. Two columns
+    without weight fix the steps.
+
+    It knows no biases. What is left of them is the same for all weights of a group, so it is
+    multiplied with the sum of the group's activations.
+    """
+
+    max_rows = 128  # more are faster in float32, with the weights expanded
+
+    def __init__(self, weight: GroupedWeight) -> None:
+        parts = _Digits.of(weight)
+        self._group, self._num_copies = weight.group, weight.bits // 4
+        self._rest = parts.rest.t().contiguous() if parts.rest.any() else None
+        self._ends = torch.tensor([-128.0, 127.0])
+        digits = functional.pad(parts.digits, (0, weight.group), value=8)
+        scales = functional.pad(parts.scales, (0, 1), value=1)
+        self._size = (digits.shape[1], len(digits))
+        self._packed = torch.ops.aten._dyn_quant_pack_4bit_weight(
+            _pairs(digits), scales.bfloat16(), None, weight.group, *self._size
+        )
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        num_rows = len(x)
+        both: torch.Tensor = torch.ops.aten._dyn_quant_matmul_4bit(
+            self._split(x), self._packed, self._group, *self._size
+        )
+        product = both[:num_rows].add_(both[num_rows:])
+        if self._rest is None:
+            return product
+        return product.addmm_(x.view(num_rows, -1, self._group).sum(dim=2), self._rest)
+
+    def _split(self, x: torch.Tensor) -> torch.Tensor:
+        num_rows, num_columns = x.shape
+        rows = x.new_zeros(2 * num_rows, self._size[0])
+        step = torch.linalg.vector_norm(x, torch.inf, dim=1, keepdim=True).div_(127)
+        step.clamp_min_(_SMALLEST_STEP)
+        rounded = torch.div(x, step).round_().mul_(step)
+        rows[:num_rows, -2:] = step * self._ends
+        for start in range(0, self._num_copies * num_columns, num_columns):
+            rows[:num_rows, start : start + num_columns] = rounded
+            torch.sub(x, rounded, out=rows[num_rows:, start : start + num_columns])
+        return rows
+
+
+class _Bfloat16Kernel:
+    """PyTorch's own, for bfloat16."""
+
+    max_rows = 64
+
+    def __init__(self, weight: GroupedWeight) -> None:
+        parts, self._group, self._is_double = _Digits.of(weight), weight.group, weight.bits == 8
+        rest = parts.rest
+        if self._is_double:  # in the first half alone, as the halves are added
+            rest = torch.cat([rest, torch.zeros_like(rest)], dim=1)
+        digits = parts.digits.to(torch.int32)
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(digits, 1)
+        pairs = torch.stack([parts.scales, rest], dim=2).transpose(0, 1)
+        self._scales_and_zeros = pairs.contiguous().bfloat16()
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        doubled = torch.cat([x, x], dim=1) if self._is_double else x
+        product: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            doubled, self._packed, self._group, self._scales_and_zeros
+        )
+        return product
+
+
+def _pairs(digits: torch.Tensor) -> torch.Tensor:
+    """Two digits a byte, the first in its lower half."""
+    return digits[:, ::2] | (digits[:, 1::2] << 4)
+
+
+# -- loading --------------------------------------------------------------------------------------
+
+
+def is_grouped(config: Mapping[str, Any]) -> bool:
+    """Whether a model's config says that its weights are in groups."""
+    return isinstance(config.get("quantization"), Mapping)
+
+
+def quantise_linears(model: nn.Module, bits: int) -> None:
+    """Put grouped linears in place of a model's own where their rows are made of whole groups."""
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module.in_features % _GROUP == 0:
+            weight = GroupedWeight.quantised(module.weight, bits)
+            model.set_submodule(name, GroupedLinear(weight, module.bias))
+
+
+def load_grouped(directory: Path, dtype: torch.dtype, attention: str, *, is_kept: bool) -> Any:
+    """Load a model whose weights are in groups, and keep them so or expand them.
+
+    Raises:
+        InvalidRequestError: they are not of 4 or 8 bits, or do not fit the model.
+    """
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # mlx-lm's, which transformers does not know
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    tensors = dict(_tensors(directory))
+    for name, module in list(model.named_modules()):
+        if isinstance(module, _Replaceable) and f"{name}.scales" in tensors:
+            weight = _take(tensors, name, module)
+            if is_kept:
+                model.set_submodule(name, _kept(weight, module, tensors.pop(f"{name}.bias", None)))
+            else:
+                expanded = weight.expanded().to(dtype)
+                module.weight = nn.Parameter(expanded, requires_grad=False)
+                tensors[f"{name}.weight"] = module.weight
+    _load_rest(model, tensors)
+    return model
+
+
+def _take(tensors: dict[str, torch.Tensor], name: str, module: _Replaceable) -> GroupedWeight:
+    packed, scales = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.scales")
+    biases, num_columns = tensors.pop(f"{name}.biases", None), module.weight.shape[1]
+    bits = packed.shape[1] * 32 // num_columns
+    is_whole = num_columns % (scales.shape[1] * _GROUP) == 0
+    if biases is None or bits not in _BITS or not is_whole:
+        raise InvalidRequestError(
+            f"the weights of {name} are quantised in a way that the torch backend does not read "
+            f"({bits} bits); use --backend mlx",
+            param="model",
+        )
+    return GroupedWeight(packed, scales, biases, num_columns)
+
+
+def _kept(weight: GroupedWeight, module: _Replaceable, bias: torch.Tensor | None) -> nn.Module:
+    if isinstance(module, nn.Embedding):
+        return GroupedEmbedding(weight, module)
+    return GroupedLinear(weight, None if bias is None else bias.to(module.weight.dtype))
+
+
+def _load_rest(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Load what is not in groups, and let the head share the embedding's weights where it does."""
+    result = model.load_state_dict(tensors, strict=False)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    missing = set(result.missing_keys)
+    if model.config.tie_word_embeddings:
+        missing.discard("lm_head.weight")
+        if isinstance(embedding, GroupedEmbedding):
+            model.set_output_embeddings(GroupedLinear(embedding.grouped, head.bias))
+        else:
+            model.tie_weights()
+    if wrong := sorted(missing | set(result.unexpected_keys)):
+        raise InvalidRequestError(
+            f"the model's weights and its config.json do not fit: {wrong[0]}", param="model"
+        )
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                yield name, file.get_tensor(name)

@@ -1,0 +1,164 @@
+"""What a GGUF file's tensors become: quantised ones stay so, all others become bfloat16.
+
+The form is MLX's, which mlx-lm reads as it is: integers of 4 or 8 bits packed into words, and for
+each 32 of a row a scale and a bias, ``weight = integer * scale + bias``. Q4_0, Q4_1, Q4_K and Q8_0
+are of that kind, so their integers are carried over and only scales are rounded, to bfloat16. What
+has other groups or other steps (Q6_K, Q5_K, IQ4_NL...) is quantised anew to 8 bits, the nearest.
+"""
+
+from collections.abc import Callable
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import Q4_K, dequantize
+from safetensors import TensorSpec
+
+GROUP = 32
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+Stored = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+_Groups = tuple[Bytes, Floats, Floats]
+
+_PLAIN = {Kind.F64, Kind.F32, Kind.F16, Kind.BF16}
+_VALUES_AT_ONCE = 1 << 22
+_SMALLEST_SCALE = np.float32(1e-8)
+_NAMES = {np.dtype(np.uint16): "bfloat16", np.dtype(np.uint32): "uint32"}
+
+
+def is_grouped(tensor: gguf.ReaderTensor) -> bool:
+    """Whether a tensor stays quantised: a matrix whose rows are made of whole groups."""
+    is_matrix = len(tensor.shape) == 2 and int(tensor.shape[0]) % GROUP == 0
+    return is_matrix and tensor.tensor_type not in _PLAIN
+
+
+def group_bits(tensor: gguf.ReaderTensor) -> int:
+    """How many bits an integer of a grouped tensor takes."""
+    return 4 if tensor.tensor_type in (Kind.Q4_0, Kind.Q4_1, Kind.Q4_K) else 8
+
+
+def read_tensor(tensor: gguf.ReaderTensor) -> dict[str, Stored]:
+    """A tensor's arrays by the end of their names; the 16-bit ones hold bfloat16.
+
+    Raises:
+        NotImplementedError: it is stored in a way that cannot be read.
+    """
+    num_rows, num_columns = len(tensor.data), int(tensor.shape[0])
+    at_once = max(1, _VALUES_AT_ONCE // num_columns) if len(tensor.shape) > 1 else num_rows
+    # Some rows at a time: a whole embedding in float32 can take more memory than the rest.
+    pieces = [
+        _read_rows(tensor, slice(start, start + at_once)) for start in range(0, num_rows, at_once)
+    ]
+    return {end: np.concatenate([piece[end] for piece in pieces]) for end in pieces[0]}
+
+
+def read_floats(tensor: gguf.ReaderTensor, rows: slice = slice(None)) -> Floats:
+    """A tensor's numbers.
+
+    Raises:
+        NotImplementedError: it is stored in a way that cannot be read.
+    """
+    return np.asarray(dequantize(tensor.data[rows], tensor.tensor_type))
+
+
+def to_bfloat16(values: Floats) -> npt.NDArray[np.uint16]:
+    """Returns the bits of the nearest bfloat16 of each value, ties to even."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    # Half of what is dropped, and one more where the last kept bit is odd.
+    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+    # Rounding could carry a NaN's payload into infinity; setting the quiet bit cannot.
+    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def tensor_spec(array: Stored) -> TensorSpec:
+    """How safetensors is told of an array, which must outlive it."""
+    name, address = _NAMES[array.dtype], array.ctypes.data
+    return TensorSpec(dtype=name, shape=array.shape, data_ptr=address, data_len=array.nbytes)
+
+
+def _read_rows(tensor: gguf.ReaderTensor, rows: slice) -> dict[str, Stored]:
+    if not is_grouped(tensor):
+        return {"weight": to_bfloat16(read_floats(tensor, rows))}
+    split = _SPLITTERS.get(tensor.tensor_type)
+    if split is None:
+        integers, scales, biases = _quantise(read_floats(tensor, rows))
+    else:
+        stored = np.ascontiguousarray(tensor.data[rows]).view(np.uint8)
+        integers, scales, biases = split(stored.reshape(-1, tensor.data.shape[-1]))
+    num_rows = len(integers)
+    integers = integers.reshape(num_rows, -1)
+    if group_bits(tensor) == 4:
+        integers = integers[:, ::2] | (integers[:, 1::2] << np.uint8(4))
+    return {
+        "weight": np.ascontiguousarray(integers).view(np.uint32),
+        "scales": to_bfloat16(scales.reshape(num_rows, -1)),
+        "biases": to_bfloat16(biases.reshape(num_rows, -1)),
+    }
+
+
+# -- blocks of each kind to integers [row, group, 32], scales and biases [row, group] -------------
+
+
+def _split_q4_0(rows: Bytes) -> _Groups:
+    scales, nibbles = _parts(rows, 1, 16)
+    return _two_halves(nibbles), scales[..., 0], -8 * scales[..., 0]
+
+
+def _split_q4_1(rows: Bytes) -> _Groups:
+    scales, nibbles = _parts(rows, 2, 16)
+    return _two_halves(nibbles), scales[..., 0], scales[..., 1]
+
+
+def _split_q8_0(rows: Bytes) -> _Groups:
+    scales, integers = _parts(rows, 1, 32)
+    # From -128 on to 0 on: the sign's bit changes.
+    return integers ^ np.uint8(0x80), scales[..., 0], -128 * scales[..., 0]
+
+
+def _split_q4_k(rows: Bytes) -> _Groups:
+    steps, rest = _parts(rows, 2, 12 + 128)
+    scales, least = Q4_K.get_scale_min(np.ascontiguousarray(rest[..., :12]).reshape(-1, 12))
+    shape = (len(rows), -1, 8)
+    nibbles = rest[..., 12:].reshape(len(rows), -1, 4, 32)
+    return (
+        np.stack([nibbles & 15, nibbles >> 4], axis=3).reshape(len(rows), -1, GROUP),
+        steps[..., :1] * scales.reshape(shape),
+        -steps[..., 1:] * least.reshape(shape),
+    )
+
+
+def _parts(rows: Bytes, num_halves: int, num_bytes: int) -> tuple[Floats, Bytes]:
+    """Cut rows into blocks: some float16 numbers, and the bytes after them."""
+    blocks = rows.reshape(len(rows), -1, 2 * num_halves + num_bytes)
+    halves = np.ascontiguousarray(blocks[..., : 2 * num_halves]).view(np.float16)
+    return halves.astype(np.float32), blocks[..., 2 * num_halves :]
+
+
+def _two_halves(nibbles: Bytes) -> Bytes:
+    """The low halves of a block's bytes come first, then the high ones."""
+    return np.concatenate([nibbles & 15, nibbles >> 4], axis=-1)
+
+
+def _quantise(weights: Floats) -> _Groups:
+    """Eight bits between each group's least and greatest weight."""
+    groups = weights.reshape(len(weights), -1, GROUP)
+    least, greatest = groups.min(axis=-1), groups.max(axis=-1)
+    # Rounded first: the integers then make up for what rounding took.
+    biases = _rounded(least)
+    scales = _rounded(np.maximum((greatest - biases) / 255, _SMALLEST_SCALE))
+    steps = (groups - biases[..., None]) / scales[..., None]
+    return np.clip(np.rint(steps), 0, 255).astype(np.uint8), scales, biases
+
+
+def _rounded(values: Floats) -> Floats:
+    return (to_bfloat16(values).astype(np.uint32) << 16).view(np.float32)
+
+
+_SPLITTERS: dict[Kind, Callable[[Bytes], _Groups]] = {
+    Kind.Q4_0: _split_q4_0,
+    Kind.Q4_1: _split_q4_1,
+    Kind.Q4_K: _split_q4_k,
+    Kind.Q8_0: _split_q8_0,
+}

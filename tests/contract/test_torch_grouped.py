@@ -1,0 +1,221 @@
+"""Weights that stay quantised on the torch backend: kernels, loading, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen2Config
+
+from semantic.adapters.outbound.backends.torch import cpu
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.grouped import (
+    GroupedLinear,
+    GroupedWeight,
+    _Bfloat16Kernel,
+    _KleidiKernel,
+    has_kleidi,
+    load_grouped,
+)
+from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.domain.errors import InvalidRequestError
+from semantic.domain.spec import ModelCacheSpec
+from tests.contract.driver import begin, finish, prompt
+from tests.contract.models import SIZES, write_weights
+
+pytestmark = pytest.mark.contract
+
+needs_arm = pytest.mark.skipif(not has_kleidi(), reason="torch has no KleidiAI here: not ARM")
+WIDE = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+CONFIGS = {
+    "llama tied": LlamaConfig(**WIDE, tie_word_embeddings=True),
+    "qwen2 with biases": Qwen2Config(**WIDE, tie_word_embeddings=False),
+    "gemma3": Gemma3TextConfig(**WIDE, sliding_window=8, query_pre_attn_scalar=16),
+}
+
+
+def write_grouped(directory: Path, config: object, bits: dict[str, int]) -> Path:
+    """A tiny model as mlx-lm writes quantised ones; linears not named have four bits."""
+    write_weights(directory, config)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if tensor.ndim < 2:
+            tensors[name] = tensor.bfloat16()
+            continue
+        owner = name.removesuffix(".weight")
+        weight = GroupedWeight.quantised(tensor, bits.get(owner.split(".")[-1], 4))
+        tensors[name] = weight.packed.view(torch.uint32)
+        tensors[f"{owner}.scales"] = weight.scales.bfloat16()
+        tensors[f"{owner}.biases"] = weight.biases.bfloat16()
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    path = directory / "config.json"
+    quantization = {"group_size": 32, "bits": 4}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization": quantization}))
+    return directory
+
+
+def spec_of(directory: Path) -> ModelCacheSpec:
+    return ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
+
+
+# -- one linear -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantised_matrix_is_near_the_original(bits: int) -> None:
+    weight = torch.randn(5, 96)
+    grouped = GroupedWeight.quantised(weight, bits)
+    step = (weight.view(5, 3, 32).amax(2) - weight.view(5, 3, 32).amin(2)) / (2**bits - 1)
+    off = (grouped.expanded() - weight).abs().view(5, 3, 32).amax(2)
+    assert (off <= step / 2 + 1e-5).all()
+    rows = torch.tensor([[3, 0]])
+    assert torch.equal(grouped.expanded(rows), grouped.expanded()[rows])
+    assert grouped.packed.numel() == 5 * 96 * bits // 8
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("num_rows", [1, 3, 70])
+@pytest.mark.parametrize(
+    "kernel, dtype, tolerance",
+    [
+        pytest.param(_KleidiKernel, torch.float32, 5e-4, marks=needs_arm, id="kleidi"),
+        pytest.param(_Bfloat16Kernel, torch.bfloat16, 0.01, id="bfloat16"),
+    ],
+)
+def test_a_kernel_multiplies(
+    kernel: type[_KleidiKernel | _Bfloat16Kernel],
+    dtype: torch.dtype,
+    tolerance: float,
+    num_rows: int,
+    bits: int,
+) -> None:
+    """Weights whose bias is not the middle of their integers, and an activation far off."""
+    random = torch.randn(48, 128) + 0.5
+    weight = GroupedWeight.quantised(random, bits)
+    weight.scales, weight.biases = weight.scales.bfloat16(), weight.biases.bfloat16()
+    x = torch.randn(num_rows, 128).to(dtype)
+    x[:, 7] *= 50
+    expected = x.float() @ weight.expanded().t()
+    found = kernel(weight).multiply(x).float()
+    assert found.shape == expected.shape
+    assert ((found - expected).norm() / expected.norm()).item() < tolerance
+
+
+def test_a_row_of_zeros_gives_zeros() -> None:
+    linear = GroupedLinear(GroupedWeight.quantised(torch.randn(48, 64), 4), None)
+    if has_kleidi():
+        linear.pack()
+    assert not linear(torch.zeros(1, 64)).any()
+
+
+@needs_arm
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_has_one_result_in_any_company(bits: int) -> None:
+    """Up to float32's rounding, also beyond the rows that have a kernel."""
+    linear = GroupedLinear(GroupedWeight.quantised(torch.randn(96, 64), bits), torch.randn(96))
+    linear.grouped.scales = linear.grouped.scales.bfloat16()
+    linear.pack()
+    rows = torch.randn(200, 64)
+    together = linear(rows)
+    for start, end in ((0, 1), (1, 2), (3, 5), (5, 14), (100, 200)):
+        assert torch.allclose(linear(rows[start:end]), together[start:end], atol=5e-3)
+
+
+def test_linears_of_different_bits_are_not_joined() -> None:
+    linears = [
+        GroupedLinear(GroupedWeight.quantised(torch.randn(8, 64), bits), None) for bits in (4, 8)
+    ]
+    assert not cpu._can_join(linears)
+    assert cpu._can_join([linears[0], linears[0]])
+
+
+# -- whole models ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_full_weights_are_the_files_expanded(config: object, tmp_path: Path) -> None:
+    """The same as the library computes with a file that was never quantised."""
+    directory = write_grouped(tmp_path / "packed", config, {"down_proj": 8, "embed_tokens": 8})
+    model = load_grouped(directory, torch.float32, "sdpa", is_kept=False).eval()
+    model.save_pretrained(tmp_path / "plain")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", attn_implementation="sdpa")
+    tokens = torch.tensor([prompt(20)])
+    with torch.inference_mode():
+        assert torch.equal(model(tokens).logits, plain.eval()(tokens).logits)
+
+
+@needs_arm
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_kept_model_computes_nearly_the_same_and_alike_in_a_batch(
+    config: object, tmp_path: Path
+) -> None:
+    directory = write_grouped(tmp_path, config, {"down_proj": 8, "embed_tokens": 8, "lm_head": 8})
+    kept = load_grouped(directory, torch.float32, "sdpa", is_kept=True).eval()
+    cpu.pack_grouped(kept)
+    full = load_grouped(directory, torch.float32, "sdpa", is_kept=False).eval()
+    tokens = torch.tensor([prompt(20)])
+    with torch.inference_mode():
+        expected, found = full(tokens).logits, kept(tokens).logits
+    assert ((found - expected).norm() / expected.norm()).item() < 1e-3
+    backend = TorchBackend(directory, spec_of(directory))
+    assert backend.traits.kv_abi == "torch.v1.float32.grouped"
+    alone = [begin(backend, n, prompt(12 + n, seed=n)).finish(6) for n in range(3)]
+    together = [begin(backend, 10 + n, prompt(12 + n, seed=n)) for n in range(3)]
+    finish(together, 6)
+    assert [run.reply for run in together] == alone
+
+
+def test_asking_for_a_dtype_or_for_full_weights_expands_them(tmp_path: Path) -> None:
+    directory = write_grouped(tmp_path, CONFIGS["llama tied"], {})
+    for options in (TorchOptions("float32"), TorchOptions(weights="full")):
+        backend = TorchBackend(directory, spec_of(directory), options)
+        assert backend.traits.kv_abi in ("torch.v1.float32", "torch.v1.bfloat16")
+        assert len(begin(backend, 0, prompt(12)).finish(4)) == 4
+
+
+@needs_arm
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_full_models_are_quantised_on_arm_if_asked(weights: str, tmp_path: Path) -> None:
+    write_weights(tmp_path, LlamaConfig(**WIDE))
+    backend = TorchBackend(tmp_path, spec_of(tmp_path), TorchOptions(weights=weights))  # type: ignore[arg-type]
+    assert backend.traits.kv_abi == f"torch.v1.float32.{weights}"
+    assert len(begin(backend, 0, prompt(12)).finish(4)) == 4
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model.norm.weight": None}, "model.norm.weight"),
+        ({"model.extra.weight": torch.ones(2)}, "model.extra.weight"),
+        ({"model.layers.0.mlp.up_proj.biases": None}, "up_proj are quantised in a way"),
+        ({"model.layers.0.mlp.up_proj.weight": torch.ones(96, 4, dtype=torch.uint32)}, "2 bits"),
+    ],
+    ids=["missing", "unknown", "no biases", "two bits"],
+)
+def test_weights_that_do_not_fit_are_refused(
+    change: dict[str, torch.Tensor | None], message: str, tmp_path: Path
+) -> None:
+    directory = write_grouped(tmp_path, CONFIGS["llama tied"], {})
+    file = directory / "model.safetensors"
+    tensors = {**load_file(file), **change}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, file, {"format": "pt"})
+    with pytest.raises(InvalidRequestError, match=message):
+        TorchBackend(directory, spec_of(directory))
+
+
+def test_modules_that_are_not_quantised_stay(tmp_path: Path) -> None:
+    """As a file may have some linears in full."""
+    directory = write_grouped(tmp_path, CONFIGS["llama tied"], {})
+    file, name = directory / "model.safetensors", "model.layers.0.self_attn.o_proj"
+    tensors = load_file(file)
+    for end in ("weight", "scales", "biases"):
+        del tensors[f"{name}.{end}"]
+    weight = torch.randn(64, 64)
+    save_file({**tensors, f"{name}.weight": weight}, file, {"format": "pt"})
+    model = load_grouped(directory, torch.float32, "sdpa", is_kept=True)
+    linear = model.get_submodule(name)
+    assert type(linear) is nn.Linear
+    assert torch.equal(linear.weight, weight)
