@@ -169,7 +169,7 @@ def test_a_kept_model_computes_nearly_the_same_and_alike_in_a_batch(
 
 def test_asking_for_a_dtype_or_for_full_weights_expands_them(tmp_path: Path) -> None:
     directory = write_grouped(tmp_path, CONFIGS["llama tied"], {})
-    for options in (TorchOptions("float32"), TorchOptions(weights="full")):
+    for options in (TorchOptions("float32"), TorchOptions("float32", weights="full")):
         backend = TorchBackend(directory, spec_of(directory), options)
         assert backend.traits.kv_abi in ("torch.v1.float32", "torch.v1.bfloat16")
         assert len(begin(backend, 0, prompt(12)).finish(4)) == 4
@@ -179,7 +179,7 @@ def test_asking_for_a_dtype_or_for_full_weights_expands_them(tmp_path: Path) -> 
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_full_models_are_quantised_on_arm_if_asked(weights: str, tmp_path: Path) -> None:
     write_weights(tmp_path, LlamaConfig(**WIDE))
-    backend = TorchBackend(tmp_path, spec_of(tmp_path), TorchOptions(weights=weights))  # type: ignore[arg-type]
+    backend = TorchBackend(tmp_path, spec_of(tmp_path), TorchOptions("float32", weights=weights))  # type: ignore[arg-type]
     assert backend.traits.kv_abi == f"torch.v1.float32.{weights}"
     assert len(begin(backend, 0, prompt(12)).finish(4)) == 4
 
