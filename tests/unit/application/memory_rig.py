@@ -3,14 +3,15 @@
 import hashlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from semantic.adapters.outbound.backends.common import sort_parts
 from semantic.adapters.outbound.backends.fake import FakeBackend, fake_spec
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.application.agents.ledger import AgentLedger, Exchange
+from semantic.application.agents.ledger import AgentLedger
 from semantic.application.agents.upkeep import Housekeeping
 from semantic.application.cache.restore_plan import RestorePlan, WantedPart
 from semantic.application.cache.store import AgentCacheStore
@@ -19,7 +20,6 @@ from semantic.application.engine.restore import Restore
 from semantic.domain.agents import LOCAL_TENANT, Pointer, Reuse, Turn
 from semantic.domain.blocks import BlockName, BlockPart, PartKey, block_end
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
-from semantic.domain.events import Usage
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import HostBuffer, KVPayload, SequenceId
@@ -31,7 +31,9 @@ from semantic.ports.storage import (
     PutPart,
     TouchParts,
 )
+from tests.unit.adapters.outbound.ledger.ledger_values import LedgerModel
 from tests.unit.application.engine_rig import ROOT
+from tests.unit.application.ledger_rig import exchange_of
 
 ENTRY_BYTES = 8
 HEADER_BYTES = 1000
@@ -138,24 +140,34 @@ class Loader(FakeBackend):
 
 
 class IndexedLedger(SqliteLedger):
-    """A ledger in memory that keeps the index of parts too, and can be busy or refuse a row."""
+    """A ledger in memory that keeps the index of parts too, and can be busy or refuse a row.
+
+    Attributes:
+        ended: What was done to it at the end.
+    """
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.parts: dict[PartKey, BlockPart] = {}
-        self.is_index_whole = False
+        self.index = LedgerModel()
         self.is_busy = False
         self.unstorable: LedgerChange | None = None
-        self.num_applied = 0
+        self.ended: list[str] = []
         self.load()
 
+    @property
+    def parts(self) -> dict[PartKey, BlockPart]:
+        return self.index.parts
+
     def load(self) -> LedgerState:
-        state = super().load()
         parts = tuple(self.parts.values())
-        return replace(state, parts=parts, is_index_lost=not self.is_index_whole)
+        return replace(super().load(), parts=parts, is_index_lost=self.index.is_index_lost)
+
+    def back_up(self) -> None:
+        self.ended.append("backed up")
 
     def close(self) -> None:
         """Stay open, as a file would: a rig that starts again goes on from here."""
+        self.ended.append("closed")
 
     def apply(self, changes: Sequence[LedgerChange], *, is_synced: bool) -> None:
         if self.is_busy:
@@ -163,21 +175,9 @@ class IndexedLedger(SqliteLedger):
         if self.unstorable in changes:
             raise ValueError("a change cannot be stored")
         super().apply(changes, is_synced=is_synced)
-        self.num_applied += 1
         for change in changes:
-            match change:
-                case PutPart(part):
-                    self.parts[part.key] = part
-                case DropPart(key):
-                    self.parts.pop(key, None)
-                case TouchParts(keys, at):
-                    for key in keys:
-                        if key in self.parts:
-                            self.parts[key] = replace(self.parts[key], last_used=at)
-                case MarkIndexWhole():
-                    self.is_index_whole = True
-                case _:
-                    continue
+            if isinstance(change, PutPart | DropPart | TouchParts | MarkIndexWhole):
+                self.index.change_index(change)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,16 +350,14 @@ class MemoryRig:
         end, chain, num_whole = self.recall(tokens)
         pointer, num_sealed = self.seal(tokens, chain, num_whole, boundaries)
         num_prompt = len(tokens) - num_reply
-        turn, _ = self.agents.commit(
-            LOCAL_TENANT,
-            agent,
-            Exchange(
-                prompt=tokens[:num_prompt],
-                reply=tokens[num_prompt:],
-                messages=(),
-                pointer=Pointer(ROOT, pointer, num_sealed) if pointer else None,
-                usage=Usage(prompt_tokens=num_prompt),
-                reuse=Reuse(pool=end),
-            ),
+        exchange = exchange_of(
+            tokens[:num_prompt],
+            tokens[num_prompt:],
+            (),
+            pointer=Pointer(ROOT, pointer, num_sealed) if pointer else None,
         )
+        turn, _ = self.agents.commit(LOCAL_TENANT, agent, replace(exchange, reuse=Reuse(pool=end)))
         return turn
+
+
+MakeRig: TypeAlias = Callable[..., MemoryRig]

@@ -1,7 +1,6 @@
 """What is done beside serving: tiers, garbage, verification, warm starts and old boundaries."""
 
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,32 +13,11 @@ from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.inbound import StateView
 from semantic.ports.storage import TurnPlace
 from tests.unit.application.engine_rig import ROOT
-from tests.unit.application.memory_rig import IndexedLedger, MemoryRig, RigLimits, fetch
+from tests.unit.application.memory_rig import IndexedLedger, MakeRig, MemoryRig, fetch
 
 pytestmark = pytest.mark.unit
 
 HEAD = [9] * 6
-MakeRig = Callable[..., MemoryRig]
-
-
-@pytest.fixture
-def make_rig() -> Iterator[MakeRig]:
-    made: list[MemoryRig] = []
-
-    def make(
-        spec: ModelCacheSpec | None = None,
-        *,
-        memory: int = 10**6,
-        has_disk: bool = True,
-        ledger: IndexedLedger | None = None,
-    ) -> MemoryRig:
-        limits = RigLimits(memory)
-        made.append(MemoryRig(spec=spec, limits=limits, has_disk=has_disk, ledger=ledger))
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
 
 
 def who(rig: MemoryRig, name: str) -> Agent:
@@ -231,13 +209,13 @@ def test_files_without_rows_and_rows_without_files_are_reconciled(make_rig: Make
     rig.flush()
     lost, gone = sorted(rig.ledger.parts.values(), key=lambda part: part.start)
     del rig.ledger.parts[lost.key], rig.files.files[gone.key]
-    rig.ledger.is_index_whole = False
+    rig.ledger.index.is_index_lost = True
     rig.restart()
     assert rig.recall(list(range(9)))[0] == 0
     rig.housekeeping.reconcile()
     rig.flush()
     assert set(rig.ledger.parts) == {lost.key}
-    assert rig.ledger.is_index_whole
+    assert not rig.ledger.index.is_index_lost
     assert rig.store.counts.corrupt == 1
     assert rig.recall(list(range(9)))[0] == 4
 
@@ -349,7 +327,6 @@ class TornLedger(IndexedLedger):
 
     torn: str | None = None
     can_back_up = True
-    num_backups = 0
 
     def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
         self._check(turn_id)
@@ -362,7 +339,7 @@ class TornLedger(IndexedLedger):
     def back_up(self) -> None:
         if not self.can_back_up:
             raise CachePersistenceError("the disk is full.")
-        self.num_backups += 1
+        super().back_up()
 
     def _check(self, turn_id: str) -> None:
         if turn_id == self.torn:
@@ -392,7 +369,7 @@ def test_what_fails_for_one_agent_is_done_for_the_others(
     rig.housekeeping.warm_up()
 
     assert sum(node.num_pins > 0 for node in rig.store.nodes()) == 3  # bob's
-    assert ledger.num_backups == 1
+    assert ledger.ended == ["backed up"]
     told = rig.housekeeping.problem
     assert "pinning of agent ann failed: the ledger is damaged" in told
     assert "warming up of agent ann failed" in told

@@ -123,8 +123,7 @@ class AgentLives(RuleBasedStateMachine):
     def restart(self, memory: int, disk: int, share: int | None, is_crash: bool) -> None:
         if is_crash:  # between files and rows
             self.rig.flush()
-            self.rig.ledger.parts.clear()
-            self.rig.ledger.is_index_whole = False
+            self.rig.ledger.index.lose_index()
         self.rig.restart(RigLimits(memory, DiskLimits(disk, 400, lambda _: share)))
         self.reserved = 0
         self.rig.housekeeping.refresh_pins()

@@ -1,23 +1,32 @@
 """The disk behind the pool: what is written, what waits, what goes, and that no row is lost."""
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from semantic.adapters.outbound.backends.fake import fake_spec
+from semantic.adapters.outbound.blocks.files import SafetensorsCache
+from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.cache.restore_plan import WantedPart
-from semantic.application.cache.writer import DiskLimits
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.domain.agents import LOCAL_TENANT, Agent, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
+from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind
+from semantic.ports.backend import HostBuffer, KVPayload
 from semantic.ports.storage import PutAgent, PutReplay
 from tests.unit.application.engine_rig import ROOT
+from tests.unit.application.ledger_rig import agents_of, exchange_of
 from tests.unit.application.memory_rig import (
     HEADER_BYTES,
+    MakeRig,
     MemoryRig,
     RigLimits,
     fetch,
@@ -29,23 +38,6 @@ pytestmark = pytest.mark.unit
 BLOCK_BYTES = 4 * 8
 FILE_BYTES = BLOCK_BYTES + 4 * 4 + HEADER_BYTES
 ROOM = 4096 + BLOCK_BYTES + 16  # what must be free for one more file
-MakeRig = Callable[..., MemoryRig]
-
-
-@pytest.fixture
-def make_rig() -> Iterator[MakeRig]:
-    made: list[MemoryRig] = []
-
-    def make(
-        *, disk: int = 10**7, queue: int = 10**6, tenant: int | None = None, memory: int = 10**6
-    ) -> MemoryRig:
-        made.append(MemoryRig(limits=RigLimits(memory, DiskLimits(disk, queue, lambda _: tenant))))
-        return made[-1]
-
-    yield make
-    for rig in made:
-        if not rig.disk._is_closed:
-            rig.close()
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -113,6 +105,17 @@ def test_a_full_disk_costs_durability_and_is_tried_again(make_rig: MakeRig) -> N
     assert is_durable(rig, turn) is True
 
 
+def test_blocks_that_found_no_room_in_the_queue_are_written_at_the_end(make_rig: MakeRig) -> None:
+    rig = make_rig(queue=1)
+    rig.files.write_gate.clear()
+    rig.seal(list(range(20)))
+    rig.files.write_gate.set()
+    assert rig.disk.close(10)
+    assert rig.disk.is_closed
+    assert rig.store.counts.written == len(rig.files.files) == 5
+    assert rig.ledger.ended == ["backed up", "closed"]
+
+
 def test_closing_with_much_to_write_keeps_the_turns(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.files.write_gate.clear()
@@ -144,14 +147,18 @@ def test_a_closed_disk_reads_nothing(make_rig: MakeRig) -> None:
 def test_a_busy_ledger_loses_nothing_and_keeps_the_order(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.ledger.is_busy = True
-    done = [rig.disk.change(PutAgent(replace(agent("ann"), num_turns=n))) for n in range(3)]
+    done = [rig.disk.change(PutAgent(replace(agent("bob"), num_turns=n))) for n in range(3)]
+    turn, committed = rig.agents.commit(LOCAL_TENANT, "ann", exchange_of([1, 2], [3]))
     # Who waits hears of it at once, for a reply must go out; the rows are written later.
-    assert all(isinstance(future.exception(10), CachePersistenceError) for future in done)
+    for future in (*done, committed):
+        assert isinstance(future.exception(10), CachePersistenceError)
     assert rig.disk.problem == "the ledger is busy."
+    assert rig.agents.turn(LOCAL_TENANT, turn.id) == turn  # not written, and not forgotten
     rig.ledger.is_busy = False
     rig.flush()
     assert rig.disk.problem == ""
-    assert rig.ledger.load().agents[0].num_turns == 2
+    assert {a.id: a.num_turns for a in rig.ledger.load().agents} == {"ann": 1, "bob": 2}
+    assert rig.ledger.turn(LOCAL_TENANT, turn.id) == turn
 
 
 def test_a_row_that_cannot_be_stored_takes_no_other_along(make_rig: MakeRig) -> None:
@@ -393,6 +400,46 @@ def test_a_tenant_beyond_its_share_evicts_its_own(make_rig: MakeRig) -> None:
     assert stored(rig) == {foreign, old[0], *young, *newest}
     own = [node for node in rig.store.nodes() if node.root == ROOT]
     assert sum(node.disk_bytes for node in own) <= 2 * FILE_BYTES + ROOM
+
+
+def block(first: int) -> tuple[list[int], list[KVPayload]]:
+    """A block of its own."""
+    data = HostBuffer("full", (8,), "u32", bytes(32))
+    return [first] * 8, [KVPayload("fake.v1", LayerKind.FULL, 0, 8, (data,))]
+
+
+def test_a_ledger_that_outgrows_the_budget_keeps_turns_and_files(tmp_path: Path) -> None:
+    budget = 2**20
+    ledger = SqliteLedger(tmp_path)
+    disk = DiskTier(SafetensorsCache(tmp_path), ledger, DiskLimits(budget, 2**20))
+    agents = agents_of(ledger, disk.change)
+    store = AgentCacheStore(BlockPool(fake_spec(block_tokens=8), 2**20), disk)
+    disk.start(store.is_on_disk)
+    assert store.seal(ROOT, ROOT, *block(1))
+    assert disk.flush(10)
+    said = ["word " * 20_000]
+    done = [agents.commit("local", "talker", exchange_of([n], [n], said))[1] for n in range(12)]
+    assert [future.result(10) for future in done] == [None] * 12
+    assert disk.other_bytes > budget
+    assert store.seal(ROOT, ROOT, *block(2))
+    assert disk.flush(10)
+    assert "delete agents" in disk.problem
+    assert (store.counts.written, store.counts.unwritten) == (1, 1)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 1
+    # Without its turns the ledger shrinks, and what waited is written.
+    agents.delete("local", "talker")
+    assert disk.flush(10)
+    assert ledger.forget_unreachable(before=math.inf, replays_before=0) == 12
+    assert disk.close(10)
+    disk = DiskTier(SafetensorsCache(tmp_path), ledger, DiskLimits(budget, 2**20))
+    store = AgentCacheStore(BlockPool(fake_spec(block_tokens=8), 2**20), disk)
+    ledger.load()
+    disk.start(store.is_on_disk)
+    assert disk.other_bytes < budget
+    assert store.seal(ROOT, ROOT, *block(2))
+    assert disk.close(10)
+    assert disk.problem == ""
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
 
 
 # -- reading ------------------------------------------------------------------------------------
