@@ -1,14 +1,13 @@
 """Whose turn it is: named, hinted at, known by content, or nobody's yet."""
 
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
-from semantic.application.requests.identity import BusyAgents, Claim, Identities, Identity
+from semantic.application.requests.identity import BusyAgents, Identities, Identity
 from semantic.domain.chat import AgentHint, Continuation
 from semantic.ports.storage import LedgerPort
 from tests.unit.application.ledger_rig import GatedLedger, agents_of, exchange_of
@@ -197,32 +196,6 @@ def test_nobody_is_a_new_one_each_time() -> None:
 
 
 # -- who is busy --------------------------------------------------------------------------------
-
-
-def test_of_two_requests_that_name_one_agent_at_once_one_becomes_it() -> None:
-    town, hint = Town(), AgentHint(agent_id="coder")
-    claims = [town.requests.claim("local") for _ in range(8)]
-    barrier = threading.Barrier(len(claims))
-
-    def identify(claim: Claim) -> Identity:
-        barrier.wait(60)
-        return town.identities.identify("local", hint, HEAD, 3, claim)
-
-    with ThreadPoolExecutor(len(claims)) as pool:
-        found = list(pool.map(identify, claims))
-    assert [identity.agent_id for identity in found].count("coder") == 1
-    assert len(names(found)) == len(claims)
-    for claim in claims:
-        claim.release()
-    assert town.who(HEAD, hint).agent_id == "coder"
-
-
-def test_a_request_that_was_given_up_while_it_was_prepared_holds_nobody() -> None:
-    town, hint = Town(), AgentHint(agent_id="coder")
-    claim = town.requests.claim("local")
-    claim.release()
-    town.identities.identify("local", hint, HEAD, 3, claim)
-    assert town.who(HEAD, hint).agent_id == "coder"
 
 
 def test_whoever_waited_for_its_turn_is_its_agent_beside_others() -> None:
