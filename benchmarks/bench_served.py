@@ -1,0 +1,358 @@
+r"""What clients see of a server: seconds to the first token and tokens a second, over HTTP.
+
+Starts the real server, in a process of its own, on a model with random weights, and asks it as
+chat clients do. The bare loop of the backend's library runs before it, in the same run: what the
+device needs for the same tokens with nothing around it.
+
+    python -m benchmarks.bench_served                                  # tiny, any machine
+    python -m benchmarks.bench_served --shape llama-8b --backend mlx --memory-mb 40000 \
+        --lengths 4096 16384 30720 --json served.json
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import bare_loop
+from benchmarks.random_models import SHAPES, make_model
+
+TEXT = (
+    "The city lay where two rivers met, and its people had always traded: salt from the coast, "
+    "wool from the hills, and later paper, clocks and printed books. "
+)
+SCENARIOS = ("bare", "start", "alone", "agents", "streams")
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came of a request; times in seconds."""
+
+    first: float
+    last: float
+    num_tokens: int
+    text: str
+    num_prompt: int
+    num_reused: int
+
+    @property
+    def ms_per_token(self) -> float:
+        """Between the first token and the last."""
+        return 1000 * (self.last - self.first) / max(self.num_tokens - 1, 1)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that answers, and how long it took to get there."""
+
+    port: int
+    start_s: float
+
+    async def ask(self, messages: Messages, num_tokens: int) -> Reply:
+        """Send a chat and read its stream."""
+        body = {
+            "model": "any",
+            "messages": messages,
+            "temperature": 0,
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        started = time.perf_counter()
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=2**26)
+        text = json.dumps(body)
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
+        )
+        writer.write((head + text).encode())
+        first, last, pieces = 0.0, 0.0, []
+        usage: dict[str, Any] = {}
+        while line := await reader.readline():
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(event["error"])
+            usage = event.get("usage") or usage
+            piece = "".join(c["delta"].get("content") or "" for c in event.get("choices", ()))
+            if piece:
+                last = time.perf_counter() - started
+                first = first or last
+                pieces.append(piece)
+        writer.close()
+        if not usage:
+            raise RuntimeError("the server did not answer; its log says why")
+        reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        return Reply(
+            *(first, last, usage["completion_tokens"], "".join(pieces)),
+            *(usage["prompt_tokens"], reused),
+        )
+
+
+@contextlib.contextmanager
+def served(options: argparse.Namespace, model: Path, home: Path) -> Iterator[Served]:
+    """A server on a free port that has answered once."""
+    command = [sys.executable, "-m", "semantic", "serve", "--port", "0", "--log-level", "warning"]
+    command += ["--model", str(model), "--backend", options.backend, "--home", str(home)]
+    command += ["--memory-budget-mb", str(options.memory_mb), "--device", options.device]
+    command += ["--disk-budget-mb", str(2 * options.memory_mb)]
+    settings = {"max_batch_size": 32, "model_aliases": "any", "write_queue_mb": 8192}
+    given = dict(pair.split("=", 1) for pair in options.set)
+    names = {f"SEMANTIC_{name.upper()}": str(v) for name, v in {**settings, **given}.items()}
+    started = time.perf_counter()
+    with subprocess.Popen(  # noqa: S603 - our own server
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **names}
+    ) as process:
+        port = 0
+        for line in process.stdout or ():
+            if "listening" in line:
+                port = int(line.split()[1].rsplit(":", 1)[1])
+            if "ready:" in line:
+                break
+        try:
+            asyncio.run(Served(port, 0).ask(said("Good morning."), 1))
+            yield Served(port, time.perf_counter() - started)
+        finally:
+            process.send_signal(signal.SIGINT)
+
+
+def said(text: str, system: str = "") -> Messages:
+    """A conversation that begins."""
+    head = [{"role": "system", "content": system}] if system else []
+    return [*head, {"role": "user", "content": text}]
+
+
+def continued(messages: Messages, reply: Reply, text: str) -> Messages:
+    """A conversation that goes on."""
+    answer = {"role": "assistant", "content": reply.text}
+    return [*messages, answer, {"role": "user", "content": text}]
+
+
+class Prompts:
+    """Text of about so many tokens."""
+
+    def __init__(self, server: Served) -> None:
+        counts = [asyncio.run(server.ask(said(TEXT * n), 1)).num_prompt for n in (1, 11)]
+        self._per_text = (counts[1] - counts[0]) / 10
+
+    def of(self, num_tokens: int, name: str) -> str:
+        """Text that nobody else's begins like."""
+        return f"{name}: " + TEXT * max(1, round(num_tokens / self._per_text))
+
+
+# -- one agent ---------------------------------------------------------------------------------
+
+
+async def alone(server: Served, prompts: Prompts, length: int) -> tuple[dict[str, Any], Messages]:
+    """A long prompt from nothing, three times; then the next turn, and one from the pool."""
+    cold: list[Reply] = []
+    for turn in range(3):
+        messages = said(prompts.of(length, f"cold {length} {turn}"))
+        cold.append(await server.ask(messages, 64))
+    messages = continued(messages, cold[-1], "And then?")
+    hot = await server.ask(messages, 16)
+    messages = continued(messages, hot, "What came of it?")
+    hot_again = await server.ask(messages, 16)
+    for other in range(9):  # more than stay open, so that the copy is closed
+        await server.ask(said(f"{length} {other}: good morning."), 2)
+    messages = continued(messages, hot_again, "Who was there?")
+    pooled = await server.ask(messages, 16)
+    return {
+        "tokens": cold[-1].num_prompt,
+        "cold_s": [reply.first for reply in cold],
+        "hot_s": [hot.first, hot_again.first],
+        "pool_s": pooled.first,
+        "pool_reused": pooled.num_reused,
+        "ms_per_token": cold[-1].ms_per_token,
+    }, continued(messages, pooled, "And in the end?")
+
+
+async def alone_again(server: Served, messages: Messages) -> dict[str, Any]:
+    """The next turn after a restart."""
+    reply = await server.ask(messages, 16)
+    return {"restart_s": reply.first, "restart_reused": reply.num_reused}
+
+
+# -- several ------------------------------------------------------------------------------------
+
+
+async def _turns(
+    server: Served, messages: Messages, num_turns: int
+) -> tuple[list[Reply], Messages]:
+    replies = []
+    for turn in range(num_turns):
+        replies.append(await server.ask(messages, 64))
+        messages = continued(messages, replies[-1], f"And then, {turn}?")
+    return replies, messages
+
+
+async def agents(
+    server: Served, prompts: Prompts, shared: int, own: int
+) -> tuple[dict[str, Any], list[Messages]]:
+    """Eight agents with a head in common, four turns each, all at once."""
+    head = prompts.of(shared, f"shared {shared}")
+    started = time.perf_counter()
+    everyone = await asyncio.gather(
+        *(_turns(server, said(prompts.of(own, f"agent {i}"), head), 4) for i in range(8))
+    )
+    wall = time.perf_counter() - started
+    firsts = [replies[0].first for replies, _ in everyone]
+    later = [reply.first for replies, _ in everyone for reply in replies[1:]]
+    return {
+        "tokens": everyone[0][0][0].num_prompt,
+        "wall_s": wall,
+        "first_p50_s": median(firsts),
+        "first_max_s": max(firsts),
+        "later_p50_s": median(later),
+        "later_max_s": max(later),
+    }, [messages for _, messages in everyone]
+
+
+async def agents_again(server: Served, everyone: list[Messages]) -> dict[str, Any]:
+    """All eight go on at once after a restart."""
+    started = time.perf_counter()
+    replies = await asyncio.gather(*(server.ask(messages, 64) for messages in everyone))
+    return {
+        "restart_wall_s": time.perf_counter() - started,
+        "restart_first_p50_s": median(reply.first for reply in replies),
+        "restart_first_max_s": max(reply.first for reply in replies),
+        "restart_reused": min(reply.num_reused for reply in replies),
+    }
+
+
+async def streams(server: Served, head: str, count: int, num_tokens: int) -> dict[str, Any]:
+    """Streams side by side that share a head."""
+    started = time.perf_counter()
+    replies = await asyncio.gather(
+        *(server.ask(said(f"{count}: stream {i}", head), num_tokens) for i in range(count))
+    )
+    begun = max(reply.first for reply in replies)
+    wall = max(reply.last for reply in replies)
+    return {
+        "streams": count,
+        "tokens_per_s": sum(reply.num_tokens for reply in replies) / wall,
+        "ms_per_token": median(reply.ms_per_token for reply in replies),
+        "first_p50_s": median(reply.first for reply in replies),
+        "first_max_s": begun,
+        "wall_s": time.perf_counter() - started,
+    }
+
+
+# -- all of it ----------------------------------------------------------------------------------
+
+
+class Run:
+    """One run, and what it found."""
+
+    def __init__(self, options: argparse.Namespace, model: Path, home: Path) -> None:
+        self.found: dict[str, Any] = {"shape": options.shape, "backend": options.backend}
+        self._options, self._model, self._home = options, model, home
+        self._conversations: dict[int, Messages] = {}
+        self._everyone: list[Messages] = []
+
+    def all(self) -> None:
+        """Measure what was asked for."""
+        options, wanted = self._options, self._options.only
+        if "bare" in wanted:
+            self._note("bare", bare_loop.measure(*self._how(), options.lengths))
+        if "start" in wanted:
+            with served(options, self._model, self._home) as server:
+                self._note("first_start_s", server.start_s)
+        with served(options, self._model, self._home) as server:
+            self._note("start_s", server.start_s)
+            self._talk(server, Prompts(server))
+        if self._conversations or self._everyone:
+            with served(options, self._model, self._home) as server:
+                self._talk_again(server)
+
+    def _how(self) -> tuple[str, Path, str]:
+        return self._options.backend, self._model, self._options.device
+
+    def _talk(self, server: Served, prompts: Prompts) -> None:
+        options, wanted = self._options, self._options.only
+        if "alone" in wanted:
+            for length in options.lengths:
+                figures, self._conversations[length] = asyncio.run(alone(server, prompts, length))
+                self._note(f"alone {length}", figures)
+        if "streams" in wanted:
+            head = prompts.of(options.head, "streams")
+            for count in (1, *options.streams):  # the first one brings the head
+                figures = asyncio.run(streams(server, head, count, options.tokens))
+                self._note(f"streams {count}", figures)
+        if "agents" in wanted:
+            figures, self._everyone = asyncio.run(agents(server, prompts, *options.agents))
+            self._note("agents", figures)
+
+    def _talk_again(self, server: Served) -> None:
+        for length, messages in self._conversations.items():
+            self._note(f"alone {length} again", asyncio.run(alone_again(server, messages)))
+        if self._everyone:
+            self._note("agents again", asyncio.run(agents_again(server, self._everyone)))
+
+    def _note(self, name: str, value: Any) -> None:
+        self.found[name] = value
+        print(name, json.dumps(_rounded(value)), flush=True)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_rounded(inner) for inner in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
+    parser.add_argument("--backend", choices=("mlx", "torch"), default="torch")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[512, 2048], help="in tokens")
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 16, 32])
+    parser.add_argument("--tokens", type=int, default=32, help="of a stream's reply")
+    parser.add_argument("--head", type=int, default=256, help="tokens that streams share")
+    parser.add_argument(
+        "--agents", type=int, nargs=2, default=(256, 256), help="tokens shared, and of each agent"
+    )
+    parser.add_argument("--memory-mb", type=int, default=1024, help="the server's budget")
+    parser.add_argument("--set", nargs="*", default=[], help="other settings, as name=value")
+    parser.add_argument("--only", nargs="*", choices=SCENARIOS, default=SCENARIOS)
+    parser.add_argument(
+        "--tokenizer", type=Path, default=Path("~/.semantic/models/smollm2-135m-instruct")
+    )
+    parser.add_argument("--directory", type=Path, help="where models are kept")
+    parser.add_argument("--json", type=Path, help="a file for all figures")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and write what was found."""
+    options = _parse(arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        models = options.directory or Path(temporary) / "models"
+        model = make_model(options.shape, models, options.tokenizer.expanduser())
+        run = Run(options, model, Path(temporary) / "home")
+        run.all()
+    if options.json:
+        options.json.write_text(json.dumps(run.found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
