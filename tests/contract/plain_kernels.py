@@ -22,12 +22,17 @@ class PlainKernels:
 
         self.calls: Counter[str] = Counter()
         self.group_counts: Counter[int] = Counter()
+        max_rows = cuda_linear.MAX_ROWS
         for module, name, value in (
             (cuda, "is_in_use", lambda: True),
             (cuda, "is_available", lambda: True),
             (cuda_attention, "can_attend", lambda *_: True),
             (cuda_attention, "attend", self._attend),
-            (cuda_linear, "can_multiply", lambda given, _: 1 < given.shape[0] <= 8),
+            (
+                cuda_linear,
+                "can_multiply",
+                lambda given, _: 1 < given.shape[0] <= max_rows,
+            ),
             (cuda_linear, "multiply", self._multiply),
             (cuda_attention, "keep_and_attend", self._keep_and_attend),
         ):

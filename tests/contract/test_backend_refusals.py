@@ -162,7 +162,7 @@ def test_a_step_of_refused_rows_only(backend: ModelBackendPort) -> None:
 
 
 def _shorten(buffer: HostBuffer) -> HostBuffer:
-    return replace(buffer, data=bytes(buffer.data)[:-4])
+    return replace(buffer, source=bytes(buffer.data)[:-4])
 
 
 def _is_corrupt(run: Run, *blocks: Saved, end: int | None = None) -> bool:
@@ -185,7 +185,7 @@ BAD_PAYLOADS: dict[str, Callable[[KVPayload], KVPayload]] = {
     "without buffers": lambda p: replace(p, buffers=()),
     "without its last buffer": lambda p: replace(p, buffers=p.buffers[:-1]),
     "truncated": lambda p: replace(p, buffers=(*p.buffers[:-1], _shorten(p.buffers[-1]))),
-    "empty": lambda p: replace(p, buffers=tuple(replace(b, data=b"") for b in p.buffers)),
+    "empty": lambda p: replace(p, buffers=tuple(replace(b, source=b"") for b in p.buffers)),
 }
 
 

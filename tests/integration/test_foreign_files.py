@@ -49,7 +49,7 @@ def poisoned(content: bytes) -> bytes:
         for item in file.read([content], has_parts=True):
             if isinstance(item, ExportPart):
                 buffers = tuple(
-                    replace(buffer, data=bytes(byte ^ 1 for byte in bytes(buffer.data)))
+                    replace(buffer, source=bytes(byte ^ 1 for byte in bytes(buffer.data)))
                     for buffer in item.payload.buffers
                 )
                 yield replace(item, payload=replace(item.payload, buffers=buffers))

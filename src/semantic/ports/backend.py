@@ -106,14 +106,51 @@ class Ticket(Protocol):
     """Handle of work that was launched; each backend has its own kind."""
 
 
+class PendingBytes(Protocol):
+    """Bytes that a device is still copying to host memory. Any thread may wait for them."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many there will be."""
+        ...
+
+    def wait(self) -> memoryview:
+        """Wait for them.
+
+        Raises:
+            CacheCorruptionError: the copy failed, and they never come.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class HostBuffer:
-    """Named bytes in host memory, with the shape and dtype the backend gave them."""
+    """Named bytes in host memory, with the shape and dtype the backend gave them.
+
+    Attributes:
+        source: The bytes, or who waits for them; read them by `data`.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    data: bytes | bytearray | memoryview
+    source: bytes | bytearray | memoryview | PendingBytes
+
+    @property
+    def data(self) -> bytes | bytearray | memoryview:
+        """The bytes, as soon as they are there.
+
+        Raises:
+            CacheCorruptionError: they never come.
+        """
+        source = self.source
+        return source if isinstance(source, bytes | bytearray | memoryview) else source.wait()
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes there are, or will be."""
+        source = self.source
+        return len(source) if isinstance(source, bytes | bytearray) else source.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +171,7 @@ class KVPayload:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(memoryview(buffer.data).nbytes for buffer in self.buffers)
+        return sum(buffer.nbytes for buffer in self.buffers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +274,7 @@ class ModelBackendPort(Protocol):
         ...
 
     def payload(self, ticket: Ticket) -> KVPayload:
-        """Finish a snapshot; the result may go to any thread."""
+        """Finish a snapshot; the result may go to any thread, which may yet wait for its bytes."""
         ...
 
     def truncate(self, seq: SequenceId, num_tokens: int) -> int:

@@ -139,7 +139,9 @@ class Settings(BaseSettings):
     max_idle: int = Field(
         8, ge=0, description="working copies that stay open for their agents' next turns"
     )
-    prefill_step_size: int = Field(512, ge=1, description="most prompt tokens in one step")
+    prefill_step_size: int = Field(
+        4096, ge=1, description="most prompt tokens in one step; a slow device takes fewer"
+    )
     target_step_ms: float | None = Field(
         None,
         gt=0,

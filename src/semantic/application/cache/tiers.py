@@ -121,7 +121,10 @@ class BlockTiers:
             return
         if kind not in node.payloads:
             return  # it was dropped while it waited
-        job = WriteJob(node.part(kind), node.payloads[kind], self._victims, self._end_writing)
+        payload = node.payloads[kind]
+        job = WriteJob(
+            node.part(kind), payload, self._victims, self._end_writing, self._lose_payload
+        )
         if self.disk.offer(job):
             self._writing.add(part.key)
             self.pool.hold(part.key)
@@ -151,6 +154,16 @@ class BlockTiers:
             self.free_tails(node)
             self.free_if_tail(node)
             self.offer_again()
+
+    def _lose_payload(self, part: BlockPart) -> None:
+        """Forget a part whose bytes never came from the device. On the writer's thread."""
+        with self.lock:
+            node = self.index.get(part.name)
+            assert node is not None  # noqa: S101 - what is being written is held
+            self._writing.remove(part.key)
+            self.pool.let_go(part.key)
+            self.counts.corrupt += 1
+            self.drop_payloads([WantedPart(node, part.kind)])
 
     def is_on_disk(self, pointer: Pointer) -> bool:
         """Whether all that leads to a place is on disk, and none of it is still to be written."""

@@ -8,6 +8,7 @@ again, for turns must not be lost.
 
 import logging
 import math
+import os
 import queue
 import threading
 import time
@@ -19,14 +20,14 @@ from typing import TypeAlias, assert_never
 from semantic.application.cache.row_writer import RowWriter
 from semantic.domain.agents import Pointer
 from semantic.domain.blocks import BlockName, BlockPart
-from semantic.domain.errors import CachePersistenceError, DrainingError
+from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
 from semantic.ports.backend import KVPayload
 from semantic.ports.storage import BlockFilesPort, DropPart, LedgerChange, LedgerPort, PutPart
 from semantic.ports.telemetry import Measure, NoTelemetry, TelemetryPort
 
 _log = logging.getLogger(__name__)
 
-_NUM_READERS = 2
+_NUM_READERS = max(2, min(8, os.cpu_count() or 1))
 _MAX_BATCH = 256
 _MAX_BATCH_BYTES = 64 * 2**20  # after so much, rows are written: a crash must not lose many
 _RETRY_S = 0.5
@@ -62,12 +63,14 @@ class WriteJob:
             bytes the disk's budget lacks, and how many more would be welcome. Raises
             `CachePersistenceError` if the part may not be written.
         on_end: Told the part and its file, with its size; no file if it could not be written.
+        on_lost: Told the part if its bytes never came.
     """
 
     part: BlockPart
     payload: KVPayload
     victims: Callable[[BlockPart, int, int, int], Sequence[BlockPart]]
     on_end: Callable[[BlockPart, BlockPart | None], None]
+    on_lost: Callable[[BlockPart], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,7 @@ class DiskTier:
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0
+        self._num_reading = 0
         self._read_seconds = 0.0
         self._read_bytes = 0.0
         self._problems: dict[str, str] = {}  # of files, and of the ledger
@@ -254,13 +258,22 @@ class DiskTier:
     def _read(self, part: BlockPart) -> KVPayload:
         if self._is_closed:
             raise DrainingError("the server is shutting down.")
+        with self._lock:
+            self._num_reading += 1
+            num_reading = self._num_reading
         started = time.perf_counter()
-        payload = self._files.read(part)
-        elapsed = time.perf_counter() - started
+        try:
+            payload = self._files.read(part)
+        finally:
+            elapsed = time.perf_counter() - started
+            with self._lock:
+                num_reading = max(num_reading, self._num_reading)
+                self._num_reading -= 1
         self._telemetry.observe(Measure.RESTORE, elapsed)
         with self._lock:
-            # By bytes: many small files must not make large ones look slow.
-            self._read_seconds = self._read_seconds * _MEMORY + elapsed
+            # By bytes: many small files must not make large ones look slow. Those that were read
+            # side by side took the time together.
+            self._read_seconds = self._read_seconds * _MEMORY + elapsed / num_reading
             self._read_bytes = self._read_bytes * _MEMORY + part.nbytes
         return payload
 
@@ -305,7 +318,7 @@ class DiskTier:
     def _write(self, job: WriteJob) -> None:
         """Write one file, making room for it."""
         part, payload = job.part, job.payload
-        written: BlockPart | None = None
+        written, is_lost = None, False
         try:
             if time.monotonic() < self._deadline:
                 self._make_room(job, payload.nbytes + len(part.tokens) + _FILE_OVERHEAD)
@@ -316,13 +329,19 @@ class DiskTier:
                 self._report("files", "")
         except CachePersistenceError as error:
             self._report("files", error.message)
+        except CacheCorruptionError as error:
+            _log.warning("a block is lost: %s", error.message)
+            is_lost = True
         except Exception as error:  # noqa: BLE001 - whatever happens, the writer goes on
             _log.exception("a block could not be written")
             self._report("files", repr(error))
         self._batch_bytes += payload.nbytes
         with self._lock:
             self._queued_bytes -= payload.nbytes
-        job.on_end(part, written)
+        if is_lost:
+            job.on_lost(part)
+        else:
+            job.on_end(part, written)
 
     def _make_room(self, job: WriteJob, nbytes: int) -> None:
         """Evict what stands in a new file's way.

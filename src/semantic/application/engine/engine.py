@@ -52,8 +52,6 @@ from semantic.ports.text import TokenizerPort
 
 _log = logging.getLogger(__name__)
 
-_RESTORE_BYTES = 32 * 2**20
-
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
@@ -323,7 +321,7 @@ class BlockPoolBatchEngine:
     def _restore_bytes(self) -> int:
         """How much may be loaded in a step: little while others decode."""
         others = [g for g in self._scheduler.running if g.restore is None and not g.is_prefilling]
-        return _RESTORE_BYTES if others else sys.maxsize
+        return self._sharing.pace.bytes_per_step if others else sys.maxsize
 
     def _is_restoring(self) -> bool:
         """Whether the next step can go on with a restore at once."""

@@ -15,7 +15,7 @@ from semantic.application.cache.restore_plan import RestorePlan
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.memory import IdleCopies
 from semantic.application.engine.request import Generation
-from semantic.application.engine.restore import Restore
+from semantic.application.engine.restore import LoadPace, Restore
 from semantic.application.engine.scheduler import ChunkBudget
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockName
@@ -56,6 +56,7 @@ class PrefixSharing:
     """Moves state between the backend's sequences and the store.
 
     Attributes:
+        pace: How much is loaded in a step while others decode.
         can_cut_anywhere: Whether state can be resumed at any token; window and state layers only
             where it was kept.
     """
@@ -82,6 +83,7 @@ class PrefixSharing:
         self._on_ready = on_ready
         self._idle = idle
         self._budget = budget
+        self.pace = LoadPace()
         self.can_cut_anywhere = backend.spec.kinds == (LayerKind.FULL,)
 
     # -- start ----------------------------------------------------------------------------------
@@ -243,7 +245,12 @@ class PrefixSharing:
             generation.count_reuse(Reuse(computed=generation.num_prompt))
             return
         generation.restore = Restore(
-            generation.seq, plan, self._store.loader, generation.prefetched_parts, self._on_ready
+            generation.seq,
+            plan,
+            self._store.loader,
+            generation.prefetched_parts,
+            self._on_ready,
+            self.pace,
         )
 
     def _resume_restored(self, generation: Generation, restore: Restore, plan: RestorePlan) -> None:

@@ -5,6 +5,7 @@ what is held at a time, so that it needs no more memory than the next few parts 
 one it goes on one by one.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,32 @@ from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload, ModelBackendPort, SequenceId
 
-_AHEAD_BYTES = 64 * 2**20  # twice what is loaded in a step while others decode
+_AHEAD_BYTES = 2**29  # twice what is loaded in a step while others decode, at most
+_STEP_BYTES = 2**25, 2**28  # loaded in a step while others decode: at least, at most
+_STEP_SECONDS = 0.003  # that the engine spends on it
+_SMOOTHING = 0.3
 _AHEAD_PARTS = 2  # at least, if there is room: one is read while another is loaded
+
+
+class LoadPace:
+    """How much state can be loaded in a step without holding up those who decode."""
+
+    def __init__(self) -> None:
+        self._seconds_per_byte = 0.0
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        """Learn from one call of the backend."""
+        if num_bytes:
+            known = self._seconds_per_byte or seconds / num_bytes
+            self._seconds_per_byte = known + _SMOOTHING * (seconds / num_bytes - known)
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Little where loading takes the engine's time, much where the device does it."""
+        least, most = _STEP_BYTES
+        if not self._seconds_per_byte:
+            return least
+        return max(least, min(most, int(_STEP_SECONDS / self._seconds_per_byte)))
 
 
 class PartSource(Protocol):
@@ -74,6 +99,7 @@ class Restore:
         source: PartSource,
         prefetched: Collection[PartKey] = (),
         on_ready: Callable[[], None] = lambda: None,
+        pace: LoadPace | None = None,
     ) -> None:
         """Begin to ask for parts; `close` must follow in the end, whatever happens.
 
@@ -83,12 +109,14 @@ class Restore:
             source: Where its parts are.
             prefetched: Parts that are in memory because they were read for this sequence.
             on_ready: Called, on any thread, when something that was waited for has been read.
+            pace: Learns how long loading takes.
         """
         self.plan = plan
         self.suspect_parts: list[WantedPart] = []
         self.num_bytes = 0
         self._seq = seq
         self._source = source
+        self._pace = pace or LoadPace()
         self._prefetched = prefetched
         self._on_ready = on_ready
         self._wanted = deque(plan.parts)
@@ -198,7 +226,9 @@ class Restore:
         if LayerKind.FULL in backend.spec.kinds or not left:
             # Models without full attention have empty full parts, for the sake of the chain.
             parts = [payload for payload in payloads if payload.buffers]
+            num_bytes, started = sum(part.nbytes for part in parts), time.perf_counter()
             backend.load(self._seq, parts, self.plan.end if is_full_loaded else payloads[-1].end)
+            self._pace.observe(num_bytes, time.perf_counter() - started)
         self.suspect_parts = []
         for pending in batch:
             self._pending.popleft()

@@ -34,7 +34,8 @@ class EngineLimits:
 
     Attributes:
         max_batch_size: Sequences that run at once.
-        prefill_step_size: The most prompt tokens in a step.
+        prefill_step_size: The most prompt tokens in a step; a device that needs long for them gets
+            fewer.
         target_step_ms: While someone decodes, prompts get about as many tokens as fit this time.
             None is twelve times what a step without prompts takes: the prompt then takes little
             longer than alone, whatever the device.
@@ -46,7 +47,7 @@ class EngineLimits:
     """
 
     max_batch_size: int = 16
-    prefill_step_size: int = 512
+    prefill_step_size: int = 4096
     target_step_ms: float | None = None
     batch_window_ms: float = 5.0
     max_queue: int = 256
@@ -62,14 +63,18 @@ class ChunkBudget:
     multiple, and a device that prepares itself for each size it meets does so for few of them. None
     is so small that a prompt would cost twice as much as in large ones: sixteen tokens take two
     thirds of the time of sixty-four on a CPU, whoever else decodes.
+    Large ones are powers of two, and end at multiples of their size.
     """
 
     BLOCK = 32
     MIN_TOKENS = 64
     PATIENCE = 12
+    USUAL = 512  # before anything is known; and no fewer while nobody decodes
+    ALONE_MS = 250.0  # what whoever comes next may wait while nobody decodes
+    MAX_ALIGNED = 2048
 
     def __init__(self) -> None:
-        self._ms_per_token: float | None = None
+        self._seen_ms = self._seen_tokens = 0.0  # of prompts, the last ones most
         self._decode_ms = 0.0
 
     def observe(self, num_prompt_tokens: int, elapsed_s: float) -> None:
@@ -81,14 +86,20 @@ class ChunkBudget:
             return
         # A whole step is no shorter than its decoding part.
         self._decode_ms = min(self._decode_ms, elapsed_ms / 2)
-        cost = (elapsed_ms - self._decode_ms) / num_prompt_tokens
-        previous = cost if self._ms_per_token is None else self._ms_per_token
-        self._ms_per_token = previous + _SMOOTHING * (cost - previous)
+        # A few tokens take as long as many where weights are read anyway: they teach little.
+        weight = min(1.0, num_prompt_tokens / self.USUAL)
+        kept = 1 - _SMOOTHING * weight
+        self._seen_ms = self._seen_ms * kept + weight * (elapsed_ms - self._decode_ms)
+        self._seen_tokens = self._seen_tokens * kept + weight * num_prompt_tokens
+
+    @property
+    def _ms_per_token(self) -> float:
+        return self._seen_ms / self._seen_tokens if self._seen_tokens else 0.0
 
     @property
     def seconds_per_token(self) -> float:
         """What a prompt token costs; 0 before the first step."""
-        return (self._ms_per_token or 0.0) / _SECONDS_TO_MS
+        return self._ms_per_token / _SECONDS_TO_MS
 
     def target_ms(self, limits: EngineLimits) -> float:
         """How long a step should take while others decode; 0 as long as that is not known."""
@@ -98,12 +109,33 @@ class ChunkBudget:
 
     def tokens(self, limits: EngineLimits) -> int:
         """The budget while others decode: at least a few, at most `prefill_step_size`."""
-        fitting = limits.prefill_step_size / 4
+        fitting = min(self.USUAL, limits.prefill_step_size) / 4
         target_ms = self.target_ms(limits)
         if self._ms_per_token and target_ms:
             room_ms = target_ms - self._decode_ms
             fitting = min(room_ms / self._ms_per_token, limits.prefill_step_size)
-        return max(int(fitting // self.BLOCK) * self.BLOCK, self.MIN_TOKENS)
+        return max(self._rounded(fitting), self.MIN_TOKENS)
+
+    def tokens_alone(self, limits: EngineLimits) -> int:
+        """The budget while nobody decodes."""
+        usual = min(self.USUAL, limits.prefill_step_size)
+        if not self._ms_per_token:
+            return usual
+        fitting = min(self.ALONE_MS / self._ms_per_token, limits.prefill_step_size)
+        return max(self._rounded(fitting), usual)
+
+    def _rounded(self, num_tokens: float) -> int:
+        if num_tokens < self.USUAL:
+            return int(num_tokens // self.BLOCK) * self.BLOCK
+        return self.USUAL << (int(num_tokens / self.USUAL).bit_length() - 1)
+
+    def chunk(self, start: int, size: int) -> int:
+        """Tokens of a chunk of about `size` from `start`, so that chunks come to end alike."""
+        if size < self.USUAL:
+            return size
+        step = min(size, self.MAX_ALIGNED)
+        end = (start + size + step // 4) // step * step
+        return end - start
 
 
 class VirtualClock:
@@ -232,11 +264,13 @@ class ConcurrentScheduler:
             ready = [first] if first in ready else []
         portions = [Portion(g, 1) for g in ready if g.num_behind == 1]
         behind = [g for g in ready if g.num_behind > 1]
-        budget = self.budget.tokens(self.limits) if portions else self.limits.prefill_step_size
+        fits = self.budget.tokens if portions else self.budget.tokens_alone
+        budget = fits(self.limits)
         for generation in sorted(behind, key=lambda g: self._urgency(g, now)):
             if budget <= 0:
                 break
-            num_tokens = min(budget, self._distance_to_cut(generation))
+            size = self.budget.chunk(generation.num_launched, budget)
+            num_tokens = min(size, self._distance_to_cut(generation))
             portions.append(Portion(generation, num_tokens))
             budget -= num_tokens
         for portion in portions:

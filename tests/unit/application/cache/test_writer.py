@@ -463,3 +463,31 @@ def test_closing_while_parts_wait_to_be_read_ends_and_loses_none_of_them(
     eventually(lambda: not rig.store.loader.is_busy)
     assert rig.store.counts.corrupt == 0
     assert rig.files.files == before
+
+
+class NeverThere:
+    """Bytes whose copy from the device failed."""
+
+    nbytes = 32
+
+    def wait(self) -> memoryview:
+        raise CacheCorruptionError("state was not copied")
+
+
+def test_a_block_whose_bytes_never_come_is_a_miss(tmp_path: Path) -> None:
+    ledger = SqliteLedger(tmp_path)
+    ledger.load()
+    disk = DiskTier(SafetensorsCache(tmp_path), ledger, DiskLimits(2**20, 2**20))
+    store = AgentCacheStore(BlockPool(fake_spec(block_tokens=8), 2**20), disk)
+    disk.start(store.is_on_disk)
+    buffer = HostBuffer("full", (8,), "u32", NeverThere())
+    lost = KVPayload("fake.v1", LayerKind.FULL, 0, 8, (buffer,))
+    assert store.seal(ROOT, ROOT, [1] * 8, [lost])
+    assert store.seal(ROOT, ROOT, *block(2))
+    assert disk.flush(10)
+    assert store.plan(ROOT, [1] * 8).end == 0
+    assert store.plan(ROOT, [2] * 8).end == 8
+    assert (store.counts.written, store.counts.corrupt) == (1, 1)
+    assert not disk.problem
+    store.check_integrity()
+    disk.close(10)

@@ -158,7 +158,9 @@ def test_chunk_budget_finds_the_target(per_token: float, fixed: float, target: f
     at_bounds = tokens in (ChunkBudget.MIN_TOKENS, 4096)
     assert at_bounds or tokens % ChunkBudget.BLOCK == 0
     block_ms = ChunkBudget.BLOCK * per_token
-    assert at_bounds or took == pytest.approx(target, rel=0.2, abs=block_ms)
+    assert at_bounds or took <= 1.2 * target + block_ms
+    least = target / 2 if tokens >= ChunkBudget.USUAL else target  # large ones are powers of two
+    assert at_bounds or took >= 0.8 * least - block_ms
 
 
 @pytest.mark.parametrize("decode_ms", [5, 40])
@@ -318,3 +320,25 @@ def test_integrity_check_can_fail() -> None:
     item.is_done = True
     with pytest.raises(AssertionError, match="ended"):
         scheduler.check_integrity()
+
+
+def test_alone_a_prompt_gets_what_fits_a_quarter_of_a_second() -> None:
+    budget, limits = ChunkBudget(), EngineLimits()
+    assert budget.tokens_alone(limits) == 512
+    budget.observe(512, 0.02)
+    assert budget.tokens_alone(limits) == 4096
+    assert budget.tokens_alone(EngineLimits(prefill_step_size=100)) == 100
+    for _ in range(5):
+        budget.observe(20, 0.01)  # as long as many more would take
+    assert budget.tokens_alone(limits) == 4096
+    for _ in range(20):
+        budget.observe(512, 1.0)
+    assert budget.tokens_alone(limits) == 512
+
+
+@pytest.mark.parametrize(
+    "start,size,expected",
+    [(0, 4096, 4096), (4013, 2048, 2131), (3000, 2048, 1096), (700, 512, 324), (77, 96, 96)],
+)
+def test_large_chunks_end_at_multiples(start: int, size: int, expected: int) -> None:
+    assert ChunkBudget().chunk(start, size) == expected

@@ -12,7 +12,6 @@ import errno
 import fcntl
 import itertools
 import logging
-import mmap
 import os
 import secrets
 import stat
@@ -20,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from semantic.adapters.outbound import host_memory
 from semantic.adapters.outbound.blocks import format as block_format
 from semantic.adapters.outbound.blocks.codec import KVCodec, max_expanded_bytes
 from semantic.adapters.outbound.blocks.format import Piece
@@ -44,7 +44,6 @@ _MAX_LOGGED = 20  # bad files that a scan names in the log; the others it counts
 # Neither a link nor a pipe that waits for a writer is a file of ours.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _PIECES_AT_ONCE = 512  # systems take 1024 or more
-_HUGE_PAGE = 2**21
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -264,7 +263,7 @@ def _read_file(name: str, directory: int, expected: int) -> memoryview:
         if expected not in (0, size):
             raise CacheCorruptionError(f"the file has {size} bytes, not {expected}")
         _read_ahead(file)
-        content = _fresh_memory(size)
+        content = host_memory.allocate(size)
         if os.readv(file, [content]) != size:
             raise CacheCorruptionError("the file was cut off while it was read")
     finally:
@@ -296,20 +295,6 @@ def _identify(name: str, directory: int) -> BlockPart:
 
 
 # -- what the system does for files -------------------------------------------------------------
-
-
-def _fresh_memory(num_bytes: int) -> memoryview:
-    """Memory that begins with a page, in huge pages where that wastes little.
-
-    First touch of small pages takes longer than the copying itself.
-    """
-    huge = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
-    is_huge = huge - num_bytes <= num_bytes // 8 and hasattr(mmap, "MADV_HUGEPAGE")
-    size = huge if is_huge else num_bytes
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
-    if is_huge:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)[:num_bytes]
 
 
 def _read_ahead(file: int) -> None:

@@ -14,9 +14,12 @@ from typing import Self
 
 import mlx.core as mx
 
+from semantic.adapters.outbound import host_memory
 from semantic.adapters.outbound.backends.common import SequenceBackend, make_rows
 from semantic.adapters.outbound.backends.mlx import loading, payloads
 from semantic.adapters.outbound.backends.mlx.caches import capacity_for, geometry_mismatch
+from semantic.adapters.outbound.backends.mlx.cuda import pinned
+from semantic.adapters.outbound.backends.mlx.cuda.transfer import Transfer
 from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
 from semantic.adapters.outbound.backends.mlx.loading import MlxModel, MlxOptions
 from semantic.adapters.outbound.backends.mlx.payloads import SnapshotTicket
@@ -42,9 +45,14 @@ _DEVICE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, MemoryError)
 
 @dataclass(frozen=True, slots=True)
 class StepTicket:
-    """A step under way."""
+    """A step under way.
+
+    Attributes:
+        sources: Host memory that is copied to the device before it.
+    """
 
     rows: tuple[PendingRow | RowFailed, ...]
+    sources: tuple[memoryview, ...] = ()
 
 
 class MlxBackend(SequenceBackend[MlxSequence]):
@@ -74,6 +82,13 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         )
         super().__init__(spec, traits, MlxSequence)
         self._num_steps = 0
+        self._sources: list[memoryview] = []
+        memory = pinned.shared()
+        self._transfer = None if memory is None else Transfer(memory)
+        if self._transfer is not None:
+            counts = [len(places) for kind in LayerKind if (places := layout.of_kind(kind))]
+            self._transfer.prepare(counts, kept.dtypes[0])
+        host_memory.use_device_memory(None if memory is None else memory.allocate)
 
     @classmethod
     def from_directory(
@@ -93,24 +108,26 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         if not parts:
             return
         # All are found sound before anything is changed.
-        full, window = (
-            [payloads.read(layout, part) for part in kind]
-            for kind in (by_kind.full, by_kind.window)
-        )
-        state = payloads.read(layout, by_kind.state) if by_kind.state else None
+        kinds = (by_kind.full, by_kind.window, (by_kind.state,) if by_kind.state else ())
+        full, window, state = (payloads.read(layout, kind, end, self._transfer) for kind in kinds)
         self._runner.groups.isolate(sequence, capacity_for(len(sequence.known)))
         for part in full:
-            payloads.put_full(layout, sequence, part, end)
+            payloads.put_full(layout, sequence, part)
         if end > sequence.length:
             sequence.length, sequence.last_token = end, None
             sequence.window_start, sequence.has_state = end, False
         if window:
             payloads.put_window(layout, sequence, window, end)
-            sequence.window_start = max(window[0].payload.start, end - self._window)
-        if state is not None:
-            payloads.put_state(layout, sequence, state)
+            sequence.window_start = max(window[0].start, end - self._window)
+        if state:
+            payloads.put_state(layout, sequence, state[0])
             sequence.has_state = True
-        mx.eval(sequence.group_row()[0].arrays)
+        sources = [source for part in (*full, *window, *state) for source in part.sources]
+        if sources:
+            self._sources += sources
+            mx.async_eval(sequence.group_row()[0].arrays)
+        else:
+            mx.eval(sequence.group_row()[0].arrays)
 
     def launch(self, step: Step) -> Ticket:
         """Enqueue a step."""
@@ -123,23 +140,30 @@ class MlxBackend(SequenceBackend[MlxSequence]):
                 mx.clear_cache()
         except _DEVICE_ERRORS as error:
             raise BackendError(f"the device failed: {error}") from error
-        return StepTicket(tuple(rows))
+        sources, self._sources = tuple(self._sources), []
+        return StepTicket(tuple(rows), sources)
 
     def collect(self, ticket: Ticket) -> StepOutput:
         """Wait for a step's tokens."""
         if not isinstance(ticket, StepTicket):
             raise TypeError("not the ticket of a step of this backend")
         try:
-            return StepOutput(tuple(self._finish(row) for row in ticket.rows))
+            output = StepOutput(tuple(self._finish(row) for row in ticket.rows))
         except _DEVICE_ERRORS as error:
             raise BackendError(f"the device failed: {error}") from error
+        if all(isinstance(row, RowFailed) for row in output.rows):
+            self._sources += ticket.sources  # nobody has waited for the step yet
+        return output
 
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
         """Begin copying state."""
         sequence = self._sequences[seq]
         start = self._snapshot_start(sequence, start, end, kind)
-        arrays = payloads.copy_out(self._runner.layout, sequence, start, end, kind)
-        return SnapshotTicket(self._traits.kv_abi, kind, start, end, arrays)
+        copies = payloads.copy_out(
+            *(self._runner.layout, sequence, range(start, end), kind),
+            *(self._transfer, self._runner.latest),
+        )
+        return SnapshotTicket(self._traits.kv_abi, kind, start, end, copies)
 
     def payload(self, ticket: Ticket) -> KVPayload:
         """Wait for a snapshot."""
@@ -167,6 +191,9 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         while self._sequences:
             self._sequences.popitem()[1].group = None  # which refers to it in turn
         self._runner.release()
+        if self._transfer is not None:
+            self._transfer.finish()
+        self._sources.clear()
         mx.synchronize()
         mx.clear_cache()
         if threading.current_thread() is not threading.main_thread():

@@ -86,7 +86,7 @@ class Layout:
     def fit(self, arrays: Arrays, capacity: int) -> Arrays:
         """Give one sequence's arrays another capacity; rings that have wrapped stay as they are."""
         return [
-            given if part.kind is LayerKind.STATE else [_fit(a, part.size(capacity)) for a in given]
+            given if part.kind is LayerKind.STATE else [fit(a, part.size(capacity)) for a in given]
             for part, given in zip(self.parts, arrays, strict=True)
         ]
 
@@ -110,7 +110,7 @@ class Layout:
         arrays: Arrays = []
         for part, leaf in zip(self.parts, leaves(caches), strict=True):
             if part.kind is LayerKind.FULL:
-                arrays.append([_fit(array, capacity) for array in (leaf.keys, leaf.values)])
+                arrays.append([fit(array, capacity) for array in (leaf.keys, leaf.values)])
             elif part.kind is LayerKind.WINDOW:
                 ordered = (leaf._temporal_order(array) for array in (leaf.keys, leaf.values))
                 size = part.size(capacity)
@@ -151,7 +151,7 @@ def unroll(array: Array, length: int, window: int) -> Array:
 def roll(ordered: Array, length: int, window: int, size: int) -> Array:
     """The ring of `size` tokens that holds the last ones of `ordered`, which ends at `length`."""
     if length <= size:
-        return _fit(ordered[:, :, -length:] if length else ordered, size)
+        return fit(ordered[:, :, -length:] if length else ordered, size)
     return mx.roll(ordered[:, :, -window:], length % window, axis=_TIME)
 
 
@@ -192,7 +192,8 @@ def _part_of(leaf: Any) -> Part:
     return Part(kind, window, shapes, tuple(array.dtype for array in arrays))
 
 
-def _fit(array: Array, size: int) -> Array:
+def fit(array: Array, size: int) -> Array:
+    """Keys or values with room for so many tokens."""
     missing = size - array.shape[_TIME]
     if missing > 0:
         return mx.pad(array, [(0, 0), (0, 0), (0, missing), (0, 0)])

@@ -21,6 +21,7 @@ from semantic.adapters.outbound.backends.mlx.caches import (
     library,
 )
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
+from semantic.adapters.outbound.backends.mlx.cuda import prompts
 from semantic.adapters.outbound.backends.mlx.cuda.decode import KernelStep
 from semantic.adapters.outbound.backends.mlx.groups import GroupStep
 from semantic.domain.spec import LayerKind
@@ -176,6 +177,9 @@ def _wrapped(original: Any) -> Any:
             return cache.attend(queries, groups, scale, sinks)
         if isinstance(cache, AttentionView) and cache.is_own(mask):
             return cache.attend(queries, [(keys, values)], scale, sinks)
+        is_prompt = type(cache) is library.KVCache and isinstance(mask, str) and sinks is None
+        if is_prompt and prompts.can_attend(queries, cache.keys, cache.offset):
+            return prompts.attend(queries, cache.keys, cache.values, cache.offset, scale)
         return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
     attention.takes_groups = True  # type: ignore[attr-defined]

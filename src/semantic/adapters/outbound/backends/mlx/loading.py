@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.caches import leaves, library
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
-from semantic.adapters.outbound.backends.mlx.cuda import tuning
+from semantic.adapters.outbound.backends.mlx.cuda import pinned, prompts, tuning
 from semantic.adapters.outbound.backends.mlx.runtime import import_library
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import Compute, LayerKind, ModelCacheSpec
@@ -91,6 +91,11 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
         if is_expanded:
             model = utils.dequantize_model(model)
         reason = _convert(model, options.dtype)
+        pinned.shared()  # which takes a while too
+        mx.async_eval(model.parameters())  # files are read while this thread goes on
+        layer = next((layer for layer in spec.layers if layer.kind is LayerKind.FULL), None)
+        if layer is not None and cuda.is_in_use():
+            prompts.plan(model, layer.num_kv_heads, layer.key_dim, spec.max_context)
         tuning.tune(model)
         mx.eval(model.parameters())
         model.eval()

@@ -1,5 +1,6 @@
 """A sequence's state as host buffers, one kind of layers at a time, and back."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from semantic.adapters.outbound.backends.mlx.caches import Array, Layout, roll
+from semantic.adapters.outbound.backends.mlx.cuda.transfer import HostPiece, Span, Transfer
 from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
 from semantic.domain.errors import CacheCorruptionError
 from semantic.domain.spec import LayerKind
@@ -19,77 +21,181 @@ _CARRIERS = {mx.bfloat16: mx.uint16}
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTicket:
-    """A copy under way on the device."""
+    """A copy under way; see `HostBuffer` for what it holds by name."""
 
     abi: str
     kind: LayerKind
     start: int
     end: int
-    arrays: tuple[tuple[str, Array], ...]
+    copies: tuple[tuple[str, Array | HostBuffer], ...]
 
     def payload(self) -> KVPayload:
-        """Wait for the copy and bring it to the host."""
-        buffers = tuple(_to_host(name, array) for name, array in self.arrays)
+        """What is copied; the engine's thread waits only for what MLX brings to the host."""
+        buffers = tuple(
+            copy if isinstance(copy, HostBuffer) else _to_host(name, copy)
+            for name, copy in self.copies
+        )
         return KVPayload(self.abi, self.kind, self.start, self.end, buffers)
 
 
 def copy_out(
-    layout: Layout, sequence: MlxSequence, start: int, end: int, kind: LayerKind
-) -> tuple[tuple[str, Array], ...]:
-    """Begin copying one kind of layers, all of them packed into one array a name."""
+    layout: Layout,
+    sequence: MlxSequence,
+    positions: range,
+    kind: LayerKind,
+    transfer: Transfer | None = None,
+    after: Array | None = None,
+) -> tuple[tuple[str, Array | HostBuffer], ...]:
+    """Begin copying one kind of layers, all of them packed into one array a name.
+
+    Args:
+        layout: Of the model.
+        sequence: Holds the positions.
+        positions: What is copied.
+        kind: Of which layers.
+        transfer: Copies to the host on its own; without one the copies stay on the device.
+        after: What it must wait for.
+    """
     group, row = sequence.group_row()
     places = layout.of_kind(kind)
     part = layout.parts[places[0]]
-    index: Any = slice(start, end)
-    if kind is LayerKind.WINDOW and end > part.size(group.capacity):
-        index = mx.array([position % part.window for position in range(start, end)])
-    copies = []
+    is_wrapped = kind is LayerKind.WINDOW and positions.stop > part.size(group.capacity)
+    span = Span(row, positions.start, len(positions), part.window if is_wrapped else 0)
+    copies: list[tuple[str, Array | HostBuffer]] = []
     for i, name in enumerate(_names(layout, kind)):
-        arrays = [group.arrays[place][i][row] for place in places]
-        if kind is not LayerKind.STATE:
-            arrays = [array[:, index] for array in arrays]
-        copies.append((name, mx.stack(arrays)))
-    mx.async_eval([copy for _, copy in copies])
+        arrays = [group.arrays[place][i] for place in places]
+        sent = None
+        if transfer is not None and after is not None:
+            sent = _send(transfer, name, arrays, span, kind, after)
+        copies.append((name, _stack(arrays, span, kind) if sent is None else sent))
+    mx.async_eval([copy for _, copy in copies if not isinstance(copy, HostBuffer)])
     return tuple(copies)
+
+
+def _stack(arrays: Sequence[Array], span: Span, kind: LayerKind) -> Array:
+    rows = [array[span.row] for array in arrays]
+    if kind is LayerKind.STATE:
+        return mx.stack(rows)
+    positions = range(span.start, span.start + span.num_tokens)
+    index: Any = slice(positions.start, positions.stop)
+    if span.ring:
+        index = mx.array([position % span.ring for position in positions])
+    return mx.stack([row[:, index] for row in rows])
+
+
+def _send(
+    transfer: Transfer,
+    name: str,
+    arrays: Sequence[Array],
+    span: Span,
+    kind: LayerKind,
+    after: Array,
+) -> HostBuffer | None:
+    """Have the device copy a name's arrays; None if it does not."""
+    shape = tuple(arrays[0].shape[1:])
+    dtype = arrays[0].dtype
+    if kind is LayerKind.STATE:
+        arrays = [array.reshape(array.shape[0], 1, 1, -1) for array in arrays]
+        span = Span(span.row, 0, 1)
+    else:
+        shape = (shape[0], span.num_tokens, shape[2])
+    if not transfer.can_copy(arrays[0].shape, dtype):
+        return None
+    arriving = transfer.copy_out(arrays, span, after)
+    if arriving is None:
+        return None
+    return HostBuffer(name, (len(arrays), *shape), _dtype_name(dtype), arriving)
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
-    """A payload whose arrays are on the device, not yet in a sequence."""
+    """A run of tokens, or a state, whose arrays are on the device, not yet in a sequence.
 
-    payload: KVPayload
+    Attributes:
+        arrays: By name ``[layers, heads, tokens, dim]``, or ``[layers, ...]`` of a state.
+        sources: What they are copied from; it must stay until they are computed.
+    """
+
+    start: int
+    end: int
     arrays: tuple[Array, ...]
+    sources: tuple[Any, ...] = ()
 
 
-def read(layout: Layout, payload: KVPayload) -> DevicePart:
-    """Bring a payload's arrays to the device.
+def read(
+    layout: Layout, payloads: Sequence[KVPayload], end: int, transfer: Transfer | None = None
+) -> list[DevicePart]:
+    """Bring payloads of one kind, which follow each other, to the device up to `end`.
 
     Raises:
         CacheCorruptionError: a buffer is missing or has another shape or size.
     """
-    places = layout.of_kind(payload.kind)
-    part = layout.parts[places[0]]
-    buffers = {buffer.name: buffer for buffer in payload.buffers}
-    num_tokens = payload.end - payload.start
-    arrays = []
-    for name, shape, dtype in zip(
-        _names(layout, payload.kind), part.shapes, part.dtypes, strict=True
-    ):
-        if payload.kind is not LayerKind.STATE:
-            shape = (shape[0], num_tokens, shape[1])  # noqa: PLW2901 - the same, with its tokens
-        arrays.append(_to_device(buffers.get(name), (len(places), *shape), dtype))
-    return DevicePart(payload, tuple(arrays))
+    found = [_Found(layout, payload, min(end, payload.end)) for payload in payloads]
+    if transfer is not None and found:
+        together = _receive(transfer, found)
+        if together is not None:
+            return [together]
+    return [DevicePart(f.payload.start, f.end, f.on_device()) for f in found]
 
 
-def put_full(layout: Layout, sequence: MlxSequence, loaded: DevicePart, end: int) -> None:
-    """Write a FULL part up to `end` into a sequence that is alone in its group."""
+class _Found:
+    """A payload whose buffers are all there."""
+
+    def __init__(self, layout: Layout, payload: KVPayload, end: int) -> None:
+        places = layout.of_kind(payload.kind)
+        part = layout.parts[places[0]]
+        self.payload, self.end, self.dtypes = payload, end, part.dtypes
+        self.is_state = payload.kind is LayerKind.STATE
+        self.num_tokens = payload.end - payload.start
+        shapes = (
+            part.shapes if self.is_state else [(s[0], self.num_tokens, s[1]) for s in part.shapes]
+        )
+        self.shapes = [(len(places), *shape) for shape in shapes]
+        by_name = {buffer.name: buffer for buffer in payload.buffers}
+        names = _names(layout, payload.kind)
+        self.buffers = [
+            _checked(by_name.get(name), shape, dtype)
+            for name, shape, dtype in zip(names, self.shapes, self.dtypes, strict=True)
+        ]
+
+    def on_device(self) -> tuple[Array, ...]:
+        """Its arrays, by way of numpy, without the tokens after its end."""
+        arrays = tuple(map(_to_device, self.buffers, self.shapes, self.dtypes))
+        if self.is_state or self.end == self.payload.end:
+            return arrays
+        return tuple(array[:, :, : self.end - self.payload.start] for array in arrays)
+
+
+def _receive(transfer: Transfer, found: Sequence[_Found]) -> DevicePart | None:
+    """Have the device fetch payloads in one go; None if it does not."""
+    first = found[0]
+    arrays, sources = [], []
+    for i, dtype in enumerate(first.dtypes):
+        layers, *shape = first.shapes[i]
+        heads, dim = (1, math.prod(shape)) if first.is_state else (shape[0], shape[2])
+        if not transfer.can_copy((dim,), dtype):
+            return None
+        pieces = []
+        for f in found:
+            data = transfer.pinned(memoryview(f.buffers[i].data).cast("B"))
+            if data is None:
+                return None
+            num_held = 1 if f.is_state else f.num_tokens
+            num_taken = 1 if f.is_state else f.end - f.payload.start
+            pieces.append(HostPiece(data, num_held, num_taken))
+        array = transfer.copy_in(pieces, (layers, heads, dim), dtype)
+        arrays.append(array.reshape(layers, *shape) if first.is_state else array)
+        sources += [piece.data for piece in pieces]
+    return DevicePart(first.payload.start, found[-1].end, tuple(arrays), tuple(sources))
+
+
+def put_full(layout: Layout, sequence: MlxSequence, loaded: DevicePart) -> None:
+    """Write a FULL part into a sequence that is alone in its group."""
     group, _ = sequence.group_row()
-    payload = loaded.payload
-    end = min(end, payload.end)
     for i, array in enumerate(loaded.arrays):
         for layer, place in enumerate(layout.of_kind(LayerKind.FULL)):
-            new = array[layer : layer + 1, :, : end - payload.start]
-            group.arrays[place][i][:, :, payload.start : end] = new
+            new = array[layer : layer + 1]
+            group.arrays[place][i][:, :, loaded.start : loaded.end] = new
 
 
 def put_window(
@@ -99,7 +205,7 @@ def put_window(
     group, _ = sequence.group_row()
     places = layout.of_kind(LayerKind.WINDOW)
     part = layout.parts[places[0]]
-    start = loaded[0].payload.start
+    start = loaded[0].start
     columns = zip(*(part.arrays for part in loaded), strict=True)
     for i, pieces in enumerate(columns):
         ordered = mx.concatenate(pieces, axis=2)[:, :, : end - start]
@@ -122,18 +228,26 @@ def _names(layout: Layout, kind: LayerKind) -> list[str]:
     return [f"state{i}" for i in range(len(layout.parts[layout.of_kind(kind)[0]].shapes))]
 
 
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("mlx.core.")
+
+
 def _to_host(name: str, array: Array) -> HostBuffer:
     carrier = _CARRIERS.get(array.dtype)
     host = np.array(array if carrier is None else array.view(carrier))
-    dtype = str(array.dtype).removeprefix("mlx.core.")
-    return HostBuffer(name, tuple(array.shape), dtype, host.reshape(-1).view(np.uint8).data)
+    data = host.reshape(-1).view(np.uint8).data
+    return HostBuffer(name, tuple(array.shape), _dtype_name(array.dtype), data)
 
 
-def _to_device(buffer: HostBuffer | None, shape: tuple[int, ...], dtype: Any) -> Array:
-    num_bytes = int(np.prod(shape)) * dtype.size
-    if buffer is None or buffer.shape != shape or memoryview(buffer.data).nbytes != num_bytes:
+def _checked(buffer: HostBuffer | None, shape: tuple[int, ...], dtype: Any) -> HostBuffer:
+    num_bytes = math.prod(shape) * dtype.size
+    if buffer is None or buffer.shape != shape or buffer.nbytes != num_bytes:
         raise CacheCorruptionError(f"a payload lacks an array of shape {shape}")
+    return buffer
+
+
+def _to_device(buffer: HostBuffer, shape: tuple[int, ...], dtype: Any) -> Array:
     carrier = _CARRIERS.get(dtype)
-    name = str(carrier or dtype).removeprefix("mlx.core.")
-    array = mx.array(np.frombuffer(buffer.data, np.dtype(name)).reshape(shape))
+    name = np.dtype(_dtype_name(carrier or dtype))
+    array = mx.array(np.frombuffer(buffer.data, name).reshape(shape))
     return array if carrier is None else array.view(dtype)

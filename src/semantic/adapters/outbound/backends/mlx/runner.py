@@ -22,6 +22,7 @@ from semantic.adapters.outbound.backends.mlx.sampling import PendingToken, draw_
 from semantic.ports.backend import LAST_SAMPLED, Chunk, Computed, Row, Sampled
 
 _LOG = logging.getLogger(__name__)
+_ROW_COUNTS = (9, 17)  # with which kernels differ from those of fewer rows
 _TOLERANCES = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 
 
@@ -35,15 +36,21 @@ class Batching(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class PendingRow:
-    """A chunk under way."""
+    """A chunk under way.
+
+    Attributes:
+        mark: A number of the last layer's state; it is there when all before it are.
+    """
 
     chunk: Chunk
     sequence: MlxSequence
     token: PendingToken | None = None
+    mark: Array | None = None
 
     def finish(self) -> Row:
         """Wait for the row, and let the sequence know its token."""
         if self.token is None:
+            mx.eval(self.mark)  # so that steps take the time they take
             return Computed(self.chunk.seq)
         row = self.token.answer()
         known, position = self.sequence.known, self.token.position
@@ -54,7 +61,11 @@ class PendingRow:
 
 
 class MlxRunner:
-    """A model and the sequences' arrays."""
+    """A model and the sequences' arrays.
+
+    Attributes:
+        latest: What the last decode pass computed; whatever it wrote is written by then.
+    """
 
     def __init__(self, model: Any, make_caches: Callable[[], list[Any]]) -> None:
         """Find out what the model keeps and how it can be batched.
@@ -69,6 +80,7 @@ class MlxRunner:
         model(mx.zeros((1, 2), mx.int32), cache=caches)
         self.layout = Layout(make_caches, caches)
         self.groups = RowGroups(self.layout)
+        self.latest = mx.zeros(1)
         self._step = 0
         wrap_attention()
         self.batching = self._choose_batching()
@@ -96,9 +108,13 @@ class MlxRunner:
                 last[sequence] = tokens if isinstance(tokens, PendingToken) else tokens[0]
                 continue
             logits = self.extend(sequence, mx.array(tokens, mx.int32))
-            outputs += [array for part in sequence.group_row()[0].arrays for array in part]
+            arrays = [array for part in sequence.group_row()[0].arrays for array in part]
+            outputs += arrays
             if row.token is not None:
                 outputs += draw_rows(logits, [row.token])
+            else:
+                row.mark = mx.contiguous(arrays[-1].reshape(-1)[:1])
+                outputs.append(row.mark)
         if last:
             order, logits = self._decode(
                 [*last],
@@ -107,6 +123,8 @@ class MlxRunner:
             )
             outputs += _draw(logits, [by_sequence[sequence].token for sequence in order])
             outputs.append(logits)  # rows that ask for no token are computed by it
+            for sequence in order:
+                by_sequence[sequence].mark = logits
         for row in rows:
             row.sequence.last_token = row.token
         return outputs
@@ -169,6 +187,7 @@ class MlxRunner:
             start += len(rows)
         caches = views(self.layout, self._nesting, steps)
         logits = self._model(tokens[:, None], cache=caches)[:, -1]
+        self.latest = logits
         for rows in members:
             for row in rows:
                 row.length += 1
@@ -203,6 +222,14 @@ class MlxRunner:
         for count in range(1, MAX_GROUPS + 1):
             _, logits = self._decode(
                 rows[:count], lambda given: mx.zeros(len(given), mx.int32), Batching.GROUPS
+            )
+            mx.eval(logits)
+        for count in _ROW_COUNTS:
+            many = [MlxSequence([]) for _ in range(count)]
+            for row in many:
+                self.extend(row, mx.arange(2))
+            _, logits = self._decode(
+                many, lambda given: mx.zeros(len(given), mx.int32), Batching.GROUPS
             )
             mx.eval(logits)
 

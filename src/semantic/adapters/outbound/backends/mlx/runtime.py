@@ -50,6 +50,7 @@ def prepare(num_threads: int = 0) -> None:
         num_threads: Threads of that BLAS; 0 takes all cores.
     """
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
+    os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "1024")  # lengths of attention, in plans
     if platform.system() != "Linux" or has_cuda_build():
         return
     if num_threads:

@@ -1,9 +1,12 @@
 """What exists for CUDA alone: our own kernels, which are measured (docs/mlx.md).
 
 Used from outside are `device.is_in_use` and `is_available`, `tuning.tune` and `untune` for a loaded
-model, `decode.KernelStep` for a step's attention, and how many groups it takes at once.
+model, `decode.KernelStep` for a step's attention, and how many groups it takes at once, `prompts`
+for that of a prompt's tokens, and `transfer` for state on its way to the host and back.
 
 `tuning` joins and replaces a model's layers; `linear` multiplies a few rows; in a decode step
 `decode` plans the calls of `attention`, whose kernel also norms and turns heads and keeps keys and
-values as `rope` says. Kernels are named by their source: MLX keeps what it compiled by name.
+values as `rope` says. `prompts` brings prompts into lengths that were met before; `transfer` copies
+state to host memory that `pinned` made the device's, on a stream of its own. Kernels are named by
+their source: MLX keeps what it compiled by name.
 """

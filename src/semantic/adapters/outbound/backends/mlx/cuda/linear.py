@@ -2,9 +2,10 @@
 
 With one row MLX has a kernel for it. With two and more it asks cuBLAS, which is as fast on the
 device but costs the host half as much again, and it is the host that a step waits for. Here a block
-of threads takes a strip of the matrix and all rows at once: its warps share the strip's columns
-among them, and add up what they found at the end. What models do to the rows just before or just
-after is done on the way, where asked for: it would be an operation of its own otherwise.
+of threads takes a strip of the matrix and all rows at once, in tiles of eight: its warps share the
+strip's columns among them, and add up what they found at the end. What models do to the rows just
+before or just after is done on the way, where asked for: it would be an operation of its own
+otherwise.
 
 Small matrices leave the memory idle, so layers that are given the same input are joined to one. The
 model's code stays as it is: it still calls each layer, and the first call computes for the others.
@@ -22,10 +23,11 @@ from semantic.adapters.outbound.backends.mlx.caches import Array
 from semantic.adapters.outbound.backends.mlx.cuda.device import HEADER, make_kernel
 from semantic.adapters.outbound.backends.mlx.runtime import import_library
 
-MAX_ROWS = 8  # the columns of a tensor core's tile
+MAX_ROWS = 32  # four tiles: with more, what is given takes longer to read than the weights
 
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # of one input
 _HEIGHT = 16  # of a strip: a tile's
+_TILE_ROWS = 8
 _WARPS = 8
 _STEP = 32  # columns that a warp takes at once
 
@@ -43,44 +45,62 @@ _SOURCE = (
     const int num_rows = given_shape[0], height = weight_shape[0], size = weight_shape[1];
     const int num_outputs = IS_GATED ? height / 2 : height;
     constexpr int WIDTH = IS_GATED ? HEIGHT / 2 : HEIGHT;
-    constexpr int AHEAD = IS_NORMED ? 2 : 4;  // with more, fewer blocks of threads run at once
+    // With more, fewer blocks of threads run at once.
+    constexpr int AHEAD = IS_NORMED || TILES > 1 ? 2 : 4;
     const int first = blockIdx.x * WIDTH, last = num_outputs - 1;
     // Beyond the last row the last one again: what comes of it is not written.
     const int upper = min(first + g, last);
     const int lower = IS_GATED ? num_outputs + upper : min(first + 8 + g, last);
-    const T* x = given + int64_t(min(g, num_rows - 1)) * size + c * 8;
+    const T* x[TILES];
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+        x[t] = given + int64_t(min(t * 8 + g, num_rows - 1)) * size + c * 8;
     const T* top = weight + int64_t(upper) * size + c * 8;
     const T* low = weight + int64_t(lower) * size + c * 8;
 
-    float sum[4] = {}, square[4] = {};
+    float sum[TILES][4] = {}, square[TILES][4] = {};
     for (int start = warp * AHEAD * STEP; start < size; start += WARPS * AHEAD * STEP) {
-        uint4 a[AHEAD], b[AHEAD], d[AHEAD];
+        uint4 a[AHEAD], b[AHEAD], d[TILES][AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
             const int k = start + i * STEP, column = min(k, size - STEP);
-            d[i] = *reinterpret_cast<const uint4*>(x + column);
-            if (k >= size) d[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                d[t][i] = *reinterpret_cast<const uint4*>(x[t] + column);
+                if (k >= size) d[t][i] = make_uint4(0, 0, 0, 0);
+            }
             a[i] = __ldcs(reinterpret_cast<const uint4*>(top + column));
             b[i] = __ldcs(reinterpret_cast<const uint4*>(low + column));
         }
         __syncwarp();  // all reads are on their way before the first is waited for
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
+            uint4 factor;
             if (IS_NORMED) {
-                multiply<T>(square, d[i].x, 0, d[i].y, 0, d[i].x, d[i].y);
-                multiply<T>(square, d[i].z, 0, d[i].w, 0, d[i].z, d[i].w);
                 const int column = min(start + i * STEP, size - STEP);
-                d[i] = product<T>(d[i], *reinterpret_cast<const uint4*>(factors + column + c * 8));
+                factor = *reinterpret_cast<const uint4*>(factors + column + c * 8);
             }
-            multiply<T>(sum, a[i].x, b[i].x, a[i].y, b[i].y, d[i].x, d[i].y);
-            multiply<T>(sum, a[i].z, b[i].z, a[i].w, b[i].w, d[i].z, d[i].w);
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                uint4 e = d[t][i];
+                if (IS_NORMED) {
+                    multiply<T>(square[t], e.x, 0, e.y, 0, e.x, e.y);
+                    multiply<T>(square[t], e.z, 0, e.w, 0, e.z, e.w);
+                    e = product<T>(e, factor);
+                }
+                multiply<T>(sum[t], a[i].x, b[i].x, a[i].y, b[i].y, e.x, e.y);
+                multiply<T>(sum[t], a[i].z, b[i].z, a[i].w, b[i].w, e.z, e.w);
+            }
         }
     }
 
-    __shared__ float sums[WARPS][8][HEIGHT + 4], squares[WARPS][8];
+    __shared__ float sums[WARPS][TILES * 8][HEIGHT + 4], squares[WARPS][TILES * 8];
 #pragma unroll
-    for (int i = 0; i < 4; i++) sums[warp][2 * c + i % 2][i / 2 * 8 + g] = sum[i];
-    if (IS_NORMED && c == g / 2) squares[warp][g] = square[g % 2];
+    for (int t = 0; t < TILES; t++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[warp][t * 8 + 2 * c + i % 2][i / 2 * 8 + g] = sum[t][i];
+        if (IS_NORMED && c == g / 2) squares[warp][t * 8 + g] = square[t][g % 2];
+    }
     __syncthreads();
     for (int n = threadIdx.x; n < num_rows * WIDTH; n += WARPS * 32) {
         const int row = n / WIDTH, place = n % WIDTH;
@@ -163,9 +183,10 @@ def multiply(
     is_bias = added is not None and added.ndim == 1
     eps = None if norm is None else norm.eps
     optional = [norm and norm.factors, added]
+    num_tiles = next(n for n in (1, 2, 4) if given.shape[0] <= n * _TILE_ROWS)
     (out,) = _kernel(eps, added is not None, is_bias, is_gated)(
         inputs=[given, weight, *(array for array in optional if array is not None)],
-        template=[("T", weight.dtype)],
+        template=[("T", weight.dtype), ("TILES", num_tiles)],
         grid=(num_strips * 32 * _WARPS, 1, 1),
         threadgroup=(32 * _WARPS, 1, 1),
         output_shapes=[(given.shape[0], 1, num_outputs)],

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.unit
         ((2, 1, 64), 64, mx.bfloat16, True),
         ((8, 1, 64), 64, mx.float16, True),
         ((1, 1, 64), 64, mx.bfloat16, False),
-        ((9, 1, 64), 64, mx.bfloat16, False),
+        ((32, 1, 64), 64, mx.bfloat16, True),
+        ((33, 1, 64), 64, mx.bfloat16, False),
         ((1, 8, 64), 64, mx.bfloat16, False),
         ((8, 64), 64, mx.bfloat16, False),
         ((8, 1, 72), 72, mx.bfloat16, False),
@@ -40,7 +41,7 @@ def test_what_the_kernel_takes(
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-@pytest.mark.parametrize("num_rows", [2, 5, 8])
+@pytest.mark.parametrize("num_rows", [2, 5, 8, 9, 16, 17, 32])
 @pytest.mark.parametrize("shape", [(16, 32), (17, 576), (100, 4096), (1, 8224)])
 def test_each_row_is_multiplied(dtype: Any, num_rows: int, shape: tuple[int, int]) -> None:
     """Sizes about the ends of strips, steps and turns of the warps."""
@@ -54,7 +55,10 @@ def test_each_row_is_multiplied(dtype: Any, num_rows: int, shape: tuple[int, int
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-@pytest.mark.parametrize("num_rows,shape", [(1, (16, 32)), (3, (34, 576)), (8, (200, 4096))])
+@pytest.mark.parametrize(
+    "num_rows,shape",
+    [(1, (16, 32)), (3, (34, 576)), (8, (200, 4096)), (13, (34, 576)), (32, (200, 4096))],
+)
 @pytest.mark.parametrize("added", [None, "bias", "rows"])
 @pytest.mark.parametrize("is_normed", [False, True])
 @pytest.mark.parametrize("is_gated", [False, True])

@@ -1,0 +1,158 @@
+"""Host memory that a CUDA device reads and writes by itself, at the full speed of the link.
+
+Pages are pinned in slabs, since that takes longer than copying into them; a thread pins the next
+ones before they are needed, the first while the model loads. Pieces go back when nobody refers to
+them any more, and are handed out again. So there is as much of it as attention state that was ever
+in host memory at a time, which the memory budget bounds, and some ahead.
+"""
+
+import ctypes
+import functools
+import logging
+import mmap
+import os
+import threading
+import weakref
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Callable
+
+import mlx.core as mx
+
+_LOG = logging.getLogger(__name__)
+
+_SLAB = 2**28
+_SHARE_AHEAD = 16  # this part of the machine's memory is pinned and free, but
+_MAX_AHEAD = 2**33  # no more than this
+_PAGE = 4096
+_PORTABLE_AND_MAPPED = 3
+
+Pin = Callable[[int, int], bool]  # an address and its bytes; False if the device does not take them
+
+
+class PinnedMemory:
+    """Pieces of pinned slabs. Thread-safe."""
+
+    def __init__(self, pin: Pin, *, slab: int, ahead: int) -> None:
+        """Begin to pin the first slabs.
+
+        Args:
+            pin: Makes pages of this process the device's.
+            slab: Bytes that are pinned at once, at least.
+            ahead: Bytes that are kept free.
+        """
+        self._pin = pin
+        self._slab_bytes, self._ahead = slab, ahead
+        self._slabs: list[tuple[int, int]] = []  # address and bytes, sorted
+        self._memory: list[mmap.mmap] = []  # never given back: the device knows it
+        self._free: list[tuple[int, int]] = []  # the same of what is free, neighbours joined
+        self._returned: deque[tuple[int, int]] = deque()  # by whoever dropped the last reference
+        self._lock = threading.Lock()
+        self._is_low = threading.Event()
+        self._is_low.set()
+        self._is_refused = False
+        threading.Thread(target=self._keep_ahead, name="semantic-pinning", daemon=True).start()
+
+    def allocate(self, num_bytes: int) -> memoryview | None:
+        """A piece that begins with a page; None if no more can be pinned."""
+        size = max(-(-num_bytes // _PAGE), 1) * _PAGE
+        address = self._take(size)
+        if address is None and self._grow(max(size, self._slab_bytes)):
+            address = self._take(size)
+        if address is None:
+            return None
+        piece = (ctypes.c_ubyte * num_bytes).from_address(address)
+        weakref.finalize(piece, self._returned.append, (address, size)).atexit = False
+        return memoryview(piece).cast("B")
+
+    def holds(self, address: int, num_bytes: int) -> bool:
+        """Whether bytes lie in it."""
+        with self._lock:
+            place = bisect_right(self._slabs, (address, 2**63)) - 1
+            if place < 0:
+                return False
+            start, size = self._slabs[place]
+        return address + num_bytes <= start + size
+
+    @property
+    def num_free(self) -> int:
+        """Bytes that are pinned and not in use."""
+        with self._lock:
+            self._take_back()
+            return sum(size for _, size in self._free)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _take(self, size: int) -> int | None:
+        with self._lock:
+            self._take_back()
+            place = next((i for i, (_, free) in enumerate(self._free) if free >= size), None)
+            address = None
+            if place is not None:
+                address, free = self._free.pop(place)
+                if free > size:
+                    self._free.insert(place, (address + size, free - size))
+            if sum(free for _, free in self._free) < self._ahead:
+                self._is_low.set()
+        return address
+
+    def _take_back(self) -> None:
+        while self._returned:
+            start, size = self._returned.popleft()
+            place = bisect_left(self._free, (start, 0))
+            if place < len(self._free) and self._free[place][0] == start + size:
+                size += self._free.pop(place)[1]
+            if place and sum(self._free[place - 1]) == start:
+                start, before = self._free.pop(place - 1)
+                size += before
+            insort(self._free, (start, size))
+
+    def _grow(self, size: int) -> bool:
+        """Pin one more slab; False if that is not possible."""
+        try:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+        except OSError:
+            return False
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+        if not self._pin(address, size):
+            return False
+        with self._lock:
+            self._memory.append(memory)
+            insort(self._slabs, (address, size))
+            self._returned.append((address, size))
+        return True
+
+    def _keep_ahead(self) -> None:
+        while True:
+            self._is_low.wait()
+            self._is_low.clear()
+            while self.num_free < self._ahead:
+                if not self._grow(self._slab_bytes):
+                    _LOG.warning("no more host memory can be pinned; copies will be slower")
+                    return
+
+
+@functools.cache
+def shared() -> PinnedMemory | None:
+    """The process's own; None where MLX's device is not a CUDA one."""
+    if not mx.cuda.is_available() or mx.default_device() != mx.Device(mx.gpu):
+        return None
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    context = ctypes.c_void_p()
+    if driver.cuInit(0) or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0):
+        return None
+
+    def pin(address: int, size: int) -> bool:
+        if driver.cuCtxSetCurrent(context):
+            return False
+        flags = ctypes.c_uint(_PORTABLE_AND_MAPPED)
+        place, num_bytes = ctypes.c_void_p(address), ctypes.c_size_t(size)
+        return bool(driver.cuMemHostRegister_v2(place, num_bytes, flags) == 0)
+
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return PinnedMemory(pin, slab=_SLAB, ahead=min(whole // _SHARE_AHEAD, _MAX_AHEAD))

@@ -1,0 +1,224 @@
+"""Attention state between the device and pinned host memory, by kernels on a stream of their own.
+
+MLX's arrays there are the device's memory: looked at from the host, they are moved whole, at a
+twentieth of the link's speed, while the thread that looks waits. These kernels write to host memory
+and read from it themselves, with few of the device's processors, beside the steps of the model. A
+copy is one operation whatever the number of layers, and nobody waits for it but who wants its
+bytes.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from semantic.adapters.outbound.backends.mlx.caches import Array
+from semantic.adapters.outbound.backends.mlx.cuda.device import make_kernel
+from semantic.adapters.outbound.backends.mlx.cuda.pinned import PinnedMemory
+from semantic.domain.errors import CacheCorruptionError
+
+_UNIT = 16  # bytes that a thread copies at once
+_BLOCKS = 32
+_THREADS = 512
+
+# By layer and head, one after the other; a head's tokens are in a row unless a ring wraps.
+_OUT = """
+    const int heads = where[2], num_tokens = where[3], first = where[4], ring = where[5];
+    const int room = where[6], width = where[7];
+    const int size = num_tokens * width, until_wrap = (ring - first) * width;
+    for (int r = blockIdx.x; r < COUNT * heads; r += gridDim.x) {
+        const uint4* from = sources[r / heads]
+            + (where[1] * heads + r % heads) * room * width + int64_t(first) * width;
+        uint4* to = reinterpret_cast<uint4*>(where[0]) + int64_t(r) * size;
+#pragma unroll 4
+        for (int i = threadIdx.x; i < size; i += blockDim.x)
+            to[i] = from[i < until_wrap ? i : i - ring * width];
+    }
+    if (blockIdx.x == 0 && threadIdx.x == 0) done[0] = 1;
+"""
+
+# Pieces of a run of tokens, each of which holds all layers and heads.
+_IN = """
+    const int rows = where[0], num_pieces = where[1], num_tokens = where[2], width = where[3];
+    uint4* out = reinterpret_cast<uint4*>(copied);
+    for (int n = blockIdx.x; n < rows * num_pieces; n += gridDim.x) {
+        const int64_t* piece = where + 4 + n % num_pieces * 4;
+        const int64_t r = n / num_pieces;
+        const uint4* from = reinterpret_cast<const uint4*>(piece[0]) + r * piece[1] * width;
+        uint4* to = out + (r * num_tokens + piece[2]) * width;
+        const int size = piece[3] * width;
+        int i = threadIdx.x;
+        for (; i + 3 * blockDim.x < size; i += 4 * blockDim.x) {
+            const uint4 a = from[i], b = from[i + blockDim.x];
+            const uint4 c = from[i + 2 * blockDim.x], d = from[i + 3 * blockDim.x];
+            to[i] = a;
+            to[i + blockDim.x] = b;
+            to[i + 2 * blockDim.x] = c;
+            to[i + 3 * blockDim.x] = d;
+        }
+        for (; i < size; i += blockDim.x) to[i] = from[i];
+    }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens of one row of arrays ``[rows, heads, room, dim]``.
+
+    Attributes:
+        ring: Positions are taken modulo this; 0 where they are not.
+    """
+
+    row: int
+    start: int
+    num_tokens: int
+    ring: int = 0
+
+
+class ArrivingBytes:
+    """A copy under way; see `PendingBytes`."""
+
+    def __init__(self, memory: memoryview, wait: Callable[[], object]) -> None:
+        """Tell of a copy.
+
+        Args:
+            memory: Where it goes.
+            wait: Returns when it is done; raises `RuntimeError` if it failed.
+        """
+        self._memory = memory
+        self._wait: Callable[[], object] | None = wait
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes there will be."""
+        return self._memory.nbytes
+
+    def wait(self) -> memoryview:
+        """Wait for the copy; this lets other threads run."""
+        wait = self._wait
+        if wait is not None:
+            try:
+                wait()
+            except RuntimeError as error:
+                raise CacheCorruptionError(f"state was not copied: {error}") from error
+            self._wait = None
+        return self._memory
+
+
+@dataclass(frozen=True, slots=True)
+class HostPiece:
+    """Tokens of all layers and heads in host memory.
+
+    Attributes:
+        data: ``[layers, heads, tokens, dim]``
+        num_tokens: Of them, the first ones are copied.
+    """
+
+    data: memoryview
+    num_held: int
+    num_tokens: int
+
+
+class Transfer:
+    """Copies by kernels. On the engine's thread only, but for what `copy_out` returns."""
+
+    def __init__(self, memory: PinnedMemory) -> None:
+        self._memory = memory
+        self._stream = mx.new_stream(mx.gpu)
+
+    def can_copy(self, shape: Sequence[int], dtype: Any) -> bool:
+        """Whether heads of this shape are copied: in whole units."""
+        return bool(shape[-1] * dtype.size % _UNIT == 0)
+
+    def copy_out(self, arrays: Sequence[Array], span: Span, after: Array) -> ArrivingBytes | None:
+        """Begin to copy tokens of some layers, layer by layer; None if there is no memory for it.
+
+        Args:
+            arrays: One a layer, all of one shape.
+            span: What of each.
+            after: Computed before the copy begins, for kernels of ours write where MLX cannot see.
+        """
+        _, heads, room, dim = arrays[0].shape
+        width = dim * arrays[0].dtype.size // _UNIT
+        memory = self._memory.allocate(len(arrays) * heads * span.num_tokens * width * _UNIT)
+        if memory is None:
+            return None
+        ring = span.ring or room
+        numbers = (_address(memory), span.row, heads, span.num_tokens, span.start % ring)
+        (done,) = _out_kernel(len(arrays))(
+            inputs=[*arrays, mx.array([*numbers, ring, room, width], mx.int64), after],
+            template=[("T", arrays[0].dtype)],
+            grid=(_BLOCKS * _THREADS, 1, 1),
+            threadgroup=(_THREADS, 1, 1),
+            output_shapes=[(1,)],
+            output_dtypes=[mx.uint8],
+            stream=self._stream,
+        )
+        mx.async_eval(done)
+        return ArrivingBytes(memory, lambda: memoryview(done))
+
+    def copy_in(self, pieces: Sequence[HostPiece], shape: Sequence[int], dtype: Any) -> Array:
+        """Begin to copy a run of tokens to the device, as ``[layers, heads, tokens, dim]``.
+
+        What is given must stay as it is until the array is computed.
+        """
+        layers, heads, dim = shape
+        num_tokens = sum(piece.num_tokens for piece in pieces)
+        numbers = [layers * heads, len(pieces), num_tokens, dim * dtype.size // _UNIT]
+        start = 0
+        for piece in pieces:
+            numbers += [_address(piece.data), piece.num_held, start, piece.num_tokens]
+            start += piece.num_tokens
+        (copied,) = _in_kernel()(
+            inputs=[mx.array(numbers, mx.int64)],
+            template=[("T", dtype)],
+            grid=(2 * _BLOCKS * _THREADS, 1, 1),
+            threadgroup=(_THREADS, 1, 1),
+            output_shapes=[(layers, heads, num_tokens, dim)],
+            output_dtypes=[dtype],
+            stream=self._stream,
+        )
+        return copied
+
+    def pinned(self, data: memoryview) -> memoryview | None:
+        """The same bytes where the device reads them, copied if need be; None if that fails."""
+        address = _address(data)
+        if address % _UNIT == 0 and self._memory.holds(address, data.nbytes):
+            return data
+        memory = self._memory.allocate(data.nbytes)
+        if memory is not None:
+            np.copyto(np.frombuffer(memory, np.uint8), np.frombuffer(data, np.uint8))
+        return memory
+
+    def prepare(self, counts: Sequence[int], dtype: Any) -> None:
+        """Have the kernels compiled, for these numbers of layers."""
+        for count in counts:
+            array = mx.zeros((1, 1, 1, _UNIT), dtype)
+            copy = self.copy_out([array] * count, Span(0, 0, 1), array)
+            if copy is not None:
+                piece = HostPiece(copy.wait(), 1, 1)
+                mx.eval(self.copy_in([piece], (count, 1, _UNIT), dtype))
+
+    def finish(self) -> None:
+        """Wait for everything that was begun."""
+        mx.synchronize(self._stream)
+
+
+def _address(data: memoryview) -> int:
+    return int(np.frombuffer(data, np.uint8).ctypes.data) if data.nbytes else 0
+
+
+@functools.cache
+def _out_kernel(count: int) -> Any:
+    names = [f"layer{n}" for n in range(count)]
+    places = ", ".join(f"reinterpret_cast<const uint4*>({name})" for name in names)
+    constants = f"constexpr int COUNT = {count}; const uint4* sources[COUNT] = {{{places}}};"
+    return make_kernel(f"copy_out_{count}", [*names, "where", "after"], ["done"], constants + _OUT)
+
+
+@functools.cache
+def _in_kernel() -> Any:
+    return make_kernel("copy_in", ["where"], ["copied"], _IN)

@@ -1,0 +1,38 @@
+"""Host memory for attention state: plain pages, or pages that a device reads and writes by itself.
+
+A process has one device. Where that copies faster to and from memory of its own choosing, its
+backend says so here, and what is read from files comes to lie there.
+"""
+
+import mmap
+from collections.abc import Callable
+
+_HUGE_PAGE = 2**21
+
+_device_memory: Callable[[int], memoryview | None] | None = None
+
+
+def use_device_memory(allocate: Callable[[int], memoryview | None] | None) -> None:
+    """Take memory from a device's own allocator from now on, where it has some; None ends that."""
+    global _device_memory  # noqa: PLW0603 - one process, one device
+    _device_memory = allocate
+
+
+def allocate(num_bytes: int) -> memoryview:
+    """Memory that begins with a page and is given back when nobody refers to it."""
+    memory = _device_memory(num_bytes) if _device_memory is not None else None
+    return plain_pages(num_bytes) if memory is None else memory
+
+
+def plain_pages(num_bytes: int) -> memoryview:
+    """Fresh pages, huge ones where that wastes little.
+
+    First touch of small pages takes longer than the copying itself.
+    """
+    huge = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
+    is_huge = huge - num_bytes <= num_bytes // 8 and hasattr(mmap, "MADV_HUGEPAGE")
+    size = huge if is_huge else num_bytes
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+    if is_huge:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)[:num_bytes]

@@ -1,0 +1,98 @@
+"""Pinned host memory, and copies to and from it where there is a GPU for them."""
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from semantic.adapters.outbound.backends.mlx import runtime
+from semantic.domain.errors import CacheCorruptionError
+
+runtime.prepare(num_threads=1)
+mx = pytest.importorskip("mlx.core")
+pinned = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.pinned")
+transfer = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.transfer")
+
+pytestmark = pytest.mark.unit
+
+SLAB = 2**16
+
+
+def eventually(is_so: Callable[[], bool]) -> bool:
+    for _ in range(500):
+        if is_so():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_pieces_begin_with_a_page_and_come_back_joined() -> None:
+    memory = pinned.PinnedMemory(lambda *_: True, slab=SLAB, ahead=0)
+    pieces = [memory.allocate(size) for size in (5000, 1, 4096)]
+    addresses = [transfer._address(piece) for piece in pieces]
+    assert [address % 4096 for address in addresses] == [0, 0, 0]
+    for number, piece in enumerate(pieces):
+        piece[:] = bytes([number]) * len(piece)
+    assert [set(piece) for piece in pieces] == [{0}, {1}, {2}]
+    assert all(memory.holds(a, len(p)) for a, p in zip(addresses, pieces, strict=True))
+    assert not memory.holds(addresses[0] - SLAB, 1)
+    del piece, pieces
+    gc.collect()
+    assert memory.num_free == SLAB
+    whole = memory.allocate(SLAB)
+    assert whole is not None
+    assert len(whole) == SLAB
+
+
+def test_a_view_keeps_its_piece() -> None:
+    memory = pinned.PinnedMemory(lambda *_: True, slab=SLAB, ahead=0)
+    view = memory.allocate(SLAB)[100:200]
+    gc.collect()
+    assert memory.num_free == 0
+    view[:] = b"x" * 100
+    del view
+    gc.collect()
+    assert memory.num_free == SLAB
+
+
+def test_there_is_some_ahead_and_more_than_a_slab_at_once() -> None:
+    memory = pinned.PinnedMemory(lambda *_: True, slab=SLAB, ahead=3 * SLAB)
+    assert eventually(lambda: memory.num_free == 3 * SLAB)
+    large = memory.allocate(5 * SLAB)
+    assert large is not None
+    assert len(large) == 5 * SLAB
+
+
+def test_what_cannot_be_pinned_is_not_handed_out() -> None:
+    memory = pinned.PinnedMemory(lambda *_: False, slab=SLAB, ahead=SLAB)
+    assert memory.allocate(1) is None
+
+
+def test_a_copy_that_fails_is_a_miss() -> None:
+    def wait() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with pytest.raises(CacheCorruptionError, match="illegal memory access"):
+        transfer.ArrivingBytes(memoryview(b"12"), wait).wait()
+
+
+@pytest.mark.skipif(pinned.shared() is None, reason="needs a CUDA device")
+@pytest.mark.parametrize("span", [(1, 256, 256, 0), (0, 900, 300, 1024), (0, 0, 1, 0)])
+def test_state_leaves_and_comes_back(span: tuple[int, int, int, int]) -> None:
+    copies = transfer.Transfer(pinned.shared())
+    given = transfer.Span(*span)
+    layers = [mx.random.normal((2, 4, 1024, 64)).astype(mx.bfloat16) for _ in range(3)]
+    arriving = copies.copy_out(layers, given, mx.zeros(1))
+    positions = mx.array([p % 1024 for p in range(given.start, given.start + given.num_tokens)])
+    expected: Any = mx.stack([layer[given.row][:, positions] for layer in layers])
+    assert arriving.nbytes == expected.nbytes
+    assert bytes(arriving.wait()) == bytes(memoryview(expected.view(mx.uint16)).cast("B"))
+    whole = transfer.HostPiece(arriving.wait(), given.num_tokens, given.num_tokens)
+    part = transfer.HostPiece(arriving.wait(), given.num_tokens, 1)
+    back = copies.copy_in([whole, part], (3, 4, 64), mx.bfloat16)
+    assert mx.array_equal(back, mx.concatenate([expected, expected[:, :, :1]], axis=2)).item()
+    copied = copies.pinned(memoryview(bytes(16)))
+    assert copied is not None
+    assert bytes(copied) == bytes(16)
