@@ -12,8 +12,8 @@ from typing import Any
 from semantic.adapters.config.settings import load_settings
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.application.cache.store import AgentCacheStore
-from semantic.application.engine.device_thread import LoadedModel
 from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.model import LoadedModel
 from semantic.application.engine.request import EventBatch, Job
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.agents import Principal

@@ -311,7 +311,7 @@ def test_system_messages_stay_where_they_stand(client: anthropic.Anthropic) -> N
 
 def test_models(client: anthropic.Anthropic) -> None:
     page = client.models.list(limit=1000)
-    assert [model.id for model in page] == ["fake"]
+    assert [model.id for model in page] == ["fake", "fake-2"]
     info = client.models.retrieve("fake")
     assert info.type == "model"
     assert info.max_input_tokens == 131_072

@@ -108,7 +108,7 @@ def test_stop_strings_are_not_shown(client: openai.OpenAI) -> None:
 
 
 def test_models(client: openai.OpenAI, running: RunningServer) -> None:
-    assert [model.id for model in client.models.list()] == ["fake"]
+    assert [model.id for model in client.models.list()] == ["fake", "fake-2"]
     assert client.models.retrieve("fake").id == "fake"
     with pytest.raises(openai.NotFoundError, match="not served"):
         client.models.retrieve("gpt-9")

@@ -65,6 +65,13 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelProgress:
+    """The model is not there yet: what is being done, for people. Comes before `Started`."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class ScoredToken:
     """A token's bytes and log-probability, and those of the likeliest in its place."""
 
@@ -144,6 +151,7 @@ class Failed:
 Event: TypeAlias = (
     Started
     | PrefillProgress
+    | ModelProgress
     | TextDelta
     | ThinkingDelta
     | ThinkingEnded

@@ -1,30 +1,92 @@
-"""The names under which the served model may be asked for."""
+"""The names under which models may be asked for."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from semantic.domain.errors import ModelNotFoundError
+from semantic.domain.errors import InvalidRequestError
 
 # Clients made for Anthropic's models ask for them by name, in the background too.
-_BUILT_IN_ALIASES = ("claude*", "anthropic/claude*")
+_ANY = ("claude*", "anthropic/claude*")
+# Short names: what runs as it is published, and what MLX runs in four bits.
+SHORT_NAMES = {
+    "llama-3.2-1b": (
+        "unsloth/Llama-3.2-1B-Instruct",
+        "mlx-community/Llama-3.2-1B-Instruct-4bit",
+    ),
+    "llama-3.2-3b": (
+        "unsloth/Llama-3.2-3B-Instruct",
+        "mlx-community/Llama-3.2-3B-Instruct-4bit",
+    ),
+    "llama-3.1-8b": (
+        "unsloth/Meta-Llama-3.1-8B-Instruct",
+        "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit",
+    ),
+    "qwen2.5-0.5b": ("Qwen/Qwen2.5-0.5B-Instruct", "mlx-community/Qwen2.5-0.5B-Instruct-4bit"),
+    "qwen2.5-7b": ("Qwen/Qwen2.5-7B-Instruct", "mlx-community/Qwen2.5-7B-Instruct-4bit"),
+    "qwen3-4b": ("Qwen/Qwen3-4B", "mlx-community/Qwen3-4B-4bit"),
+    "gemma-3-1b": ("google/gemma-3-1b-it", "mlx-community/gemma-3-1b-it-4bit"),
+    "gemma-3-12b": ("google/gemma-3-12b-it", "mlx-community/gemma-3-12b-it-4bit"),
+    "mistral-7b": (
+        "mistralai/Mistral-7B-Instruct-v0.3",
+        "mlx-community/Mistral-7B-Instruct-v0.3-4bit",
+    ),
+    "gpt-oss-20b": ("openai/gpt-oss-20b", "mlx-community/gpt-oss-20b-MXFP4-Q8"),
+}
 
 
-def require_served(name: str, model_id: str, aliases: Sequence[str] = ()) -> None:
-    """Accept a model's own name, an alias, or none at all.
+def served_id(source: str) -> str:
+    """The name of a model whose files are found by `source`.
 
-    Args:
-        name: What a request asks for; empty takes whatever is served.
-        model_id: The served model's own name.
-        aliases: Patterns as in a shell, upper and lower case alike.
-
-    Raises:
-        ModelNotFoundError: it is another name; says which are served.
+    Example:
+        >>> served_id("~/models/qwen.gguf"), served_id("Qwen/Qwen3-4B")
+        ('qwen', 'Qwen3-4B')
     """
-    patterns = (*_BUILT_IN_ALIASES, *aliases)
-    is_alias = any(fnmatchcase(name.lower(), pattern.lower()) for pattern in patterns)
-    if name and name != model_id and not is_alias:
-        raise ModelNotFoundError(
-            f"the model {name!r} is not served here; this server serves {model_id!r}, also as "
-            f"{', '.join(map(repr, patterns))}. Use one of these names or none, or add yours to "
-            "the setting model_aliases."
-        )
+    return source.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """Aliases. They are patterns as in a shell, upper and lower case alike.
+
+    Attributes:
+        patterns: Stand for whichever model is served.
+        targets: Stand for one model each: pattern and source, the first that matches counts.
+    """
+
+    patterns: tuple[str, ...] = _ANY
+    targets: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, aliases: Sequence[str], short_names: Mapping[str, str]) -> "ModelNames":
+        """Read the setting `model_aliases`: `pattern`, or `pattern=source`.
+
+        Raises:
+            InvalidRequestError: one has no name, or stands for nothing.
+        """
+        patterns, targets = list(_ANY), list[tuple[str, str]]()
+        for alias in aliases:
+            pattern, sign, source = (part.strip() for part in alias.partition("="))
+            if not pattern or (sign and not source):
+                raise InvalidRequestError(
+                    f"setting model_aliases: {alias!r} is neither a name nor name=model",
+                    param="model_aliases",
+                )
+            if sign:
+                targets.append((pattern, source))
+            else:
+                patterns.append(pattern)
+        return cls(tuple(patterns), (*targets, *short_names.items()))
+
+    def source(self, name: str) -> str:
+        """What finds the files of the model that a name stands for."""
+        return next((source for known, source in self.targets if _matches(name, known)), name)
+
+    def is_any(self, name: str) -> bool:
+        """Whether a name stands for whichever model is served."""
+        is_pattern = any(_matches(name, pattern) for pattern in self.patterns)
+        return not name or (is_pattern and self.source(name) == name)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name.lower(), pattern.lower())

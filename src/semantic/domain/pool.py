@@ -181,6 +181,20 @@ class BlockPool:
                 raise ValueError(f"cannot release {nbytes} of {self._working_bytes} bytes")
             self._working_bytes -= nbytes
 
+    def resize(self, budget_bytes: int) -> list[PartKey]:
+        """Use another budget, evicting idle parts if need be.
+
+        Raises:
+            PoolExhaustedError: more than that is held or working.
+        """
+        with self._lock:
+            before, self._budget = self._budget, budget_bytes
+            try:
+                return self._make_room(0)
+            except PoolExhaustedError:
+                self._budget = before
+                raise
+
     # -- readings -----------------------------------------------------------------------------
 
     def keys(self) -> set[PartKey]:

@@ -5,7 +5,8 @@ made when the model's geometry is known.
 """
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import structlog
@@ -20,19 +21,20 @@ from semantic.application.agents.ledger import AgentLedger, write_at_once
 from semantic.application.agents.upkeep import Housekeeping
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
-from semantic.application.engine.device_thread import LoadedModel
 from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.model import LoadedModel
 from semantic.application.engine.request import EventSink
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.prompt.replay import LedgerReplayStore
-from semantic.domain.agents import Principal
-from semantic.domain.blocks import BlockName
+from semantic.domain.blocks import BlockName, BlockNamespace
 from semantic.domain.errors import CachePersistenceError, DrainingError, ModelSwapError
 from semantic.domain.pool import BlockPool
+from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.storage import LedgerPort
 from semantic.ports.telemetry import TelemetryPort
 
 _log = structlog.get_logger(__name__)
+_FLUSH_S = 0.5
 
 _FORMATS: dict[int, Literal["raw", "q8g64", "q4g64"]] = {16: "raw", 8: "q8g64", 4: "q4g64"}
 
@@ -66,7 +68,7 @@ class AgentMemory:
         """
         self._settings = settings
         self._disk_quota = disk_quota
-        self._root_of: list[Callable[[Principal], BlockName]] = []  # of each model
+        self._namings: set[tuple[str, str]] = set()  # of the models that were loaded
         self._telemetry = telemetry
         self.codec = KVCodec(_FORMATS[settings.kv_bits])
         self._closing = threading.Lock()
@@ -135,17 +137,30 @@ class AgentMemory:
         Raises:
             DrainingError: `close` came first.
         """
+        self._namings.add(model.naming)
+        roots = [model.root(principal) for principal in self.agents.principals()]
+        if self._files is not None:
+            self._files.announce(model.root(self.agents.principal()), model.fingerprint)
+        if self._cache is None:
+            self._open_cache(model.backend.spec, roots)
+        else:
+            self._cache.store.serve(model.backend.spec, roots)
+            self._cache.housekeeping.begin_warm_up()
+        store = self.cache.store
+        return BlockPoolBatchEngine(
+            model.backend, model.tokenizer, store, limits, emit, on_ready=on_ready
+        )
+
+    def _open_cache(self, spec: ModelCacheSpec, roots: Sequence[BlockName]) -> None:
+        """Make the store, which outlives the model whose geometry it is made with."""
         settings = self._settings
-        pool = BlockPool(model.backend.spec, settings.memory_budget_mb * 2**20)
+        pool = BlockPool(spec, settings.memory_budget_mb * 2**20)
         store = AgentCacheStore(
             pool, self.disk, on_moved=self.agents.log.move, telemetry=self._telemetry
         )
+        store.serve(spec, roots)
         store.restore_index(self._parts)
         self._parts = ()
-        self._root_of.append(model.root)
-        store.roots.update(model.root(principal) for principal in self.agents.principals())
-        if self._files is not None:
-            self._files.announce(model.root(self.agents.principal()), model.fingerprint)
         with self._closing:
             if self._is_closed:
                 raise DrainingError("the server is shutting down.")
@@ -161,9 +176,16 @@ class AgentMemory:
             if self.disk is not None:
                 self.disk.start(store.is_on_disk)
         housekeeping.start(settings.upkeep_interval_s, is_index_lost=self._is_index_lost)
-        return BlockPoolBatchEngine(
-            model.backend, model.tokenizer, store, limits, emit, on_ready=on_ready
-        )
+
+    def put_away(self) -> None:
+        """Write what a model that is unloaded left in memory, and drop it there."""
+        if self._cache is None:
+            return
+        store = self._cache.store
+        end = time.monotonic() + self._settings.drain_timeout_s
+        while self.disk is not None and store.offer_again() and time.monotonic() < end:
+            self.disk.flush(_FLUSH_S)
+        store.drop_memory()
 
     def is_durable(self, tenant: str, turn_id: str) -> bool:
         """Whether a turn that was written is on disk with its attention state."""
@@ -225,6 +247,7 @@ class AgentMemory:
         settings = self._settings
         usual = settings.tenant_disk_quota_mb * 2**20 or None
         for principal in self.agents.principals():
-            if any(root_of(principal) == root for root_of in self._root_of):
+            spaces = [BlockNamespace(*naming, principal.salt) for naming in tuple(self._namings)]
+            if any(space.root() == root for space in spaces):
                 return self._disk_quota(principal.tenant) or usual
         return usual

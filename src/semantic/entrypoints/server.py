@@ -21,6 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from semantic import __version__
 from semantic.adapters.config.settings import Settings
+from semantic.adapters.inbound.admin.routes import AdminApi
 from semantic.adapters.inbound.agents.cache import CacheApi
 from semantic.adapters.inbound.agents.generate import GenerateApi
 from semantic.adapters.inbound.agents.routes import IMPORT_PATH, DirectApi, TransferApi
@@ -73,7 +74,7 @@ def create_app(server: Server) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        server.device.start()
+        server.start()
         yield
         server.request_stop()
         if not server.device.join(server.settings.shutdown_timeout_s):
@@ -90,7 +91,7 @@ def create_app(server: Server) -> FastAPI:
     )
     install_error_handlers(app)
     app.include_router(docs_router(app.openapi))
-    app.include_router(page_router(server.models.models))
+    app.include_router(page_router(server.models.current))
     principal = current_principal
     app.include_router(openai_router(server.inference, server.models, principal))
     past = PastTurns(server.memory.agents.log)
@@ -98,6 +99,7 @@ def create_app(server: Server) -> FastAPI:
     app.include_router(health_router(server.models, lambda: _problems(server)))
     app.include_router(metrics_router(server.metrics.render))
     app.include_router(anthropic_router(server.inference, principal))
+    app.include_router(AdminApi(server.models).router())
     _add_agents(app, server)
     _add_middleware(app, server)
     return app
@@ -383,7 +385,7 @@ def _announce(server: Server, http: uvicorn.Server, failures: list[str]) -> None
         time.sleep(0.05)
     if server.device.state is ModelState.READY:
         elapsed = time.monotonic() - started
-        (current,) = server.models.models()
+        current = server.models.current()
         how = f" ({current.compute.summary})" if current.compute else ""
         sys.stdout.write(f"\n  ready: {server.model_id} after {elapsed:.1f} s{how}\n\n")
         sys.stdout.flush()

@@ -94,10 +94,17 @@ class InferencePort(Protocol):
 
 
 class ModelState(Enum):
-    """Where a model is on its way to answering."""
+    """Where a model is on its way to answering.
+
+    SWAPPING: its last requests end, and another takes its place. UNLOADED: the next request loads
+    it again.
+    """
 
     LOADING = "loading"
     READY = "ready"
+    SWAPPING = "swapping"
+    UNLOADED = "unloaded"
+    ON_DISK = "on_disk"
     FAILED = "failed"
     HUNG = "hung"
     STOPPED = "stopped"
@@ -113,6 +120,9 @@ class ModelStatus:
         max_context: The model's context length; 0 until it is loaded.
         created_at: When it was asked for, in seconds since the epoch.
         compute: How it is computed; None until it is loaded.
+        family: Its model type; empty if that is not known yet.
+        num_bytes: Of its weights on disk; 0 if that is not known yet.
+        fits: Whether its weights fit this machine's memory; None if that is not known.
     """
 
     id: str
@@ -122,22 +132,9 @@ class ModelStatus:
     max_context: int
     created_at: float
     compute: Compute | None = None
-
-
-class ModelManagementPort(Protocol):
-    """What models there are and how they are. Safe on any thread; never waits."""
-
-    def models(self) -> tuple[ModelStatus, ...]:
-        """All models this server serves or is loading, the current one first."""
-        ...
-
-    def find(self, name: str) -> ModelStatus:
-        """The model that a name stands for: its own or an alias; empty is the current one.
-
-        Raises:
-            ModelNotFoundError: none is served under this name.
-        """
-        ...
+    family: str = ""
+    num_bytes: int = 0
+    fits: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,31 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
+from semantic.adapters.outbound.backends.fake import FakeModels
 from semantic.application.cache.store import AgentCacheStore
-from semantic.application.engine.device_thread import DeviceThread, LoadedModel
+from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.model import LoadedModel
 from semantic.application.engine.request import EventBatch
 from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.models.gate import ModelGate
+from semantic.application.models.registry import ModelRegistry
 from semantic.application.requests.reply import ReplyHub
 from semantic.domain.pool import BlockPool
 from semantic.ports.inbound import ModelState
+
+
+def gate_to(device: DeviceThread, timeout_s: float = 60) -> ModelGate:
+    """Lets requests through to the one model of a device."""
+    source = FakeModels()
+    registry = ModelRegistry(
+        device, source, lambda *_: no_load(), source.find("fake"), backend_name="fake"
+    )
+    return ModelGate(registry, max_waiting=8, timeout_s=timeout_s)
+
+
+def no_load() -> LoadedModel:
+    raise AssertionError("nothing else is loaded")
 
 
 @contextlib.contextmanager

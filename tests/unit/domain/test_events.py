@@ -9,6 +9,7 @@ from semantic.domain.events import (
     Event,
     Failed,
     Finished,
+    ModelProgress,
     PrefillProgress,
     Started,
     TextDelta,
@@ -27,6 +28,7 @@ USAGE = Usage(prompt_tokens=3)
 EVENTS: tuple[Event, ...] = (
     Started("r1", "tiny", USAGE),
     PrefillProgress(1, 3),
+    ModelProgress("loading"),
     TextDelta("hi"),
     ThinkingDelta("hm"),
     ThinkingEnded("signature"),
@@ -45,7 +47,7 @@ def test_all_tokens_are_those_of_prompt_and_reply() -> None:
 def kind(event: Event) -> str:
     """Take an event apart; the type checker refuses this if a member is missing."""
     match event:
-        case Started() | PrefillProgress():
+        case Started() | PrefillProgress() | ModelProgress():
             return "before the reply"
         case TextDelta() | ThinkingDelta() | ThinkingEnded():
             return "text"

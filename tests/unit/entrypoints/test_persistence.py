@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer
-from semantic.application.engine.device_thread import LoadedModel
 from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.model import LoadedModel
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace, BlockPart
 from semantic.entrypoints.persistence import AgentMemory

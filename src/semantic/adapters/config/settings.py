@@ -80,7 +80,25 @@ class Settings(BaseSettings):
         description="model to serve: a name, a directory, a GGUF file, a Hugging Face id",
     )
     model_aliases: Annotated[list[str], NoDecode] = Field(
-        [], description="other names it answers to, with * and ?; * takes every name"
+        [], description="other names: with * and ? for the model served, or name=model"
+    )
+    model_dirs: Annotated[list[Path], NoDecode] = Field(
+        [], description="more directories to look for models in"
+    )
+    model_budget_mb: int = Field(
+        0, ge=0, description="most that a model's weights may take; 0 is what the machine has"
+    )
+    drain_timeout_s: float = Field(
+        30, ge=0, description="how long running requests may go on before a swap"
+    )
+    swap_on_request: bool = Field(
+        False, description="a request that names another model on this machine gets it"
+    )
+    min_residence_s: float = Field(
+        60, ge=0, description="a model stays at least this long before a request may swap it"
+    )
+    model_keep_alive_s: float = Field(
+        0, ge=0, description="a model that nobody asked for this long is unloaded; 0 keeps it"
     )
     backend: Literal["auto", "torch", "mlx", "fake"] = Field(
         "auto", description="what runs the model; auto: mlx on Apple Silicon and its CUDA build"
@@ -169,7 +187,7 @@ class Settings(BaseSettings):
         # The environment and the command line know text alone.
         return int(value) if isinstance(value, str) and value.isdecimal() else value
 
-    @field_validator("cors_origins", "model_aliases", mode="before")
+    @field_validator("cors_origins", "model_aliases", "model_dirs", mode="before")
     @classmethod
     def _read_list(cls, value: object) -> object:
         # The environment knows text alone: names with commas between them.

@@ -8,6 +8,6 @@
 4. The protocol's `events.py` makes the vendor's shapes of them, whole or frame by frame; their
    types are what the OpenAPI document shows.
 
-`openai/`, `responses/` and `anthropic/` speak as the vendors do; `agents/` is our own protocol.
-`page/` is what a browser sees, fed by the same API.
+`openai/`, `responses/` and `anthropic/` speak as the vendors do; `agents/` is our own protocol,
+and `admin/` is for whoever runs the server. `page/` is what a browser sees, fed by the same API.
 """

@@ -108,12 +108,12 @@ class CacheService:
     def prefetch(self, principal: Principal, agent_id: str) -> int:
         """Begin to read an agent's state into memory; returns how many parts that are."""
         agent = self._agents.get(principal.tenant, agent_id)
-        return self._ready().housekeeping.prefetch(agent)
+        return self._cache().housekeeping.prefetch(agent)
 
     def evict(self, principal: Principal, agent_id: str, *, is_cold: bool) -> StateView:
         """Drop an agent's own state from memory, working copies too, and from disk if asked."""
         agent = self._agents.get(principal.tenant, agent_id)
-        housekeeping = self._ready().housekeeping
+        housekeeping = self._cache().housekeeping
         closing = self._device.close_idle(f"{agent.tenant}/{agent.id}")
         try:
             closing.result(_CLOSE_TIMEOUT_S)
@@ -131,11 +131,11 @@ class CacheService:
         Raises:
             CachePersistenceError: the ledger cannot be changed now.
         """
-        return self._ready().housekeeping.collect(orphan_age_s=orphan_age_s)
+        return self._cache().housekeeping.collect(orphan_age_s=orphan_age_s)
 
     def verify(self) -> Iterator[CheckProgress]:
         """Read and check every file; bad ones are dropped."""
-        return self._ready().housekeeping.verify()
+        return self._cache().housekeeping.verify()
 
     def sample(self) -> tuple[dict[str, int], str]:
         """Read the counters and the memory's pressure, cheaply; zeros before the model is there."""
@@ -174,15 +174,15 @@ class CacheService:
 
     def blocks(self, after: str, limit: int) -> BlockPage:
         """List all blocks, a page at a time."""
-        return self._ready().store.watch.page(after, limit)
+        return self._cache().store.watch.page(after, limit)
 
     def changed_blocks(self, since: int, limit: int) -> BlockPage:
         """List the blocks that came, changed or went since a mark."""
-        return self._ready().store.watch.changes(since, limit)
+        return self._cache().store.watch.changes(since, limit)
 
     def overview(self) -> CacheOverview:
         """Read all figures, of all tenants together."""
-        cache = self._ready()
+        cache = self._cache()
         usage = cache.store.usage()
         counters, pressure = self.sample()
         requests = self._watch.counts
@@ -210,7 +210,3 @@ class CacheService:
             num_live=self._device.num_live,
             problem=self._disk.problem if self._disk else "",
         )
-
-    def _ready(self) -> ModelCache:
-        self._device.ready_model()
-        return self._cache()

@@ -62,7 +62,21 @@ class TurnEnded:
     reuse: Reuse = field(default_factory=Reuse)
 
 
-FeedEvent: TypeAlias = AgentChanged | TurnStarted | TurnEnded
+@dataclass(frozen=True, slots=True)
+class ModelChanged:
+    """A model is on its way, is there, or could not be loaded; every tenant hears of it.
+
+    Attributes:
+        state: fetching, swapping, loading, ready, unloaded, or failed.
+        detail: For people: what is being done, or why it failed.
+    """
+
+    model: str
+    state: str
+    detail: str
+
+
+FeedEvent: TypeAlias = AgentChanged | TurnStarted | TurnEnded | ModelChanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +168,10 @@ class EventFeed:
         self._readers: list[Subscription] = []
 
     def publish(self, event: FeedEvent) -> None:
-        """Tell the readers of the event's tenant."""
+        """Tell the readers of the event's tenant; all of them what concerns the model."""
+        tenant = None if isinstance(event, ModelChanged) else event.tenant
         with self._lock:
-            readers = [reader for reader in self._readers if reader.tenant == event.tenant]
+            readers = [reader for reader in self._readers if tenant in (None, reader.tenant)]
         for reader in readers:
             reader.put(event)
 

@@ -17,7 +17,8 @@ from semantic.application.agents.feed import AgentAction, AgentChanged, EventFee
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.cache.index import BlockNode
 from semantic.application.cache.writer import DiskTier
-from semantic.application.engine.device_thread import DeviceThread, LoadedModel
+from semantic.application.engine.device_thread import DeviceThread
+from semantic.application.engine.model import LoadedModel
 from semantic.domain.agents import Agent, Pointer, Principal, Turn
 from semantic.domain.blocks import BlockName, unpack_tokens
 from semantic.domain.errors import (

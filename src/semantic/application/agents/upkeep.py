@@ -185,6 +185,11 @@ class Housekeeping:
         )
         self._thread.start()
 
+    def begin_warm_up(self) -> None:
+        """Warm up for another model, in the background."""
+        work = functools.partial(self._guarded, "warming up", self.warm_up)
+        threading.Thread(target=work, name="semantic-warm-up", daemon=True).start()
+
     def stop(self, timeout_s: float) -> None:
         """End the background work."""
         self._is_stopping.set()

@@ -7,10 +7,13 @@ back to the last place that has them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from semantic.application.cache.index import BlockNode, Match
+from semantic.domain.agents import Tier
 from semantic.domain.blocks import BlockName, PartKey
 from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.ports.inbound import StateView
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,3 +160,18 @@ def needed_windows(
         for node in nodes
         if any(node.start < end and node.end > end - window for end in boundaries)
     }
+
+
+def state_of(nodes: Sequence[BlockNode], num_tokens: int) -> StateView:
+    """See where the blocks of a chain are, which `num_tokens` were kept in."""
+    memory = list(takewhile(lambda node: LayerKind.FULL in node.payloads, nodes))
+    disk = list(takewhile(lambda node: LayerKind.FULL in node.files, nodes))
+    return StateView(
+        tier=Tier.HOT if memory else Tier.WARM if disk else Tier.COLD,
+        num_tokens=num_tokens,
+        memory_tokens=memory[-1].end if memory else 0,
+        disk_tokens=disk[-1].end if disk else 0,
+        memory_bytes=sum(node.memory_bytes for node in nodes),
+        disk_bytes=sum(node.disk_bytes for node in nodes),
+        block=nodes[-1].name if nodes else None,
+    )

@@ -1,12 +1,11 @@
 """Attention state that outlives its sequence: sealed blocks, in memory and on disk.
 
-Finds the longest known beginning of a prompt, and keeps the blocks that sequences leave behind. It
-moves payloads between the engine, the pool's budget and the disk; it does not know what is in them.
+Finds the longest known beginning of a prompt, and keeps the blocks that sequences leave behind,
+whichever model is loaded; it does not know what is in payloads.
 """
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import takewhile
 
 from semantic.application.cache.block_watch import BlockWatch
 from semantic.application.cache.eviction import old_boundaries, orphans, resumable_blocks
@@ -17,11 +16,12 @@ from semantic.application.cache.restore_plan import (
     WantedPart,
     needed_windows,
     plan_restore,
+    state_of,
     worth_reading,
 )
 from semantic.application.cache.tiers import BlockTiers, OnMoved
 from semantic.application.cache.writer import DiskTier
-from semantic.domain.agents import Pointer, Tier
+from semantic.domain.agents import Pointer
 from semantic.domain.blocks import BlockName, BlockPart, PartKey, pack_tokens
 from semantic.domain.errors import PoolExhaustedError
 from semantic.domain.pool import BlockPool, PoolUsage
@@ -88,8 +88,7 @@ class AgentCacheStore:
             tokens: The prompt, less the tokens that must be computed anyway.
             is_used: Whether that makes it young again.
         """
-        spec = self.spec
-        packed = pack_tokens(tokens)
+        packed, spec = pack_tokens(tokens), self.spec
         with self._lock:
             self.roots.add(root)
             match = self._index.match(root, packed, spec.block_tokens)
@@ -251,13 +250,18 @@ class AgentCacheStore:
         """Give room back."""
         self._pool.release(nbytes)
 
+    def resize(self, nbytes: int) -> None:
+        """Use another budget of memory; `PoolExhaustedError` if more than that is in use."""
+        with self._lock:
+            self._tiers.resize(nbytes)
+
     def usage(self) -> PoolUsage:
         """Read the pool's counters."""
         return self._pool.usage()
 
     @property
     def is_busy(self) -> bool:
-        """Whether parts are being read or written: some of what is in use will soon not be."""
+        """Whether parts are being read or written, so that room will come."""
         with self._lock:
             return self.loader.is_busy or self._tiers.is_writing
 
@@ -281,6 +285,16 @@ class AgentCacheStore:
             self.drop_payloads(parts)
             return freed
 
+    def drop_memory(self) -> None:
+        """Drop all that is in memory and not in use."""
+        self.loader.stop_prefetching()
+        self.drop_payloads(WantedPart(n, kind) for n in self.nodes() for kind in tuple(n.payloads))
+
+    def serve(self, spec: ModelCacheSpec, roots: Iterable[BlockName]) -> None:
+        """Keep the blocks of another model from now on; those of others stay on disk."""
+        with self._lock:
+            self.spec, self.roots = spec, set(roots)
+
     # -- disk -----------------------------------------------------------------------------------
 
     def restore_index(self, parts: Iterable[BlockPart]) -> None:
@@ -295,10 +309,7 @@ class AgentCacheStore:
     def reconcile(
         self, present: Iterable[BlockPart], missing: Iterable[PartKey]
     ) -> list[BlockPart]:
-        """Take over files that are not known, and forget those that are not there.
-
-        Those that are being read tell later. Returns what was not known.
-        """
+        """Take over unknown files, forget those that are not there; returns the unknown ones."""
         with self._lock:
             # Those that were written while the files were read are known by now.
             unknown = [part for part in present if not self._index.has_file(part.key)]
@@ -309,10 +320,11 @@ class AgentCacheStore:
                     self._tiers.lose_file(WantedPart(node, kind))
             return unknown
 
-    def offer_again(self) -> None:
-        """Hand over what the writer had no room for, as far as it is still in memory."""
+    def offer_again(self) -> bool:
+        """Hand over what the writer had no room for; False if nothing is left to write."""
         with self._lock:
             self._tiers.offer_again()
+            return self._tiers.is_writing
 
     def is_on_disk(self, pointer: Pointer) -> bool:
         """Whether all that leads to a place is on disk, and none of it is still to be written."""
@@ -354,25 +366,13 @@ class AgentCacheStore:
     def footprint(self, pointer: Pointer, tokens: Callable[[], Sequence[int]]) -> StateView:
         """See where the blocks that lead to a pointer are; `tokens` as for `lineage`."""
         nodes = self.lineage(pointer, tokens)
-        full = LayerKind.FULL
         with self._lock:
-            memory = list(takewhile(lambda node: full in node.payloads, nodes))
-            disk = list(takewhile(lambda node: full in node.files, nodes))
-            return StateView(
-                tier=Tier.HOT if memory else Tier.WARM if disk else Tier.COLD,
-                num_tokens=pointer.num_tokens,
-                memory_tokens=memory[-1].end if memory else 0,
-                disk_tokens=disk[-1].end if disk else 0,
-                memory_bytes=sum(node.memory_bytes for node in nodes),
-                disk_bytes=sum(node.disk_bytes for node in nodes),
-                block=nodes[-1].name if nodes else None,
-            )
+            return state_of(nodes, pointer.num_tokens)
 
     def sizes(self, name: BlockName) -> dict[BlockName, int]:
         """Bytes of the blocks that lead to one."""
         with self._lock:
-            chain = self._index.chain(name)
-            return {node.name: max(node.memory_bytes, node.disk_bytes) for node in chain}
+            return {n.name: max(n.memory_bytes, n.disk_bytes) for n in self._index.chain(name)}
 
     def reachable(self, pointers: Iterable[Pointer]) -> set[BlockName]:
         """Blocks that lead to any of these places, and the boundaries inside them."""
@@ -387,7 +387,7 @@ class AgentCacheStore:
     def used_files(self, since: float) -> list[PartKey]:
         """Files of the blocks that were used since a time."""
         with self._lock:
-            used = [node for node in self._index if node.last_used >= since]
+            used = (node for node in self._index if node.last_used >= since)
             return [(node.name, kind) for node in used for kind in node.files]
 
     def evict(
@@ -419,7 +419,7 @@ class AgentCacheStore:
         """Drop what is not reachable and nobody used since a time; returns the disk bytes freed."""
         with self._lock:
             nodes = orphans(self._index, reachable, unused_since=unused_since)
-            return self.drop([WantedPart(node, kind) for node in nodes for kind in LayerKind])
+            return self.drop([WantedPart(n, kind) for n in nodes for kind in LayerKind])
 
     def drop_old_boundaries(
         self, latest_turns: Iterable[tuple[Pointer, int]], *, unused_since: float

@@ -89,6 +89,14 @@ class BlockTiers:
         """
         self._forget(self.pool.reserve(nbytes), EvictionReason.BUDGET)
 
+    def resize(self, nbytes: int) -> None:
+        """Use another budget, dropping parts that nobody holds if need be.
+
+        Raises:
+            PoolExhaustedError: more than that is in use.
+        """
+        self._forget(self.pool.resize(nbytes), EvictionReason.BUDGET)
+
     def drop_payloads(
         self, parts: Iterable[WantedPart], reason: EvictionReason = EvictionReason.UNUSED
     ) -> int:

@@ -1,115 +1,53 @@
 """The thread that owns the device, and the two queues by which everyone else talks to it.
 
-Commands go in through one queue; events come out through the sink the engine was given. The
-model is loaded, run and dropped on this thread. A watchdog notices when a device call does not
-come back: it answers everyone who waits, and the model counts as hung until it does.
+Commands go in through one queue; events come out through the sink the engine was given. Models are
+loaded, run and dropped on this thread, one at a time: `exchange` puts another in the place of the
+one that runs. A watchdog notices when a device call does not come back: it answers everyone who
+waits, and the model counts as hung until it does.
 """
 
 import contextlib
-import hashlib
 import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
 from semantic.application.engine.engine import BlockPoolBatchEngine
+from semantic.application.engine.model import (
+    Cancel,
+    CloseIdle,
+    Command,
+    Exchange,
+    LoadedModel,
+    Loader,
+    Reconfigure,
+    Resize,
+    Stop,
+    Submit,
+    Wake,
+)
 from semantic.application.engine.request import EventBatch, EventSink, Job
 from semantic.application.engine.scheduler import EngineLimits
-from semantic.domain.agents import Principal
-from semantic.domain.blocks import BlockName, BlockNamespace
 from semantic.domain.errors import (
     BackendError,
     DrainingError,
     ModelSwapError,
     OverloadedError,
+    PoolExhaustedError,
     SemanticError,
 )
 from semantic.domain.events import Failed, Finished
-from semantic.domain.model_names import require_served
-from semantic.domain.reply_format import ReplyFormat
-from semantic.domain.sampling import SamplingDefaults
-from semantic.ports.backend import ModelBackendPort
-from semantic.ports.inbound import ModelState, ModelStatus
+from semantic.ports.inbound import ModelState
 from semantic.ports.telemetry import NoTelemetry, TelemetryPort
-from semantic.ports.text import GrammarPort, TokenizerPort
 
 _log = logging.getLogger(__name__)
 _IDLE_POLL_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model that can answer.
-
-    Attributes:
-        fingerprint: Tells it from every other model.
-        kv_format: How its attention state rests.
-        reply_format: How it writes thinking and tool calls.
-        grammar: Enforces the form of its replies; None enforces nothing.
-        defaults: How it is sampled where a request does not say.
-        aliases: Other names it answers to; see `require_served`.
-    """
-
-    id: str
-    backend: ModelBackendPort
-    tokenizer: TokenizerPort
-    fingerprint: str = ""
-    kv_format: str = "raw"
-    reply_format: ReplyFormat = field(default_factory=ReplyFormat)
-    grammar: GrammarPort | None = None
-    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    aliases: tuple[str, ...] = ()
-
-    @property
-    def system_fingerprint(self) -> str:
-        """A short name of the model's files and what computes them, for clients to compare."""
-        name = f"{self.fingerprint or self.id}/{self.backend.traits.kv_abi}"
-        return f"fp_{hashlib.sha256(name.encode()).hexdigest()[:10]}"
-
-    def root(self, principal: Principal) -> BlockName:
-        """Where the block names of a tenant begin for this model."""
-        kv_format = f"{self.backend.traits.kv_abi}/{self.kv_format}"
-        return BlockNamespace(self.fingerprint or self.id, kv_format, principal.salt).root()
-
-
-@dataclass(frozen=True, slots=True)
-class _Submit:
-    job: Job
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    job_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Reconfigure:
-    limits: EngineLimits
-
-
-@dataclass(frozen=True, slots=True)
-class _CloseIdle:
-    agent: str
-    done: Future[None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Wake:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
-
-
-Command: TypeAlias = _Submit | _Cancel | _CloseIdle | _Reconfigure | _Wake | _Stop
-Loader: TypeAlias = Callable[[Callable[[str], None]], LoadedModel]
 # The last argument wakes the thread when something the engine waits for has come.
 EngineFactory: TypeAlias = Callable[
     [LoadedModel, EngineLimits, EventSink, Callable[[], None]], BlockPoolBatchEngine
@@ -128,16 +66,19 @@ class DeviceThread:
         *,
         hang_timeout_s: float,
         telemetry: TelemetryPort | None = None,
+        put_away: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare; nothing runs before `start`.
 
         Args:
-            load: Called once on the thread; reports its steps for people.
-            make_engine: Called once on the thread, after `load`.
+            load: Loads the first model, on the thread; reports its steps for people.
+            make_engine: Called on the thread after each `load`.
             limits: The engine's limits; see `reconfigure`.
             emit: Gets batches of events, from the thread and, if the device hangs, the watchdog.
             hang_timeout_s: A step that takes longer counts as hung.
             telemetry: Counts that; None is nobody.
+            put_away: Called on the thread when an engine has ended and another model may follow:
+                writes what it sealed and drops it from memory.
         """
         self._load = load
         self._make_engine = make_engine
@@ -145,6 +86,7 @@ class DeviceThread:
         self._emit = emit
         self._hang_timeout_s = hang_timeout_s
         self._counts = (telemetry or NoTelemetry()).counts.engine
+        self._put_away = put_away
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._taken: deque[Command] = deque()
         self._lock = threading.RLock()  # a signal's handler may run inside it
@@ -154,6 +96,11 @@ class DeviceThread:
         self._model: LoadedModel | None = None
         self._longest_sequence = 0
         self._busy_since: float | None = None
+        self._idle_since = time.monotonic()
+        self._exchange: Exchange | None = None  # the thread's own: what it drains for
+        self._drain_until = 0.0
+        self._num_cut = 0
+        self._state_before_hang = ModelState.READY
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="semantic-device", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="semantic-watchdog", daemon=True)
@@ -195,6 +142,12 @@ class DeviceThread:
         with self._lock:
             return len(self._live)
 
+    @property
+    def idle_s(self) -> float:
+        """For how long nobody has asked for anything; 0 while a request waits or runs."""
+        with self._lock:
+            return 0.0 if self._live else time.monotonic() - self._idle_since
+
     def start(self) -> None:
         """Begin loading; returns at once."""
         self._thread.start()
@@ -216,19 +169,26 @@ class DeviceThread:
                 raise ModelSwapError(f"no model is served: {self._detail}")
             if self._state is ModelState.HUNG:
                 raise ModelSwapError("the device does not answer.", retry_after_s=30)
+            if self._state is ModelState.UNLOADED:
+                raise ModelSwapError("no model is loaded.", retry_after_s=2)
             raise ModelSwapError(f"the model is loading: {self._detail}.", retry_after_s=2)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, model: LoadedModel | None = None) -> None:
         """Queue a job; its events, the last of them final, go to the sink.
 
+        Args:
+            job: What to compute.
+            model: The model it was made for; None takes whichever is loaded.
+
         Raises:
-            ModelSwapError: no model is ready.
+            ModelSwapError: no model is ready, or it is another one by now.
             DrainingError: the server is shutting down.
             OverloadedError: the queue is full.
         """
         limit = self._limits.max_batch_size + self._limits.max_queue
         with self._lock:
-            self.ready_model()
+            if self.ready_model() is not (model or self._model):
+                raise ModelSwapError("the model was swapped meanwhile.", retry_after_s=1)
             if len(self._live) >= limit:
                 raise OverloadedError(
                     f"{len(self._live)} requests are waiting or running; try again.",
@@ -236,31 +196,62 @@ class DeviceThread:
                 )
             self._live.add(job.id)
             # Within the lock: who is answered from here on is cancelled after this, not before.
-            self._commands.put(_Submit(job))
+            self._commands.put(Submit(job))
 
     def cancel(self, job_id: str) -> None:
         """End a request early; unknown ones are passed over."""
-        self._commands.put(_Cancel(job_id))
+        self._commands.put(Cancel(job_id))
 
     def close_idle(self, agent: str) -> Future[None]:
         """Close an agent's idle working copies; the future tells when they are closed."""
         done: Future[None] = Future()
-        self._commands.put(_CloseIdle(agent, done))
+        self._commands.put(CloseIdle(agent, done))
         return done
 
     def reconfigure(self, limits: EngineLimits) -> None:
         """Use other limits from the next step on."""
         self._limits = limits
-        self._commands.put(_Reconfigure(limits))
+        self._commands.put(Reconfigure(limits))
+
+    def resize(self, nbytes: int) -> Future[None]:
+        """Give attention state another budget of memory; idle copies and blocks make way.
+
+        The future fails with `PoolExhaustedError` if running requests need more.
+        """
+        done: Future[None] = Future()
+        self._commands.put(Resize(nbytes, done))
+        return done
+
+    def exchange(self, load: Loader | None, *, drain_s: float) -> Future[int]:
+        """Drop the model and load another, or none; submits are refused from now on.
+
+        Requests that run may end within `drain_s`; those left then are answered with an error,
+        what they have computed is kept. One exchange at a time: the caller sees to that.
+
+        Returns:
+            How many requests were cut, once the other model is ready. Fails with what `load`
+            raised; no model is loaded then.
+
+        Raises:
+            DrainingError: the server is shutting down.
+        """
+        exchange = Exchange(load, drain_s)
+        with self._lock:
+            if self._state is ModelState.STOPPED:
+                raise DrainingError("the server is shutting down.", retry_after_s=5)
+            if self._model is not None:
+                self._set_state(ModelState.SWAPPING, f"{len(self._live)} requests are ending")
+            self._commands.put(exchange)
+        return exchange.done
 
     def _wake(self) -> None:
-        self._commands.put(_Wake())
+        self._commands.put(Wake())
 
     def request_stop(self) -> None:
         """Refuse new work and end what runs; returns at once."""
         self._set_state(ModelState.STOPPED, "stopped")
         self._is_stopping.set()
-        self._commands.put(_Stop())
+        self._commands.put(Stop())
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread to drop the model and end, after `request_stop`.
@@ -275,28 +266,103 @@ class DeviceThread:
     # -- the device's thread --------------------------------------------------------------------
 
     def _run(self) -> None:
+        exchange: Exchange | None = Exchange(self._load)
+        while exchange is not None:
+            exchange = self._hold(exchange)
+        self._fail_live(BackendError("the device's thread has ended."))
+        self._refuse_exchanges()
+
+    def _hold(self, exchange: Exchange) -> Exchange | None:
+        """Load a model and run it until the next one is to take its place; None at the end."""
+        engine = self._open(exchange)
+        return self._serve(engine) if engine else self._await_exchange()
+
+    def _open(self, exchange: Exchange) -> BlockPoolBatchEngine | None:
+        """Load a model; None if there is none to load, or it could not be loaded."""
+        if exchange.load is None:
+            self._set_state(ModelState.UNLOADED, "unloaded")
+            exchange.done.set_result(self._num_cut)
+            return None
+        self._set_state(ModelState.LOADING, "starting")
         try:
-            model = self._load(lambda step: self._set_state(ModelState.LOADING, step))
-            engine = self._make_engine(model, self._limits, self._hand_out, self._wake)
-        except SemanticError as error:
-            self._set_state(ModelState.FAILED, error.message)
-            return
+            model = exchange.load(lambda step: self._set_state(ModelState.LOADING, step))
+            try:
+                engine = self._make_engine(model, self._limits, self._hand_out, self._wake)
+            except BaseException:
+                model.backend.shutdown()
+                raise
         except Exception as error:  # noqa: BLE001 - whatever it was, health and clients hear of it
-            _log.exception("the model could not be loaded")
-            self._set_state(ModelState.FAILED, repr(error))
-            return
+            is_known = isinstance(error, SemanticError)
+            if not is_known:
+                _log.exception("the model could not be loaded")
+            reason = error.message if isinstance(error, SemanticError) else repr(error)
+            self._set_state(ModelState.FAILED, reason)
+            exchange.done.set_exception(error if is_known else ModelSwapError(reason))
+            return None
         with self._lock:
             self._model, self._longest_sequence = model, engine.longest_sequence
+            self._idle_since = time.monotonic()
         self._set_state(ModelState.READY, "ready")
+        exchange.done.set_result(self._num_cut)
+        return engine
+
+    def _serve(self, engine: BlockPoolBatchEngine) -> Exchange | None:
+        """Run an engine until its model is exchanged; None at the end of the server."""
+        self._exchange, model = None, self._model
         try:
-            while self._turn(engine):
+            while self._turn(engine) and not self._is_drained(engine):
                 pass
-            engine.abandon(DrainingError("the server is shutting down.", retry_after_s=5))
-            model.backend.shutdown()
+            self._close(engine)
+            with self._lock:
+                self._model = None
+            if model is not None:
+                model.backend.shutdown()
         except Exception as error:  # noqa: BLE001 - the thread ends, and everyone hears of it
             _log.exception("the device's thread ended")
             self._set_state(ModelState.FAILED, f"the engine failed: {error!r}")
-        self._fail_live(BackendError("the device's thread has ended."))
+            return None
+        return self._exchange
+
+    def _is_drained(self, engine: BlockPoolBatchEngine) -> bool:
+        """Whether a model that is to go has done what it still may."""
+        is_late = time.monotonic() >= self._drain_until
+        return self._exchange is not None and (is_late or not engine.has_work)
+
+    def _close(self, engine: BlockPoolBatchEngine) -> None:
+        """End what still runs, and keep what it has computed if another model follows."""
+        if self._exchange is None:
+            engine.abandon(DrainingError("the server is shutting down.", retry_after_s=5))
+            return
+        self._num_cut = engine.end_all(
+            ModelSwapError("the model is swapped for another; try again.", retry_after_s=5)
+        )
+        self._set_state(ModelState.SWAPPING, "writing what agents left behind")
+        self._put_away()
+        self._set_state(ModelState.SWAPPING, "unloading")
+
+    def _await_exchange(self) -> Exchange | None:
+        """Wait, without a model, for one to load; None at the end of the server."""
+        self._num_cut = 0
+        while True:
+            match self._taken.popleft() if self._taken else self._commands.get():
+                case Exchange() as exchange:
+                    return exchange
+                case CloseIdle(_, done) | Resize(_, done):
+                    done.set_result(None)
+                case Stop():
+                    return None
+                case _:
+                    pass  # whoever it was about has been answered
+
+    def _refuse_exchanges(self) -> None:
+        """Answer those whose models will never be loaded."""
+        late = [*self._taken, *([self._exchange] if self._exchange else [])]
+        with contextlib.suppress(queue.Empty):
+            while True:
+                late.append(self._commands.get_nowait())
+        for command in late:
+            if isinstance(command, Exchange | CloseIdle | Resize) and not command.done.done():
+                command.done.set_exception(DrainingError("the server is shutting down."))
 
     def _turn(self, engine: BlockPoolBatchEngine) -> bool:
         """Take commands and do one step; False once told to stop."""
@@ -312,7 +378,7 @@ class DeviceThread:
                 affected = set(self._live)  # and not those who are sent while these are answered
             engine.abandon(failure)
             for name in self._fail_live(failure, affected):
-                self._commands.put(_Cancel(name))  # whoever is answered must not run later
+                self._commands.put(Cancel(name))  # whoever is answered must not run later
         finally:
             with self._lock:
                 self._busy_since = None
@@ -338,22 +404,37 @@ class DeviceThread:
 
     def _carry_out(self, engine: BlockPoolBatchEngine, command: Command) -> bool:
         match command:
-            case _Submit(job):
+            case Submit(job):
                 engine.submit(job)
-            case _Cancel(job_id):
+            case Cancel(job_id):
                 engine.cancel(job_id)
-            case _CloseIdle(agent, done):
+            case CloseIdle(agent, done):
                 engine.close_idle(agent)
                 done.set_result(None)
-            case _Reconfigure(limits):
+            case Reconfigure(limits):
                 engine.reconfigure(limits)
-            case _Wake():
+            case Resize(nbytes, done):
+                self._resize(engine, nbytes, done)
+            case Exchange(_, drain_s):
+                self._exchange = command
+                self._drain_until = time.monotonic() + drain_s
+            case Wake():
                 pass
-            case _Stop():
+            case Stop():
                 return False
             case _:
                 assert_never(command)
         return True
+
+    def _resize(self, engine: BlockPoolBatchEngine, nbytes: int, done: Future[None]) -> None:
+        try:
+            engine.resize(nbytes)
+        except PoolExhaustedError as error:
+            done.set_exception(error)
+            return
+        with self._lock:
+            self._longest_sequence = engine.longest_sequence
+        done.set_result(None)
 
     def _await_command(self, timeout_s: float | None) -> None:
         with contextlib.suppress(queue.Empty):
@@ -369,6 +450,7 @@ class DeviceThread:
             # Whoever was answered already, because the device hung, hears no more.
             wanted = [item for item in events if item[0] in self._live]
             self._live -= ended
+            self._idle_since = time.monotonic()
         if wanted:
             self._emit(wanted)
 
@@ -389,7 +471,7 @@ class DeviceThread:
     def _recover(self) -> None:
         if self._state is ModelState.HUNG:
             _log.warning("the device answers again")
-            self._set_state(ModelState.READY, "ready")
+            self._set_state(self._state_before_hang, "ready")
 
     # -- the watchdog's thread ------------------------------------------------------------------
 
@@ -405,47 +487,12 @@ class DeviceThread:
         with self._lock:
             if self._busy_since != since:
                 return  # it answered just now
-            self._counts.hangs += self._state is not ModelState.HUNG
+            if self._state is not ModelState.HUNG:
+                self._counts.hangs += 1
+                self._state_before_hang = self._state
             self._set_state(ModelState.HUNG, problem)
         waiting = self._fail_live(BackendError(f"{problem}."))
         if waiting:
             _log.error("%s; %d requests are failed", problem, len(waiting))
         for name in waiting:
-            self._commands.put(_Cancel(name))
-
-
-class ModelRegistry:
-    """`ModelManagementPort` over the device's one model. Safe on any thread."""
-
-    def __init__(
-        self,
-        device: DeviceThread,
-        model_id: str,
-        backend_name: str,
-        aliases: Sequence[str] = (),
-    ) -> None:
-        self._device = device
-        self._model_id = model_id
-        self._backend_name = backend_name
-        self._aliases = tuple(aliases)
-        self._created_at = time.time()
-
-    def models(self) -> tuple[ModelStatus, ...]:
-        """The model this server serves or is loading."""
-        model = self._device.model
-        return (
-            ModelStatus(
-                id=self._model_id,
-                backend=self._backend_name,
-                state=self._device.state,
-                detail=self._device.detail,
-                max_context=model.backend.spec.max_context if model else 0,
-                created_at=self._created_at,
-                compute=model.backend.traits.compute if model else None,
-            ),
-        )
-
-    def find(self, name: str) -> ModelStatus:
-        """The model that a name stands for."""
-        require_served(name, self._model_id, self._aliases)
-        return self.models()[0]
+            self._commands.put(Cancel(name))

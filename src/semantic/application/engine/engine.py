@@ -11,7 +11,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import assert_never
 
 from semantic.application.cache.store import AgentCacheStore
@@ -22,9 +22,11 @@ from semantic.application.engine.request import (
     EngineWatch,
     EventBatch,
     EventSink,
+    Flight,
     Generation,
     Job,
     TextAssembler,
+    as_backend_error,
     monotonic,
 )
 from semantic.application.engine.scheduler import ConcurrentScheduler, EngineLimits
@@ -46,21 +48,10 @@ from semantic.ports.backend import (
     Sampled,
     SequenceId,
     Step,
-    Ticket,
 )
 from semantic.ports.text import TokenizerPort
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A step that is launched and not collected."""
-
-    rows: tuple[tuple[Generation, Chunk], ...]
-    ticket: Ticket
-    num_prompt_tokens: int
-    launched_at: float
 
 
 class BlockPoolBatchEngine:
@@ -100,7 +91,7 @@ class BlockPoolBatchEngine:
             backend, store, self._memory.idle, self._scheduler.budget, on_ready
         )
         self._generations: dict[str, Generation] = {}
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._last_collect = 0.0
         self._events: EventBatch = []
         self._orders = itertools.count()
@@ -169,6 +160,16 @@ class BlockPoolBatchEngine:
         self._hand_out()
         return is_busy
 
+    def end_all(self, error: SemanticError) -> int:
+        """Fail every request, keeping what was computed, and close all; returns how many."""
+        while self._flights:
+            self._collect()
+        running = list(self._generations.values())
+        for generation in running:
+            self._fail(generation, error)
+        self.abandon(error)
+        return len(running)
+
     def abandon(self, error: SemanticError) -> None:
         """Fail every request and forget all sequences: at the end, or after a defect of ours."""
         self._flights.clear()
@@ -182,6 +183,10 @@ class BlockPoolBatchEngine:
             self._events.append((generation.job.id, generation.final or Failed(error)))
         self._generations.clear()
         self._hand_out()
+
+    def resize(self, nbytes: int) -> None:
+        """Use another budget of memory; see `WorkingMemory.resize_budget`."""
+        self._memory.resize_budget(nbytes)
 
     def check_integrity(self) -> None:
         """Check the engine's parts against each other, between steps.
@@ -217,7 +222,7 @@ class BlockPoolBatchEngine:
             try:
                 rows.append((generation, generation.next_chunk(portion.num_tokens)))
             except Exception as error:  # noqa: BLE001 - a broken constraint ends one request
-                self._fail(generation, _as_backend_error(error))
+                self._fail(generation, as_backend_error(error))
         return rows
 
     def _make_room(self) -> bool:
@@ -316,7 +321,7 @@ class BlockPoolBatchEngine:
         try:
             work(generation)
         except Exception as error:  # noqa: BLE001 - whatever the backend raises ends one request
-            self._fail(generation, _as_backend_error(error))
+            self._fail(generation, as_backend_error(error))
 
     def _restore_bytes(self) -> int:
         """How much may be loaded in a step: little while others decode."""
@@ -345,7 +350,7 @@ class BlockPoolBatchEngine:
             generation.num_launched += chunk.num_tokens
             generation.num_rows += 1
             generation.num_draws += chunk.draw is not None
-        self._flights.append(_Flight(tuple(rows), ticket, prompt_tokens, started))
+        self._flights.append(Flight(tuple(rows), ticket, prompt_tokens, started))
 
     def _collect(self) -> None:
         flight = self._flights.popleft()
@@ -366,7 +371,7 @@ class BlockPoolBatchEngine:
                 if not isinstance(error, InvalidRequestError):
                     _log.exception("a row could not be handled")
                 if not generation.is_done:
-                    self._fail(generation, _as_backend_error(error))
+                    self._fail(generation, as_backend_error(error))
 
     def _isolate(self, rows: Sequence[tuple[Generation, Chunk]], error: Exception) -> None:
         """After a failed step: reopen its sequences and try each alone, once."""
@@ -385,7 +390,7 @@ class BlockPoolBatchEngine:
         if generation.is_done:
             self._retire(generation, is_sound=False)
         elif was_retried:
-            self._fail(generation, _as_backend_error(error))
+            self._fail(generation, as_backend_error(error))
         else:
             self._close(generation)
             generation.retry_until = chunk.start + chunk.num_tokens
@@ -488,9 +493,3 @@ class BlockPoolBatchEngine:
         if self._events:
             events, self._events = self._events, []
             self._emit(events)
-
-
-def _as_backend_error(error: Exception) -> SemanticError:
-    if isinstance(error, SemanticError):
-        return error
-    return BackendError(f"the device failed this request: {type(error).__name__}: {error}")

@@ -168,6 +168,20 @@ class WorkingMemory:
 
     # -- the whole budget -----------------------------------------------------------------------
 
+    def resize_budget(self, nbytes: int) -> None:
+        """Use another budget; idle copies and blocks make way.
+
+        Raises:
+            PoolExhaustedError: running sequences need more.
+        """
+        while True:
+            try:
+                self._store.resize(nbytes)
+                return
+            except PoolExhaustedError:
+                if not self.close_oldest_idle():
+                    raise
+
     def longest_that_fits(self) -> int:
         """Tokens of the longest sequence that fits if it is alone."""
         total = self._store.usage().total

@@ -11,6 +11,7 @@ from semantic.application.engine.restore import Restore
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockName, PartKey, block_end, common_prefix
 from semantic.domain.chat import ServiceClass
+from semantic.domain.errors import BackendError, SemanticError
 from semantic.domain.events import (
     Event,
     Failed,
@@ -21,7 +22,7 @@ from semantic.domain.events import (
     Usage,
 )
 from semantic.domain.sampling import SamplingParams, StopMatcher, StopRules, TokenLogprob
-from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, SequenceId
+from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, SequenceId, Ticket
 from semantic.ports.telemetry import Measure, RequestTrace, TelemetryPort
 from semantic.ports.text import TokenConstraint
 
@@ -348,3 +349,20 @@ class Generation:
         self.usage = replace(
             self.usage, cache_read_tokens=reuse.reused, cache_creation_tokens=reuse.computed
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that is launched and not collected."""
+
+    rows: tuple[tuple[Generation, Chunk], ...]
+    ticket: Ticket
+    num_prompt_tokens: int
+    launched_at: float
+
+
+def as_backend_error(error: Exception) -> SemanticError:
+    """What a request that failed this way is answered with."""
+    if isinstance(error, SemanticError):
+        return error
+    return BackendError(f"the device failed this request: {type(error).__name__}: {error}")

@@ -1,6 +1,7 @@
 """A request's way from a protocol to the engine and back.
 
-1. `service`: a protocol calls `InferenceService.start`; the rest of the way begins there.
+1. `service`: a protocol calls `InferenceService.start`; where the model must be brought first, the
+   request waits for it (`application/models`), and the rest of the way begins after that.
 2. `prepare`: in a thread of its own, the conversation becomes tokens (`application/prompt`), and a
    job: with its limits, its grammar, and a budget for thinking (`thinking_budget`).
 3. `identity`: on the way it is found out whose turn it is, and that agent is claimed.

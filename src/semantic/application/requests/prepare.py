@@ -12,7 +12,8 @@ from datetime import date
 from typing import Any, ParamSpec, TypeVar
 
 from semantic.application.agents.ledger import AgentLedger
-from semantic.application.engine.device_thread import DeviceThread, LoadedModel
+from semantic.application.engine.device_thread import DeviceThread
+from semantic.application.engine.model import LoadedModel
 from semantic.application.engine.request import Job, monotonic
 from semantic.application.prompt.dates import FrozenDates
 from semantic.application.prompt.renderer import Prompt, Renderer

@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.ledger import AgentLedger, Exchange
 from semantic.application.agents.turns import TurnWatch, turn_id
-from semantic.application.engine.device_thread import DeviceThread, LoadedModel
+from semantic.application.engine.device_thread import DeviceThread
+from semantic.application.models.gate import ModelGate
 from semantic.application.parsing import ReplyParser
 from semantic.application.prompt.replay import (
     ReplayStore,
@@ -31,8 +32,8 @@ from semantic.domain.errors import (
     SemanticError,
 )
 from semantic.domain.events import Started, TextDelta, Usage
-from semantic.domain.model_names import require_served
 from semantic.domain.sampling import FinishReason
+from semantic.ports.inbound import Reply
 from semantic.ports.telemetry import NoTelemetry
 
 _log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class InferenceService:
         agents: AgentLedger,
         replays: ReplayStore,
         *,
-        request_timeout_s: float,
+        gate: ModelGate,
         is_durable: Callable[[str, str], bool] | None = None,
         watch: TurnWatch | None = None,
     ) -> None:
@@ -64,21 +65,23 @@ class InferenceService:
             hub: Hands out what the device says.
             agents: Where turns are logged.
             replays: Where the tokens of replies are kept.
-            request_timeout_s: The longest a request may take.
+            gate: Where requests wait for their model; it says how long a request may take.
             is_durable: Says of a tenant's turn that was written whether it is safe on disk. Replies
                 then end when their turns are written, and tell; None promises nothing.
             watch: Is shown every request; None shows them to nobody.
         """
+        self.gate = gate
+        gate.on_refused = self._refused
         self._device = device
         self._hub = hub
         self._agents = agents
         self._replays = replays
         self._identities = Identities(agents)
         self._preparation = Preparation(
-            device, agents, self._identities, replays, request_timeout_s=request_timeout_s
+            device, agents, self._identities, replays, request_timeout_s=gate.timeout_s
         )
-        self._threads = PreparationThreads(min(request_timeout_s, _PREPARE_S))
-        self._request_timeout_s = request_timeout_s
+        self._threads = PreparationThreads(min(gate.timeout_s, _PREPARE_S))
+        self._request_timeout_s = gate.timeout_s
         self._is_durable = is_durable
         self._watch = watch or TurnWatch(EventFeed(), NoTelemetry())
         self._busy = BusyAgents()
@@ -89,18 +92,18 @@ class InferenceService:
         """Why requests cannot be prepared, for `/health`; empty if they can."""
         return self._threads.problem
 
-    async def start(self, request: ChatRequest, principal: Principal) -> LiveReply:
-        """Render, tokenise, check and queue a request."""
-        try:
-            return await self._start(request, principal)
-        except SemanticError as error:
-            model = self._device.model
-            self._watch.refuse(model.id if model else "", error)
-            raise
+    async def start(self, request: ChatRequest, principal: Principal) -> Reply:
+        """Render, tokenise, check and queue a request, when its model is there."""
+        return await self.gate.reply(request.model, lambda: self.begin(request, principal))
 
-    async def _start(self, request: ChatRequest, principal: Principal) -> LiveReply:
+    def _refused(self, error: SemanticError) -> None:
+        model = self._device.model
+        self._watch.refuse(model.id if model else "", error)
+
+    async def begin(self, request: ChatRequest, principal: Principal) -> LiveReply:
+        """Render, tokenise, check and queue a request whose model must be there."""
         received = time.monotonic()
-        model = self._model(request)
+        model = self.gate.model_for(request.model)
         ticket = self.limits.admit(principal)
         claim = self._busy.claim(principal.tenant)
         try:
@@ -141,7 +144,7 @@ class InferenceService:
         self._hub.open(job.id, reply)
         job.trace.queued = time.monotonic()
         try:
-            self._device.submit(job)
+            self._device.submit(job, model)
         except SemanticError:
             self._hub.discard(job.id)
             raise
@@ -152,7 +155,7 @@ class InferenceService:
 
     async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:
         """Count the tokens of the prompt that a request would make."""
-        model = self._model(request)
+        model = await self.gate.model(request.model)
         ticket = self.limits.admit(principal)
         try:
             count = self._preparation.count_tokens
@@ -162,13 +165,8 @@ class InferenceService:
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Write tokens out as text, special ones left out."""
-        token_bytes = self._device.ready_model().tokenizer.token_bytes
+        token_bytes = (await self.gate.model("")).tokenizer.token_bytes
         return b"".join(map(token_bytes, tokens)).decode("utf-8", "replace")
-
-    def _model(self, request: ChatRequest) -> LoadedModel:
-        model = self._device.ready_model()
-        require_served(request.model, model.id, model.aliases)
-        return model
 
     async def _log_turn(self, prepared: PreparedRequest, finished: FinishedReply) -> bool | None:
         """Log a turn, and keep its tokens for when the client sends the reply again.

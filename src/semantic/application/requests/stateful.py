@@ -113,8 +113,13 @@ class StatefulChat:
     async def generate(self, principal: Principal, agent_id: str, ask: NewTurn) -> Reply:
         """Answer new messages, after the turns that were asked for before."""
         agent = self._agents.get(principal.tenant, agent_id)
+        return await self._inference.gate.reply(
+            agent.profile.model or "", lambda: self._generate(principal, agent, ask)
+        )
+
+    async def _generate(self, principal: Principal, agent: Agent, ask: NewTurn) -> Reply:
         with contextlib.ExitStack() as turn:
-            lane = turn.enter_context(self._lanes.lane(principal.tenant, agent_id))
+            lane = turn.enter_context(self._lanes.lane(principal.tenant, agent.id))
             await self._lanes.wait(lane)
             turn.callback(lane.lock.release)
             num_cancels = lane.num_cancels
@@ -142,7 +147,7 @@ class StatefulChat:
             request = self._request(agent, conversation, ask)
             weighted = replace(principal, weight=principal.weight * agent.weight)
             try:
-                return await self._inference.start(request, weighted)
+                return await self._inference.begin(request, weighted)
             except (ContextLengthError, StateQuotaError) as refusal:
                 shorter = conversation.shortened(ask.messages, refusal) if may_drop else None
                 if shorter is None:

@@ -8,12 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 from semantic.adapters.outbound.backends.fake import FakeTokenizer, fake_spec
-from semantic.application.engine.device_thread import (
-    Command,
-    DeviceThread,
-    LoadedModel,
-    ModelRegistry,
-)
+from semantic.application.engine.device_thread import DeviceThread
+from semantic.application.engine.model import Command, LoadedModel
 from semantic.application.engine.request import EngineEvent, EventBatch
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.errors import (
@@ -320,9 +316,3 @@ def test_limits_can_be_changed() -> None:
         assert made.thread.limits == new
         made.submit("a")
         assert made.reason("a") is FinishReason.MAX_TOKENS
-
-
-def test_the_registry_reports_the_model() -> None:
-    with device() as made:
-        (status,) = ModelRegistry(made.thread, "fake", "fake").models()
-    assert (status.id, status.state, status.max_context) == ("fake", ModelState.READY, 131_072)

@@ -14,7 +14,8 @@ from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer
 from semantic.adapters.outbound.grammar.compiler import LLGuidanceGrammar
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.ledger import AgentLedger, write_at_once
-from semantic.application.engine.device_thread import DeviceThread, LoadedModel
+from semantic.application.engine.device_thread import DeviceThread
+from semantic.application.engine.model import LoadedModel
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.prompt.renderer import render
 from semantic.application.prompt.replay import ReplayKey, ReplayStore
@@ -58,7 +59,7 @@ from semantic.domain.reply_format import Markers, ReplyFormat, ReplyShape, ToolF
 from semantic.domain.sampling import UNSET_SAMPLING, SamplingDefaults, SamplingParams, StopRules
 from semantic.ports.inbound import Reply
 from semantic.ports.storage import LedgerChange
-from tests.unit.application.device_rig import ready_device
+from tests.unit.application.device_rig import gate_to, ready_device
 
 pytestmark = pytest.mark.unit
 
@@ -88,7 +89,7 @@ def agents() -> AgentLedger:
 
 @pytest.fixture
 def service(device: tuple[DeviceThread, ReplyHub], agents: AgentLedger) -> InferenceService:
-    return InferenceService(*device, agents, ReplayStore(), request_timeout_s=60)
+    return InferenceService(*device, agents, ReplayStore(), gate=gate_to(device[0]))
 
 
 async def read(reply: Reply) -> list[Event]:
@@ -137,7 +138,7 @@ async def test_a_model_has_its_own_way_of_sampling(
     request = replace(REQUEST, sampling=sampling, stop=StopRules(ignore_eos=True))
     with ready_device(model) as device:
         device[0].reconfigure(EngineLimits(default_max_tokens=None))
-        service = InferenceService(*device, agents, ReplayStore(), request_timeout_s=60)
+        service = InferenceService(*device, agents, ReplayStore(), gate=gate_to(device[0]))
         events = await read(await service.start(request, Principal()))
     assert isinstance(events[0], Started)
     used = events[0].sampling
@@ -182,7 +183,7 @@ async def test_a_reply_that_was_begun_is_an_answer(
         *tokenizer.encode_plain("Yes, "),
     )
     with ready_device(model) as device:
-        service = InferenceService(*device, agents, ReplayStore(), request_timeout_s=60)
+        service = InferenceService(*device, agents, ReplayStore(), gate=gate_to(device[0]))
         assert await service.count_tokens(request, Principal()) == len(tokens)
         events = await read(await service.start(request, Principal()))
         (agent,) = agents.agents("local")
@@ -276,7 +277,7 @@ async def test_a_prompt_as_long_as_the_context_leaves_no_room_for_a_reply(
 async def test_a_request_has_a_deadline(
     device: tuple[DeviceThread, ReplyHub], agents: AgentLedger
 ) -> None:
-    service = InferenceService(*device, agents, ReplayStore(), request_timeout_s=0.05)
+    service = InferenceService(*device, agents, ReplayStore(), gate=gate_to(device[0], 0.05))
     request = replace(REQUEST, stop=StopRules(max_tokens=100_000, ignore_eos=True))
     async with asyncio.timeout(20):
         final = (await read(await service.start(request, Principal())))[-1]
@@ -405,7 +406,9 @@ async def test_a_reply_tells_whether_its_turn_is_safe(
     ledger = SqliteLedger.in_memory()
     agents = AgentLedger(ledger, ledger.load(), SlowLedger(error))
     service = InferenceService(
-        *device, agents, ReplayStore(), request_timeout_s=60, is_durable=lambda *_: is_on_disk
+        *(*device, agents, ReplayStore()),
+        gate=gate_to(device[0]),
+        is_durable=lambda *_: is_on_disk,
     )
     final = (await read(await service.start(REQUEST, Principal())))[-1]
     assert isinstance(final, Finished)
@@ -453,7 +456,7 @@ async def test_a_request_that_is_cancelled_while_it_is_prepared_leaves_its_agent
     device: tuple[DeviceThread, ReplyHub], agents: AgentLedger
 ) -> None:
     replays = StuckReplays()
-    service = InferenceService(*device, agents, replays, request_timeout_s=60)
+    service = InferenceService(*device, agents, replays, gate=gate_to(device[0]))
     said = (*REQUEST.messages, Message.of(Role.ASSISTANT, "yes"), *REQUEST.messages)
     request = replace(REQUEST, messages=said, agent=AgentHint(agent_id="coder"))
     starting = asyncio.create_task(service.start(request, Principal()))
@@ -541,7 +544,7 @@ async def test_only_who_was_answered_has_a_date_of_its_own(
     replays = ReplayStore()
     request = replace(REQUEST, agent=hint)
     with ready_device(LoadedModel("fake", FakeBackend(), DatedTokenizer())) as device:
-        service = InferenceService(*device, agents, replays, request_timeout_s=60)
+        service = InferenceService(*device, agents, replays, gate=gate_to(device[0]))
         num_prompt = await service.count_tokens(request, Principal())
         long = (*request.messages, Message.of(Role.USER, "x" * 140_000))
         with pytest.raises(ContextLengthError):
@@ -571,7 +574,7 @@ async def test_requests_that_are_never_prepared_are_refused_and_the_problem_is_t
     grammar = StuckGrammar()
     model = LoadedModel("fake", FakeBackend(), FakeTokenizer(), grammar=grammar)
     with ready_device(model) as device:
-        service = InferenceService(*device, agents, ReplayStore(), request_timeout_s=0.2)
+        service = InferenceService(*device, agents, ReplayStore(), gate=gate_to(device[0], 0.2))
         starts = [service.start(REQUEST, Principal("local")) for _ in range(NUM_THREADS)]
         errors = await asyncio.gather(*starts, return_exceptions=True)
         assert {type(error) for error in errors} == {GenerationTimeoutError}

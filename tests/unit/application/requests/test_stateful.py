@@ -10,7 +10,8 @@ import pytest
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.agents.turns import TurnLanes
-from semantic.application.engine.device_thread import DeviceThread, LoadedModel
+from semantic.application.engine.device_thread import DeviceThread
+from semantic.application.engine.model import LoadedModel
 from semantic.application.prompt.replay import ReplayStore
 from semantic.application.requests.reply import ReplyHub
 from semantic.application.requests.service import InferenceService
@@ -28,7 +29,7 @@ from semantic.domain.errors import (
 from semantic.domain.events import Finished, TextDelta
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.ports.inbound import NewTurn, Reply
-from tests.unit.application.device_rig import ready_device
+from tests.unit.application.device_rig import gate_to, ready_device
 from tests.unit.application.ledger_rig import agents_of
 
 pytestmark = pytest.mark.unit
@@ -46,7 +47,7 @@ class Rig:
 
     def chat(self, max_waiting: int = 8, timeout_s: float = 60.0) -> StatefulChat:
         inference = InferenceService(
-            self.device, self.hub, self.agents, ReplayStore(), request_timeout_s=60
+            self.device, self.hub, self.agents, ReplayStore(), gate=gate_to(self.device)
         )
         self.lanes = TurnLanes(max_waiting=max_waiting, timeout_s=timeout_s)
         return StatefulChat(self.agents, self.lanes, inference)

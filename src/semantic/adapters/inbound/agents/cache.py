@@ -28,6 +28,7 @@ from semantic.application.agents.feed import (
     EventFeed,
     FeedEvent,
     Missed,
+    ModelChanged,
     Subscription,
     TurnEnded,
     TurnStarted,
@@ -216,6 +217,8 @@ def _shown(event: FeedEvent | Missed) -> Json:
                 "usage": UsageOut.json_of(event.usage),
                 "reuse": ReuseOut.json_of(event.reuse),
             }
+        case ModelChanged(model, state, detail):
+            return {"type": f"model.{state}", "model": model, "detail": detail}
         case Missed():
             return {"type": "missed", "events": event.num_events}
         case _:

@@ -30,6 +30,7 @@ from semantic.domain.events import (
     Event,
     Failed,
     Finished,
+    ModelProgress,
     PrefillProgress,
     Started,
     TextDelta,
@@ -162,8 +163,8 @@ def _frame(event: Event) -> Json | None:
             usage = UsageOut.json_of(event.usage)
             named = turn_id(event.request_id)
             return {"type": "started", "turn_id": named, "model": event.model, "usage": usage}
-        case PrefillProgress(done, total):
-            return {"type": "prefill", "done": done, "total": total}
+        case ModelProgress() | PrefillProgress():
+            return _progress(event)
         case TextDelta(text):
             return {"type": "text", "text": text}
         case ThinkingDelta(text):
@@ -176,3 +177,9 @@ def _frame(event: Event) -> Json | None:
             return {"type": "error", **openai_body(error)}
         case _:
             return None
+
+
+def _progress(event: ModelProgress | PrefillProgress) -> Json:
+    if isinstance(event, ModelProgress):
+        return {"type": "model", "detail": event.detail}
+    return {"type": "prefill", "done": event.done, "total": event.total}

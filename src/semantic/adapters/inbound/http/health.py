@@ -9,11 +9,14 @@ from fastapi import APIRouter, Header
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from semantic import __version__
-from semantic.ports.inbound import ModelManagementPort, ModelState
+from semantic.application.models.registry import ModelRegistry
+from semantic.ports.inbound import ModelState
+
+_ANSWERING = {ModelState.READY, ModelState.SWAPPING, ModelState.UNLOADED}
 
 
 def health_router(
-    models: ModelManagementPort, problems: Callable[[], Sequence[str]] = tuple
+    models: ModelRegistry, problems: Callable[[], Sequence[str]] = tuple
 ) -> APIRouter:
     """Serve `/health` and its three probes.
 
@@ -24,7 +27,7 @@ def health_router(
     router = APIRouter(tags=["health"])
 
     def answer(good: set[ModelState]) -> JSONResponse:
-        current = models.models()[0]
+        current = models.current()
         is_good = current.state in good
         body = {
             "status": "ok" if is_good else "unavailable",
@@ -41,7 +44,7 @@ def health_router(
     @router.get("/health")
     async def health() -> JSONResponse:
         """Everything at a glance; 200 if requests are answered."""
-        return answer({ModelState.READY})
+        return answer(_ANSWERING)
 
     @router.get("/health/live")
     async def live() -> JSONResponse:
@@ -50,13 +53,13 @@ def health_router(
 
     @router.get("/health/ready")
     async def ready() -> JSONResponse:
-        """200 if requests are answered."""
-        return answer({ModelState.READY})
+        """200 if requests are answered, though they may have to wait for a swap."""
+        return answer(_ANSWERING)
 
     @router.get("/health/startup")
     async def startup() -> JSONResponse:
         """200 once the model was loaded."""
-        return answer({ModelState.READY, ModelState.HUNG})
+        return answer(_ANSWERING | {ModelState.HUNG})
 
     return router
 

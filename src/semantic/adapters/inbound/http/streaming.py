@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from semantic.domain.events import Event, Failed, PrefillProgress
+from semantic.domain.events import Event, Failed, ModelProgress, PrefillProgress
 from semantic.ports.inbound import Reply
 
 CLIENT_LEFT = 499  # nobody reads this answer
@@ -40,8 +40,10 @@ def comment(text: str) -> str:
     return f": {text}\n\n"
 
 
-def prefill_comment(progress: PrefillProgress) -> str:
-    """What a comment says of a prompt that is being computed."""
+def progress_comment(progress: PrefillProgress | ModelProgress) -> str:
+    """What a comment says of what a client waits for: a model, or its prompt."""
+    if isinstance(progress, ModelProgress):
+        return " ".join(progress.detail.split())
     return f"prefill {progress.done}/{progress.total}"
 
 
@@ -92,8 +94,8 @@ class ReplySet:
                     yield comment(progress) + ping
                     continue
                 index, event = item
-                if isinstance(event, PrefillProgress):
-                    progress = prefill_comment(event)
+                if isinstance(event, PrefillProgress | ModelProgress):
+                    progress = progress_comment(event)
                 if frames := await write(index, event):
                     yield frames
                 if isinstance(event, Failed):
@@ -127,7 +129,7 @@ class ReplySet:
                     if event is None:
                         continue
                     pending[_next_of(streams[index])] = index
-                    if not isinstance(event, PrefillProgress):
+                    if not isinstance(event, PrefillProgress | ModelProgress):
                         due = now() + self._heartbeat_s
                     yield index, event
                 if pending and now() >= due:

@@ -1,5 +1,6 @@
 """OpenAI's Chat Completions, older Completions and Models, thin over the inbound ports."""
 
+import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -37,11 +38,19 @@ from semantic.adapters.inbound.openai.events import (
 )
 from semantic.adapters.inbound.openai.fields import Hint
 from semantic.adapters.inbound.openai.requests import ChatCompletionRequest, CompletionRequest
+from semantic.application.models.registry import ModelRegistry
 from semantic.domain.agents import Principal
 from semantic.domain.chat import ChatRequest
 from semantic.domain.errors import InvalidRequestError
-from semantic.ports.inbound import InferencePort, ModelManagementPort, ModelStatus, Reply
+from semantic.ports.inbound import InferencePort, ModelState, ModelStatus, Reply
 
+_STATES: dict[ModelState, Literal["loaded", "loading", "on_disk", "failed"]] = {
+    ModelState.READY: "loaded",
+    ModelState.SWAPPING: "loaded",  # until its last request has ended
+    ModelState.LOADING: "loading",
+    ModelState.ON_DISK: "on_disk",
+    ModelState.UNLOADED: "on_disk",
+}
 _NOT_SERVED = ("embeddings", "moderations", "audio/{path:path}", "images/{path:path}")
 
 
@@ -54,7 +63,10 @@ class Model(TypedDict):
     owned_by: str
     max_context: int
     max_model_len: int
-    state: str
+    state: Literal["loaded", "loading", "on_disk", "failed"]
+    family: str
+    size_bytes: int
+    fits: bool | None
 
 
 class ModelList(TypedDict):
@@ -65,7 +77,7 @@ class ModelList(TypedDict):
 
 
 def openai_router(
-    inference: InferencePort, models: ModelManagementPort, principal: Callable[[], Principal]
+    inference: InferencePort, models: ModelRegistry, principal: Callable[[], Principal]
 ) -> APIRouter:
     """Serve the endpoints under `/v1` on behalf of a principal."""
     router = APIRouter(prefix="/v1", tags=["openai"], responses=refusals("4XX", 503, 504))
@@ -110,7 +122,7 @@ def _add_replies(
         return await _reply(http, body, replies, CompletionForm(body, echoes))
 
 
-def _add_models(router: APIRouter, models: ModelManagementPort) -> None:
+def _add_models(router: APIRouter, models: ModelRegistry) -> None:
     @router.get(
         "/models", response_model=None, responses=_in_both_shapes(ModelList | AnthropicModelPage)
     )
@@ -118,9 +130,10 @@ def _add_models(router: APIRouter, models: ModelManagementPort) -> None:
         anthropic_version: Annotated[str | None, Header()] = None,
     ) -> ModelList | AnthropicModelPage:
         """The models that requests may name, in the shape of the caller's vendor."""
+        found = await asyncio.to_thread(models.models)
         if anthropic_version:
-            return models_page(models.models())
-        return {"object": "list", "data": [_model(status) for status in models.models()]}
+            return models_page(found)
+        return {"object": "list", "data": [_model(status) for status in found]}
 
     @router.get(
         "/models/{model_id:path}",
@@ -131,7 +144,7 @@ def _add_models(router: APIRouter, models: ModelManagementPort) -> None:
         model_id: str, anthropic_version: Annotated[str | None, Header()] = None
     ) -> Model | AnthropicModel:
         """One of them."""
-        status = models.find(model_id)
+        status = await asyncio.to_thread(models.find, model_id)
         return model_info(status) if anthropic_version else _model(status)
 
 
@@ -199,5 +212,8 @@ def _model(status: ModelStatus) -> Model:
         "owned_by": "semantic",
         "max_context": status.max_context,
         "max_model_len": status.max_context,
-        "state": status.state.value,
+        "state": _STATES.get(status.state, "failed"),
+        "family": status.family,
+        "size_bytes": status.num_bytes,
+        "fits": status.fits,
     }

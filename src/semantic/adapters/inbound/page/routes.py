@@ -5,7 +5,7 @@ All files are read once, at the start: nothing that a request names is ever open
 
 import hashlib
 import mimetypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -54,11 +54,11 @@ class _File:
         return Response(self.content, media_type=self.media_type, headers=headers)
 
 
-def page_router(models: Callable[[], Sequence[ModelStatus]]) -> APIRouter:
+def page_router(current_model: Callable[[], ModelStatus]) -> APIRouter:
     """Serve the page.
 
     Args:
-        models: What is served.
+        current_model: What is served.
     """
     router = APIRouter(include_in_schema=False)
     static = dict(_read(files(__package__) / "static"))
@@ -67,7 +67,7 @@ def page_router(models: Callable[[], Sequence[ModelStatus]]) -> APIRouter:
     def greet(http: Request) -> Response:
         if "text/html" in http.headers.get("accept", ""):
             return static[_INDEX].answer(http)
-        model = models()[0].id
+        model = current_model().id
         return JSONResponse(
             {"name": "Semantic", "version": __version__, "model": model, "links": _LINKS}
         )

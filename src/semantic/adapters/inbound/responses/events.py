@@ -1,6 +1,7 @@
 """A reply as an OpenAI response: the object as it grows, and the events that tell of it."""
 
 import json
+import secrets
 import time
 from dataclasses import dataclass, field
 from typing import Literal, NotRequired
@@ -200,23 +201,33 @@ class ResponseWriter:
     # -- the whole ------------------------------------------------------------------------------
 
     def _start(self, started: Started) -> list[Json]:
-        self._request_id = started.request_id
-        head: Json = {
-            "id": f"{PREFIX}{started.request_id}",
+        head = self._head(started.request_id, started.model)
+        used: Json = {"temperature": started.sampling.temperature, "top_p": started.sampling.top_p}
+        self.response = head | self.response | used
+        return [self._whole("response.created"), self._whole("response.in_progress")]
+
+    def _head(self, request_id: str, model: str) -> Json:
+        self._request_id = request_id
+        return {
+            "id": f"{PREFIX}{request_id}",
             "object": "response",
             "created_at": int(time.time()),
             "status": "in_progress",
-            "model": started.model,
+            "model": model,
             "output": self._output,
             "error": None,
             "incomplete_details": None,
             "usage": None,
         }
-        used: Json = {"temperature": started.sampling.temperature, "top_p": started.sampling.top_p}
-        self.response = head | self.response | used
-        return [self._whole("response.created"), self._whole("response.in_progress")]
+
+    def _begin_late(self) -> None:
+        """Give a response a head that ended before its model was there."""
+        if not self._request_id:
+            asked = str(self.response.get("model") or "")
+            self.response = self._head(secrets.token_hex(12), asked) | self.response
 
     def _finish(self, event: Finished) -> list[Json]:
+        self._begin_late()
         is_cut = event.reason in _CUT_SHORT
         is_cancelled = event.reason is FinishReason.CANCELLED
         events = self._close("incomplete" if is_cut or is_cancelled else "completed")
@@ -228,6 +239,7 @@ class ResponseWriter:
         return [*events, self._end(status)]
 
     def _fail(self, event: Failed) -> list[Json]:
+        self._begin_late()
         events = self._close("incomplete")
         is_limit = isinstance(event.error, _LIMITS)
         failure: _Failure = {

@@ -30,9 +30,10 @@ from semantic.adapters.inbound.responses.requests import ResponsesRequest
 from semantic.adapters.inbound.responses.run import ResponseBook, ResponseRun
 from semantic.adapters.inbound.wire import refuse
 from semantic.application.agents.turns import PastTurns
+from semantic.application.models.registry import ModelRegistry
 from semantic.domain.agents import Principal
 from semantic.domain.errors import InvalidRequestError
-from semantic.ports.inbound import InferencePort, ModelManagementPort, PastTurn
+from semantic.ports.inbound import InferencePort, PastTurn
 
 _Place = Annotated[int | None, Query(ge=0, description="`sequence_number` of the last event seen")]
 _FOUND: dict[int | str, dict[str, Any]] = {200: {"model": ResponseBody}}
@@ -42,7 +43,7 @@ class _Responses:
     """Finds responses for the endpoints."""
 
     def __init__(
-        self, turns: PastTurns, models: ModelManagementPort, principal: Callable[[], Principal]
+        self, turns: PastTurns, models: ModelRegistry, principal: Callable[[], Principal]
     ) -> None:
         self._turns = turns
         self._models = models
@@ -81,7 +82,7 @@ class _Responses:
         past = await self.past(response_id)
         if past is None:
             return None
-        served = self._models.models()[0].id
+        served = self._models.current().id
         return response_of(response_id.removeprefix(PREFIX), past, served)
 
     async def show(self, response_id: str) -> Response:
@@ -125,7 +126,7 @@ class _Responses:
 
 def responses_router(
     inference: InferencePort,
-    models: ModelManagementPort,
+    models: ModelRegistry,
     turns: PastTurns,
     principal: Callable[[], Principal],
 ) -> APIRouter:

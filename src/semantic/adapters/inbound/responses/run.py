@@ -9,11 +9,11 @@ from semantic.adapters.inbound.http.streaming import (
     Json,
     ReplySet,
     named,
-    prefill_comment,
+    progress_comment,
 )
 from semantic.adapters.inbound.responses.events import ResponseWriter
 from semantic.domain.errors import GenerationTimeoutError, SemanticError
-from semantic.domain.events import Failed, PrefillProgress
+from semantic.domain.events import Failed, ModelProgress, PrefillProgress
 
 _MAX_KEPT = 1024
 _MAX_LOGS = 16  # a log is some hundred bytes a token
@@ -68,9 +68,9 @@ class ResponseRun:
         """Wait for its end, its events written to a log; the response itself tells of a failure."""
         try:
             async for _, event in self._replies.events():
-                if isinstance(event, PrefillProgress):
+                if isinstance(event, PrefillProgress | ModelProgress):
                     if log is not None:
-                        log.progress = prefill_comment(event)
+                        log.progress = progress_comment(event)
                     continue
                 if isinstance(event, Failed):
                     self._failure = event.error

@@ -24,7 +24,7 @@ from semantic.adapters.outbound.backends.common import (
 )
 from semantic.adapters.outbound.backends.sampler import Logits, sample
 from semantic.domain.chat import JsonObject
-from semantic.domain.errors import CacheCorruptionError
+from semantic.domain.errors import CacheCorruptionError, ModelNotFoundError
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.ports.backend import (
     Chunk,
@@ -39,6 +39,7 @@ from semantic.ports.backend import (
     Ticket,
     Traits,
 )
+from semantic.ports.models import ModelEntry, OnProgress
 from semantic.ports.text import SpecialToken
 
 END_TOKEN = 256
@@ -140,9 +141,15 @@ class FakeBackend(EagerBackend[_Sequence]):
     """`ModelBackendPort` over token ids; see the module."""
 
     def __init__(
-        self, spec: ModelCacheSpec | None = None, *, pipeline_depth: Literal[0, 1] = 0
+        self,
+        spec: ModelCacheSpec | None = None,
+        *,
+        pipeline_depth: Literal[0, 1] = 0,
+        weights: int = 0,
     ) -> None:
+        """Make a model; other `weights` say other things."""
         spec = spec or fake_spec()
+        self._weights = weights
         abi = f"fake.v2.{spec.window}.{int(spec.num_state > 0)}"
         traits = Traits(pipeline_depth, abi)
         super().__init__(spec, traits, _Sequence)
@@ -206,7 +213,7 @@ class FakeBackend(EagerBackend[_Sequence]):
         return row
 
     def _logits(self, sequence: _Sequence) -> Logits:
-        key = sequence.full_hash
+        key = (sequence.full_hash + self._weights) % _PRIME
         for entry in sequence.window:
             key = _mix(key, entry)
         if self._has_state:
@@ -252,6 +259,27 @@ def _state_of(part: KVPayload) -> int:
         raise CacheCorruptionError("a payload has the wrong size")
     (state,) = struct.unpack("<Q", data)
     return int(state)
+
+
+class FakeModels:
+    """`ModelSourcePort` of models without files: two of them, so that they can be swapped."""
+
+    NAMES = ("fake", "fake-2")
+
+    def entries(self) -> list[ModelEntry]:
+        """Both."""
+        return [ModelEntry(name, name, "fake", fits=True) for name in self.NAMES]
+
+    def find(self, source: str) -> ModelEntry:
+        """One of them."""
+        for entry in self.entries():
+            if entry.id == source:
+                return entry
+        raise ModelNotFoundError(f"there is no model {source!r}: {' and '.join(self.NAMES)} are.")
+
+    def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:  # noqa: ARG002
+        """Nothing is to be fetched."""
+        return self.find(entry.source)
 
 
 class FakeTokenizer:

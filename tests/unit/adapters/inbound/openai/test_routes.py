@@ -10,11 +10,11 @@ import pytest
 from fastapi import FastAPI
 
 from semantic.adapters.inbound.openai.routes import openai_router, repeat, start_all
+from semantic.application.models.registry import ModelRegistry
 from semantic.domain.agents import Principal
 from semantic.domain.chat import ChatRequest, Message, Role
 from semantic.domain.errors import OverloadedError
 from semantic.domain.sampling import SamplingParams
-from semantic.ports.inbound import ModelManagementPort
 from tests.canned_replies import CannedInference, CannedReply
 
 pytestmark = pytest.mark.unit
@@ -34,7 +34,7 @@ async def test_an_echo_that_fails_leaves_no_reply_running() -> None:
             raise RuntimeError(f"a defect at {tokens}")
 
     app = FastAPI()
-    app.include_router(openai_router(Broken(), cast("ModelManagementPort", None), Principal))
+    app.include_router(openai_router(Broken(), cast("ModelRegistry", None), Principal))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         body = {"model": "m", "prompt": [1, 2], "n": 2, "echo": True}

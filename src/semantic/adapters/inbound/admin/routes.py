@@ -1,0 +1,156 @@
+"""Endpoints that change what is served."""
+
+import asyncio
+from concurrent.futures import Future
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from semantic.adapters.inbound.http.errors import refusals
+from semantic.application.models.registry import ModelRegistry, SwapReport
+from semantic.ports.inbound import ModelStatus
+
+ModelName = Annotated[
+    str,
+    Field(
+        min_length=1,
+        description="a name of /v1/models, an alias, a path, or a Hugging Face id",
+        examples=["fake"],
+    ),
+]
+DrainS = Annotated[
+    float | None,
+    Field(ge=0, description="how long running requests may go on; default: drain_timeout_s"),
+]
+Wait = Annotated[bool, Field(description="false answers 202 at once; events tell what comes of it")]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Swap(_Body):
+    """Serve another model."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"model": "smollm2-135m-instruct"}]}
+    )
+
+    model: ModelName
+    drain_timeout_s: DrainS = None
+    wait: Wait = True
+
+
+class Load(_Body):
+    """Load a model where none is loaded; the one that was served last if none is named."""
+
+    model: str = Field(default="", description="as for a swap", examples=["fake"])
+    wait: Wait = True
+
+
+class Unload(_Body):
+    """Drop the model."""
+
+    drain_timeout_s: DrainS = None
+    wait: Wait = True
+
+
+class SwapOut(BaseModel):
+    """What came of a swap; `seconds` is how long requests had to wait."""
+
+    status: Literal["done", "accepted"] = Field(examples=["done"])
+    previous: str | None = Field(default=None, examples=["fake-2"])
+    model: str | None = Field(default=None, examples=["fake"])
+    seconds: float | None = Field(default=None, examples=[1.93])
+    cut_requests: int | None = Field(default=None, examples=[0])
+
+
+class ModelOut(BaseModel):
+    """A model, as the one who runs the server sees it."""
+
+    id: str = Field(examples=["fake"])
+    state: str = Field(examples=["ready"])
+    detail: str = Field(examples=["ready"])
+    family: str = Field(examples=["llama"])
+    size_bytes: int = Field(examples=[269060552])
+    fits: bool | None = Field(examples=[True])
+    max_context: int = Field(examples=[8192])
+
+    @classmethod
+    def of(cls, status: ModelStatus) -> "ModelOut":
+        """Show a model."""
+        return cls(
+            id=status.id,
+            state=status.state.value,
+            detail=status.detail,
+            family=status.family,
+            size_bytes=status.num_bytes,
+            fits=status.fits,
+            max_context=status.max_context,
+        )
+
+
+class ModelsOut(BaseModel):
+    """The current model first."""
+
+    backend: str = Field(examples=["torch"])
+    models: list[ModelOut]
+
+
+class AdminApi:
+    """Endpoints for the one who runs the server."""
+
+    def __init__(self, models: ModelRegistry) -> None:
+        self._models = models
+
+    def router(self) -> APIRouter:
+        """Say which method answers where."""
+        router = APIRouter(prefix="/admin", tags=["admin"], responses=refusals(400, 404, 409, 503))
+        add = router.add_api_route
+        add("/models", self.models, methods=["GET"])
+        add("/models/swap", self.swap, methods=["POST"])
+        add("/models/load", self.load, methods=["POST"])
+        add("/models/unload", self.unload, methods=["POST"])
+        return router
+
+    async def models(self) -> ModelsOut:
+        """What is loaded, on its way, and on this machine."""
+        found = await asyncio.to_thread(self._models.models)
+        return ModelsOut(backend=found[0].backend, models=[ModelOut.of(one) for one in found])
+
+    async def swap(self, body: Swap, response: Response) -> SwapOut:
+        """Serve another model; running requests may end first, new ones wait for it.
+
+        One that is not on this machine is fetched first. If it cannot be loaded, the one before it
+        is served again, and the answer says why.
+        """
+        done = await asyncio.to_thread(self._models.swap, body.model, body.drain_timeout_s)
+        return await _answer(done, response, is_awaited=body.wait)
+
+    async def load(self, response: Response, body: Load | None = None) -> SwapOut:
+        """Load a model where none is loaded."""
+        body = body or Load()
+        done = await asyncio.to_thread(self._models.load, body.model)
+        return await _answer(done, response, is_awaited=body.wait)
+
+    async def unload(self, response: Response, body: Unload | None = None) -> SwapOut:
+        """Drop the model and free its memory; the next request for it loads it again."""
+        body = body or Unload()
+        done = await asyncio.to_thread(self._models.unload, body.drain_timeout_s)
+        return await _answer(done, response, is_awaited=body.wait)
+
+
+async def _answer(done: Future[SwapReport], response: Response, *, is_awaited: bool) -> SwapOut:
+    if not is_awaited and not done.done():
+        response.status_code = 202
+        return SwapOut(status="accepted")
+    # Whoever leaves does not end the swap.
+    report = await asyncio.shield(asyncio.wrap_future(done))
+    return SwapOut(
+        status="done",
+        previous=report.previous,
+        model=report.model,
+        seconds=round(report.seconds, 3),
+        cut_requests=report.num_cut,
+    )

@@ -1,0 +1,150 @@
+"""The models on this machine, wherever they lie, and whether they fit it."""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from huggingface_hub import constants
+
+from semantic.adapters.outbound.models.gguf import starter_gguf
+from semantic.adapters.outbound.models.source import LocalModelSource
+from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
+from semantic.domain.model_names import served_id
+from semantic.domain.spec import ModelCacheSpec
+from semantic.ports.models import ModelEntry, OnProgress
+
+_FRESH_S = 2.0  # for how long a look at the directories counts
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+class ModelCatalogue:
+    """`ModelSourcePort` over directories: our own, the user's, and Hugging Face's cache."""
+
+    def __init__(
+        self,
+        local: LocalModelSource,
+        directories: Sequence[Path] = (),
+        *,
+        starter_model: str,
+        room: Callable[[], int],
+        growth: Callable[[], int] = lambda: 1,
+    ) -> None:
+        """Prepare; nothing is read yet.
+
+        Args:
+            local: Finds the files of one model.
+            directories: More places to look in.
+            starter_model: The name of the model that comes along.
+            room: Bytes that weights may take.
+            growth: How many times their bytes on disk 16-bit weights take when they are loaded.
+        """
+        self._local = local
+        self._directories = directories
+        self._starter_model = starter_model
+        self._room = room
+        self._growth = growth
+        self._seen: tuple[ModelEntry, ...] = ()
+        self._seen_at = -_FRESH_S
+
+    def entries(self) -> Sequence[ModelEntry]:
+        """The models that lie in any of the places, each under a name of its own."""
+        if time.monotonic() - self._seen_at >= _FRESH_S:
+            found: dict[str, ModelEntry] = {}
+            for source, path in self._places():
+                entry = self._entry(source, path)
+                if entry is not None:
+                    taken = found.get(entry.id)
+                    if taken is not None and taken.source != source:
+                        entry = replace(entry, id=source)
+                    found.setdefault(entry.id, entry)
+            self._seen, self._seen_at = tuple(found.values()), time.monotonic()
+        return self._seen
+
+    def find(self, source: str) -> ModelEntry:
+        """A model on this machine, or one that a hub may have."""
+        for entry in self.entries():
+            if source in (entry.id, entry.source):
+                return entry
+        self._local.require_findable(source)
+        return ModelEntry(served_id(source), source)
+
+    def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:
+        """Make or fetch its directory, and see that a model is in it."""
+        directory = self._local.resolve(entry.source, on_progress)
+        found = self._entry(entry.source, directory)
+        if found is None:
+            raise InvalidRequestError(
+                f"{directory} holds no model: it needs a config.json, a tokenizer.json and "
+                "weights in safetensors files.",
+                param="model",
+            )
+        ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text("utf-8")))
+        self._seen_at = -_FRESH_S
+        return replace(found, id=entry.id)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _places(self) -> Iterator[tuple[str, Path]]:
+        """What finds a model, and where it may lie."""
+        models_dir = self._local.models_dir
+        yield self._starter_model, models_dir / self._starter_model
+        with contextlib.suppress(ModelNotFoundError):  # it can be fetched
+            yield self._starter_model, starter_gguf()
+        for directory in (models_dir, *self._directories):
+            for path in _listed(directory):
+                if path.suffix == ".gguf" or (path / "config.json").is_file():
+                    yield (path.name if directory == models_dir else str(path)), path
+        for cache in self._local.hub_caches:
+            yield from _cached_models(cache or Path(constants.HF_HUB_CACHE))
+
+    def _entry(self, source: str, path: Path) -> ModelEntry | None:
+        """Describe a directory or a GGUF file; None if no model is there."""
+        if path.suffix == ".gguf" and path.is_file():
+            return self._sized(ModelEntry(served_id(source), source, "gguf"), [path], 1)
+        try:
+            config = json.loads((path / "config.json").read_text("utf-8"))
+            weights = [*path.glob("*.safetensors")]
+        except (OSError, ValueError):
+            return None
+        if not isinstance(config, dict) or not weights or not (path / "tokenizer.json").is_file():
+            return None
+        family = str(config.get("model_type", ""))
+        is_16_bit = config.get("torch_dtype", config.get("dtype")) in ("bfloat16", "float16")
+        growth = self._growth() if is_16_bit and "quantization_config" not in config else 1
+        return self._sized(ModelEntry(served_id(source), source, family), weights, growth)
+
+    def _sized(self, entry: ModelEntry, weights: Sequence[Path], growth: int) -> ModelEntry:
+        num_bytes = sum(path.stat().st_size for path in weights if path.exists())
+        fits = num_bytes * growth <= self._room()
+        return replace(entry, num_bytes=num_bytes, fits=fits)
+
+
+def _listed(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.expanduser().iterdir())
+    except OSError:
+        return []
+
+
+def _cached_models(cache: Path) -> Iterator[tuple[str, Path]]:
+    """Models as Hugging Face's library lays them out: by id, the revision of `main`."""
+    for repository in _listed(cache):
+        kind, _, name = repository.name.partition("--")
+        revision = repository / "refs" / "main"
+        if kind == "models" and revision.is_file():
+            path = repository / "snapshots" / revision.read_text("utf-8").strip()
+            yield name.replace("--", "/", 1), path
+
+
+def machine_memory() -> int:
+    """Bytes of memory this process may have: the machine's, or what its container allows."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        allowed = _CGROUP.read_text("ascii").strip()
+    except OSError:
+        return total
+    return min(total, int(allowed)) if allowed.isdecimal() else total

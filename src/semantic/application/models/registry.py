@@ -1,0 +1,463 @@
+"""The model that is served, those that could be, and how one takes the other's place.
+
+fetch and check the other model; this one still serves, and a refusal costs nobody anything
+stop admitting: requests wait at the gate
+let what runs end, for `drain_s` at most; the rest is sealed and answered with an error
+write what agents left behind, drop it from memory, drop the weights
+load; where that fails, load the model before it again and say why
+admit
+"""
+
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from semantic.application.agents.feed import EventFeed, ModelChanged
+from semantic.application.engine.device_thread import DeviceThread
+from semantic.application.engine.model import LoadedModel
+from semantic.domain.errors import (
+    ConflictError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    ModelSwapError,
+    SemanticError,
+)
+from semantic.domain.model_names import ModelNames
+from semantic.ports.inbound import ModelState, ModelStatus
+from semantic.ports.models import ModelEntry, ModelSourcePort, OnProgress
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.05
+_TICK_S = 0.5  # how often it is seen whether a model is idle
+
+LoadModel: TypeAlias = Callable[[ModelEntry, OnProgress], LoadedModel]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapPolicy:
+    """When models are swapped and dropped.
+
+    Attributes:
+        drain_s: How long requests that run may take to end before a swap.
+        swap_on_request: A request that names another model on this machine gets it.
+        min_residence_s: For how long a model stays at least before a request may replace it.
+        keep_alive_s: A model that nobody has asked for this long is unloaded; 0 keeps it.
+    """
+
+    drain_s: float = 30.0
+    swap_on_request: bool = False
+    min_residence_s: float = 60.0
+    keep_alive_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SwapReport:
+    """What came of a swap.
+
+    Attributes:
+        previous: Which model was served before; None if there was none.
+        model: Which one is now; None if it was only unloaded.
+        seconds: How long it took from the moment requests had to wait.
+        num_cut: Requests that were ended early.
+    """
+
+    previous: str | None
+    model: str | None
+    seconds: float = 0.0
+    num_cut: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A swap that was asked for; `target` is None where the model is only unloaded."""
+
+    target: ModelEntry | None
+    drain_s: float
+    told: tuple[str, str] = ("", "")
+    done: Future[SwapReport] = field(default_factory=Future)
+
+
+class ModelRegistry:
+    """One device's models. Safe on any thread; nothing here waits but its own thread."""
+
+    def __init__(
+        self,
+        device: DeviceThread,
+        source: ModelSourcePort,
+        load: LoadModel,
+        first: ModelEntry,
+        *,
+        backend_name: str,
+        names: ModelNames | None = None,
+        feed: EventFeed | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            device: Where models run; it loads the first one by itself.
+            source: Finds models.
+            load: Loads one, on the device's thread.
+            first: The model that the device loads at its start.
+            backend_name: What runs them.
+            names: Aliases.
+            feed: Is told of every step of a swap.
+        """
+        self.policy = SwapPolicy()
+        self._device = device
+        self._source = source
+        self._load = load
+        self._backend_name = backend_name
+        self._names = names or ModelNames()
+        self._feed = feed
+        self._lock = threading.RLock()
+        self._current = first
+        self._since = time.monotonic()
+        self._created_at = time.time()
+        self._job: _Job | None = None
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="semantic-models", daemon=True)
+
+    def start(self) -> None:
+        """Begin to take swaps and to look after idle models."""
+        self._thread.start()
+
+    def request_stop(self) -> None:
+        """End the thread; a swap that is under way fails as the device stops."""
+        self._jobs.put(None)
+
+    # -- what there is --------------------------------------------------------------------------
+
+    def current(self) -> ModelStatus:
+        """The model that is served, is on its way, or was served last."""
+        with self._lock:
+            job, entry, state = self._job, self._current, self._device.state
+            if job is not None and job.target is not None and self._device.model is None:
+                entry = job.target
+            if job is not None and state is not ModelState.READY:
+                state = ModelState.SWAPPING  # requests wait, as they do not at the start
+            return self._status(entry, state, self._device.detail)
+
+    def models(self) -> tuple[ModelStatus, ...]:
+        """All models: the current one, the one on its way, and those on disk. Reads the disk."""
+        current = self.current()
+        found = {entry.id: entry for entry in self._source.entries()}
+        with self._lock:
+            target = self._job.target if self._job else None
+        if target is not None:
+            found.setdefault(target.id, target)
+        if known := found.pop(current.id, None):
+            family = current.family or known.family
+            current = replace(current, family=family, num_bytes=known.num_bytes, fits=known.fits)
+        statuses = [current]
+        statuses += [self._status(entry, ModelState.ON_DISK, "") for entry in found.values()]
+        return tuple(
+            replace(status, state=ModelState.LOADING, detail=self._progress())
+            if target and status.id == target.id
+            else status
+            for status in statuses
+        )
+
+    def find(self, name: str) -> ModelStatus:
+        """The model that a name stands for: its own or an alias; empty is the current one.
+
+        Raises:
+            ModelNotFoundError: there is none of this name.
+        """
+        current = self.current()
+        if self._names.is_any(name) or name == current.id:
+            return current
+        wanted = self._entry(name).id
+        return next(status for status in self.models() if status.id == wanted)
+
+    def _status(self, entry: ModelEntry, state: ModelState, detail: str) -> ModelStatus:
+        model = self._device.model
+        if model is None or model.id != entry.id:
+            model = None
+        return ModelStatus(
+            id=entry.id,
+            backend=self._backend_name,
+            state=state,
+            detail=detail,
+            max_context=model.backend.spec.max_context if model else 0,
+            created_at=self._created_at,
+            compute=model.backend.traits.compute if model else None,
+            family=entry.family or (model.backend.spec.model_type if model else ""),
+            num_bytes=entry.num_bytes,
+            fits=entry.fits,
+        )
+
+    # -- who may pass ---------------------------------------------------------------------------
+
+    def admit(self, name: str) -> LoadedModel | str:
+        """The model for a request that names one, or what it waits for; may begin a swap.
+
+        Raises:
+            ModelNotFoundError: there is no such model, or requests may not have it loaded.
+            ModelSwapError: no model is served: the first is loading, or the device is not well.
+            DrainingError: the server is shutting down.
+        """
+        with self._lock:
+            if self._job is not None:
+                self._wanted(name)
+                return self._progress()
+            state = self._device.state
+            if state not in (ModelState.READY, ModelState.UNLOADED):
+                return self._device.ready_model()  # which says why there is none
+            wanted = self._wanted(name)
+            if state is ModelState.READY:
+                if wanted.id == self._current.id:
+                    return self._device.ready_model()
+                stays_s = self.policy.min_residence_s - (time.monotonic() - self._since)
+                if stays_s > 0:
+                    return f"{self._current.id} stays for {stays_s:.0f} s before {wanted.id} comes"
+            self._begin(wanted, self.policy.drain_s)
+            return self._progress()
+
+    def model_for(self, name: str) -> LoadedModel:
+        """The model for a request that cannot wait.
+
+        Raises:
+            ModelSwapError: it is not there now.
+            ModelNotFoundError, DrainingError: as for `admit`.
+        """
+        admitted = self.admit(name)
+        if isinstance(admitted, str):
+            raise ModelSwapError(f"{admitted}.", retry_after_s=2)
+        return admitted
+
+    def _wanted(self, name: str) -> ModelEntry:
+        """The model that a request asks for, if it may have it."""
+        current = self._current
+        if not name or self._names.source(name) in (current.id, current.source):
+            return current
+        target = self._job.target if self._job else None
+        if target is not None and self._names.source(name) in (target.id, target.source):
+            return target
+        if self._names.is_any(name) and not self.policy.swap_on_request:
+            return current
+        try:
+            entry = self._entry(name)
+        except ModelNotFoundError:
+            if self._names.is_any(name):
+                return current
+            raise
+        if not self.policy.swap_on_request:
+            raise ModelNotFoundError(
+                f"the model {entry.id!r} is on this machine and not loaded; this server serves "
+                f"{current.id!r}. Load it with POST /admin/models/swap, or set swap_on_request."
+            )
+        return entry
+
+    def _entry(self, name: str) -> ModelEntry:
+        """A model on this machine.
+
+        Raises:
+            ModelNotFoundError: there is none of this name; says which are served.
+        """
+        source = self._names.source(name)
+        for entry in (self._current, *self._source.entries()):
+            if source in (entry.id, entry.source):
+                return entry
+        raise ModelNotFoundError(
+            f"the model {name!r} is not served here; this server serves {self._current.id!r}, "
+            f"also as {', '.join(map(repr, self._names.patterns))}. Use one of these names or "
+            "none, or add yours to the setting model_aliases."
+        )
+
+    # -- swaps ----------------------------------------------------------------------------------
+
+    def swap(self, name: str, drain_s: float | None = None) -> Future[SwapReport]:
+        """Serve another model; one that is not on this machine is fetched first.
+
+        Raises:
+            ModelNotFoundError: there is none of this name.
+            ConflictError: another swap is under way.
+            ModelSwapError: the device cannot take one now.
+        """
+        entry = self._fetchable(name)
+        with self._lock:
+            job = self._job
+            if job is not None and job.target is not None and job.target.id == entry.id:
+                return job.done
+            self._require_settled()
+            if self._device.state is ModelState.READY and entry.id == self._current.id:
+                return _done(SwapReport(entry.id, entry.id))
+            return self._begin(entry, self.policy.drain_s if drain_s is None else drain_s).done
+
+    def load(self, name: str) -> Future[SwapReport]:
+        """Load a model where none is; empty is the one that was served last.
+
+        Raises:
+            ConflictError: another one is loaded, or a swap is under way.
+            ModelNotFoundError, ModelSwapError: as for `swap`.
+        """
+        with self._lock:
+            loaded = self._device.model
+            if loaded is not None and self._fetchable(name).id != loaded.id:
+                raise ConflictError(
+                    f"{loaded.id!r} is loaded, and there is one model at a time; "
+                    "use /admin/models/swap.",
+                    param="model",
+                )
+            return self.swap(name)
+
+    def unload(self, drain_s: float | None = None) -> Future[SwapReport]:
+        """Drop the model; the next request for it loads it again.
+
+        Raises:
+            ConflictError: a swap is under way.
+            ModelSwapError: the device cannot do that now.
+        """
+        with self._lock:
+            self._require_settled()
+            if self._device.state is ModelState.UNLOADED:
+                return _done(SwapReport(None, None))
+            return self._begin(None, self.policy.drain_s if drain_s is None else drain_s).done
+
+    def _fetchable(self, name: str) -> ModelEntry:
+        if self._names.is_any(name) or name == self._current.id:
+            return self._current
+        try:
+            return self._entry(name)
+        except ModelNotFoundError:
+            return self._source.find(self._names.source(name))
+
+    def _require_settled(self) -> None:
+        if self._job is not None:
+            raise ConflictError(f"a swap is under way: {self._progress()}.", param="model")
+        if self._device.state in (ModelState.LOADING, ModelState.HUNG, ModelState.STOPPED):
+            self._device.ready_model()
+
+    def _begin(self, target: ModelEntry | None, drain_s: float) -> _Job:
+        job = _Job(target, drain_s)
+        self._job = job
+        self._jobs.put(job)
+        return job
+
+    def _progress(self) -> str:
+        """What is being done, for people."""
+        with self._lock:
+            job = self._job
+            if job is None:
+                return self._device.detail
+            name = job.target.id if job.target else self._current.id
+            state, detail = job.told
+            return f"model {name}: {detail or state or 'queued'}"
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=_TICK_S)
+            except queue.Empty:
+                self._unload_if_idle()
+                continue
+            if job is None:
+                return
+            self._perform(job)
+
+    def _unload_if_idle(self) -> None:
+        limit_s = self.policy.keep_alive_s
+        with self._lock:
+            is_ready = self._job is None and self._device.state is ModelState.READY
+            if limit_s and is_ready and self._device.idle_s > limit_s:
+                self._begin(None, self.policy.drain_s)
+
+    def _perform(self, job: _Job) -> None:
+        try:
+            report = self._exchange(job)
+        except Exception as error:  # noqa: BLE001 - whoever asked hears of it, and others go on
+            if not isinstance(error, SemanticError):
+                _log.exception("a swap failed")
+                error = ModelSwapError(f"the swap failed: {error!r}")
+            self._tell(job, "failed", error.message)
+            _log.warning("a model was not swapped: %s", error.message)
+            self._settle(job, self._current)
+            job.done.set_exception(error)
+            return
+        _log.info("model swapped: %s for %s", report.model, report.previous)
+        job.done.set_result(report)
+
+    def _exchange(self, job: _Job) -> SwapReport:
+        previous = self._current if self._device.model is not None else None
+        target = job.target
+        if target is not None:
+            self._tell(job, "fetching", "looking for its files")
+            target = self._source.fetch(target, lambda step: self._tell(job, "fetching", step))
+            _require_fitting(target)
+        started = time.monotonic()
+        load = functools.partial(self._load, target) if target else None
+        try:
+            num_cut = self._follow(job, self._device.exchange(load, drain_s=job.drain_s))
+        except SemanticError as error:
+            raise self._bring_back(job, previous, error) from error
+        seconds = time.monotonic() - started
+        self._settle(job, target or self._current)
+        self._tell(job, "ready" if target else "unloaded", "")
+        return SwapReport(
+            previous.id if previous else None, target.id if target else None, seconds, num_cut
+        )
+
+    def _bring_back(
+        self, job: _Job, previous: ModelEntry | None, error: SemanticError
+    ) -> SemanticError:
+        """Load the model that was there before, and say why."""
+        name = job.target.id if job.target else "the model"
+        message = f"{name} could not be loaded: {error.message.rstrip('.')}"
+        load = functools.partial(self._load, previous) if previous else None
+        try:
+            self._follow(job, self._device.exchange(load, drain_s=0))
+        except SemanticError as second:
+            return ModelSwapError(f"{message}; nor could the one before it: {second.message}")
+        message += f"; {previous.id} is served again." if previous else "."
+        if isinstance(error, InvalidRequestError | ModelNotFoundError):
+            return InvalidRequestError(message, param="model")
+        return ModelSwapError(message)
+
+    def _follow(self, job: _Job, done: Future[int]) -> int:
+        """Wait for the device, telling what it does."""
+        while True:
+            try:
+                return done.result(_POLL_S)
+            except FutureTimeoutError:
+                state, detail = self._device.state, self._device.detail
+                if state in (ModelState.SWAPPING, ModelState.LOADING):
+                    self._tell(job, state.value, detail)
+
+    def _settle(self, job: _Job, current: ModelEntry) -> None:
+        with self._lock:
+            if self._job is job:
+                self._job = None
+                self._current, self._since = current, time.monotonic()
+
+    def _tell(self, job: _Job, state: str, detail: str) -> None:
+        if job.told == (state, detail):
+            return
+        job.told = (state, detail)
+        if self._feed is not None:
+            name = job.target.id if job.target else self._current.id
+            self._feed.publish(ModelChanged(name, state, detail))
+
+
+def _require_fitting(entry: ModelEntry) -> None:
+    if entry.fits is False:
+        raise InvalidRequestError(
+            f"{entry.id} does not fit: its weights take {entry.num_bytes / 2**20:,.0f} MB on disk, "
+            "more than this machine has for them beside memory_budget_mb. Take a smaller or a "
+            "quantised one, or change model_budget_mb.",
+            param="model",
+        )
+
+
+def _done(report: SwapReport) -> Future[SwapReport]:
+    done: Future[SwapReport] = Future()
+    done.set_result(report)
+    return done

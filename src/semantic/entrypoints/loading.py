@@ -1,0 +1,224 @@
+"""How a model is found and loaded: by which backend, from which files.
+
+Heavy imports (torch, mlx, transformers) happen on the device's thread, after the socket is open.
+"""
+
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import structlog
+
+from semantic.adapters.config.settings import STARTER_MODEL, Settings
+from semantic.adapters.outbound.backends.mlx import runtime as mlx_runtime
+from semantic.application.engine.model import LoadedModel
+from semantic.domain.errors import InvalidRequestError
+from semantic.domain.model_names import SHORT_NAMES, ModelNames, served_id
+from semantic.domain.reply_format import detect_reply_format
+from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ModelCacheSpec
+from semantic.ports.backend import ModelBackendPort
+from semantic.ports.models import ModelEntry, ModelSourcePort, OnProgress
+from semantic.ports.telemetry import Measure, TelemetryPort
+
+_log = structlog.get_logger(__name__)
+
+MakeBackend: TypeAlias = Callable[[Path, ModelCacheSpec], ModelBackendPort]
+BackendName = Literal["torch", "mlx", "fake"]
+
+
+def choose_backend(settings: Settings) -> BackendName:
+    """What runs models here."""
+    if settings.backend != "auto":
+        return settings.backend
+    return "mlx" if mlx_runtime.is_preferred() and settings.device != "cpu" else "torch"
+
+
+class ModelLoader:
+    """Finds and loads models as the settings say; a `ModelSourcePort`.
+
+    Attributes:
+        names: Aliases of models.
+        first: The model to begin with.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        backend_name: BackendName,
+        kv_format: str,
+        telemetry: TelemetryPort,
+    ) -> None:
+        """Prepare; `telemetry` counts and times what is loaded.
+
+        Raises:
+            InvalidRequestError: an alias makes no sense.
+        """
+        self._settings = settings
+        self._backend_name = backend_name
+        self._kv_format = kv_format
+        self._telemetry = telemetry
+        self._is_float32 = settings.dtype == "float32"  # or what the last model turned out to be
+        is_mlx = backend_name == "mlx"
+        short_names = {name: sources[is_mlx] for name, sources in SHORT_NAMES.items()}
+        self.names = ModelNames.of(
+            settings.model_aliases, {"starter": STARTER_MODEL, **short_names}
+        )
+        model = self.names.source(settings.model)
+        if backend_name == "fake" and model == STARTER_MODEL:
+            model = "fake"
+        self.first = ModelEntry(served_id(model), model)
+
+    def entries(self) -> Sequence[ModelEntry]:
+        """The models on this machine."""
+        return self._source.entries()
+
+    def find(self, source: str) -> ModelEntry:
+        """A model on this machine, or one that can be fetched."""
+        return self._source.find(source)
+
+    def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:
+        """See that a model's files are here."""
+        return self._source.fetch(entry, on_progress)
+
+    def load(self, entry: ModelEntry, on_progress: OnProgress) -> LoadedModel:
+        """Load a model; on the device's thread.
+
+        Raises:
+            ModelNotFoundError: there is no such model.
+            InvalidRequestError: it cannot be run here.
+        """
+        started = time.monotonic()
+        try:
+            model = self._load(entry, on_progress)
+        except BaseException:
+            self._telemetry.counts.engine.swaps["failed"] += 1
+            raise
+        self._telemetry.counts.engine.swaps["ok"] += 1
+        self._telemetry.observe(Measure.SWAP, time.monotonic() - started)
+        return model
+
+    def _load(self, entry: ModelEntry, on_progress: OnProgress) -> LoadedModel:
+        model = (self._load_fake if self._backend_name == "fake" else self._load_files)(
+            entry, on_progress
+        )
+        from semantic.adapters.outbound.grammar.compiler import LLGuidanceGrammar
+
+        tokenizer = model.tokenizer
+        return replace(
+            model,
+            reply_format=detect_reply_format(tokenizer.chat_template, tokenizer.special_ids),
+            grammar=LLGuidanceGrammar(tokenizer),
+        )
+
+    @functools.cached_property
+    def _source(self) -> ModelSourcePort:
+        """What finds models; its libraries are large, so it is made when it is first asked for."""
+        if self._backend_name == "fake":
+            from semantic.adapters.outbound.backends.fake import FakeModels
+
+            return FakeModels()
+        from semantic.adapters.outbound.models.catalogue import ModelCatalogue
+        from semantic.adapters.outbound.models.source import LocalModelSource
+
+        settings = self._settings
+        return ModelCatalogue(
+            LocalModelSource(settings.home_dir / "models", STARTER_MODEL),
+            settings.model_dirs,
+            starter_model=STARTER_MODEL,
+            room=self._room,
+            growth=lambda: 1 + self._is_float32,
+        )
+
+    def _room(self) -> int:
+        from semantic.adapters.outbound.models.catalogue import machine_memory
+
+        settings = self._settings
+        if settings.model_budget_mb:
+            return settings.model_budget_mb * 2**20
+        return machine_memory() - settings.memory_budget_mb * 2**20
+
+    def _load_fake(self, entry: ModelEntry, on_progress: OnProgress) -> LoadedModel:
+        from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
+
+        name = self._source.fetch(entry, on_progress).id
+        spec = fake_spec(block_tokens=DEFAULT_BLOCK_TOKENS)  # as all models
+        backend = FakeBackend(spec, weights=0 if name == "fake" else 1)
+        return LoadedModel(name, backend, FakeTokenizer(), name, self._kv_format)
+
+    def _load_files(self, entry: ModelEntry, on_progress: OnProgress) -> LoadedModel:
+        from semantic.adapters.outbound.models.fingerprint import fingerprint
+        from semantic.adapters.outbound.models.generation_config import read_generation_config
+        from semantic.adapters.outbound.models.source import LocalModelSource
+        from semantic.adapters.outbound.models.tokenizer import HFTokenizer
+
+        settings = self._settings
+        models_dir = settings.home_dir / "models"
+        directory = LocalModelSource(models_dir, STARTER_MODEL).resolve(entry.source, on_progress)
+        on_progress(f"importing {self._backend_name}")
+        make = (_import_mlx if self._backend_name == "mlx" else _import_torch)(settings)
+        on_progress(f"loading {directory.name}")
+        config = json.loads((directory / "config.json").read_text("utf-8"))
+        backend = make(directory, ModelCacheSpec.from_config(config))
+        if backend.traits.compute is not None:
+            self._is_float32 = backend.traits.compute.dtype == "float32"
+            _log.info("model loaded", model=directory.name, **asdict(backend.traits.compute))
+        return LoadedModel(
+            id=entry.id,
+            backend=backend,
+            tokenizer=HFTokenizer(directory),
+            fingerprint=fingerprint(directory, models_dir / "fingerprints.json"),
+            kv_format=self._kv_format,
+            defaults=read_generation_config(directory),
+        )
+
+
+def _import_torch(settings: Settings) -> MakeBackend:
+    _calm_openmp()
+    try:
+        from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+        from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+    except ModuleNotFoundError as error:
+        raise _missing(error, "torch") from error
+    options = TorchOptions(settings.dtype, settings.device, settings.weights, settings.threads)
+    return lambda directory, spec: TorchBackend(directory, spec, options)
+
+
+def _import_mlx(settings: Settings) -> MakeBackend:
+    if settings.weights not in ("auto", "full"):
+        raise InvalidRequestError(
+            f"weights {settings.weights}: mlx runs models as they are; "
+            "take one that is quantised, such as mlx-community's",
+            param="weights",
+        )
+    mlx_runtime.prepare(settings.threads)
+    try:
+        from semantic.adapters.outbound.backends.mlx.backend import MlxBackend
+        from semantic.adapters.outbound.backends.mlx.loading import MlxOptions
+    except ModuleNotFoundError as error:
+        raise _missing(error, "mlx") from error
+    options = MlxOptions(settings.dtype, settings.device, settings.weights)
+    return lambda directory, spec: MlxBackend.from_directory(directory, spec, options)
+
+
+def _missing(error: ModuleNotFoundError, backend_name: BackendName) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the {backend_name} backend needs {error.name}; in the directory of the checkout run: "
+        f"{sys.executable} -m pip install -c constraints.txt -e '.[{backend_name}]'",
+        param="backend",
+    )
+
+
+def _calm_openmp() -> None:
+    """Let OpenMP's threads spin between the operations of a step, and sleep after it.
+
+    The default spins for milliseconds: beside one busy process a decode step took fifteen times as
+    long. Never spinning made quiet steps a quarter slower. Must run before torch is imported.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
