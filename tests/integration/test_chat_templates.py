@@ -323,16 +323,6 @@ def test_other_templates_get_the_tool_prompt(models: Models, name: str) -> None:
     assert "<tool_response>\n<html> the docs </html>\n\n</tool_response>" in text
 
 
-def test_the_day_is_the_one_given(models: Models) -> None:
-    model = Model(models["llama"])
-    days = [
-        spoken(model, model.renderer.render(ask(user("hi")), today=today))
-        for today in (TODAY, TODAY, date(2026, 3, 2))
-    ]
-    assert "01 Mar 2026" in days[0]
-    assert days[0] == days[1] != days[2]
-
-
 # -- exact replay -------------------------------------------------------------------------------
 
 
@@ -445,23 +435,6 @@ def test_replies_of_another_tenant_are_not_replayed(qwen: Model) -> None:
     theirs = qwen.renderer.render(request, today=TODAY, replays=TenantReplays(b"other", qwen.book))
     assert theirs.num_replayed == 0
     assert theirs.tokens != mine.tokens
-
-
-def test_a_reply_after_another_prompt_is_not_replayed(qwen: Model) -> None:
-    two_turns(qwen, SAID, SAID)
-    other = qwen.prompt(ask(user("hello"), SAID, user("ok"), tools=(READ,)))
-    assert other.num_replayed == 0
-
-
-def test_replay_outlives_the_renderer(models: Models) -> None:
-    model, prompts = Model(models["qwen"]), list[Prompt]()
-    for exchange in coding():
-        prompts.append(model.prompt(exchange.request))
-        sampled = [*model.sample(written(exchange.reply)), model.end]
-        model.remember(prompts[-1], exchange.reply, sampled)
-    fresh = Model(models["qwen"])
-    fresh.book = model.book
-    assert fresh.prompt(coding()[-1].request) == prompts[-1]
 
 
 # -- the date -----------------------------------------------------------------------------------

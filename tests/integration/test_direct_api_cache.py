@@ -204,21 +204,6 @@ def test_garbage_goes_and_the_rest_is_checked(http: httpx.Client) -> None:
     assert done["checked"] == done["total"] == get(http, "/v1/cache")["disk"]["files"] > 0
 
 
-def test_damage_on_disk_is_found_and_made_good(http: httpx.Client, tmp_path: Path) -> None:
-    make(http, id="a", system=LONG)
-    say(http, "a", "one")
-    http.post("/v1/agents/a/evict")
-    broken = sorted((tmp_path / "cache").rglob("*.safetensors"))[0]
-    content = bytearray(broken.read_bytes())
-    content[-1] ^= 1
-    broken.write_bytes(content)
-
-    done = events_of(http.post("/v1/cache/verify"))[-1]
-
-    assert done["bad"] == 1
-    assert say(http, "a", "two")["turn_id"]
-
-
 # -- events -----------------------------------------------------------------------------------
 
 
@@ -365,20 +350,6 @@ def test_an_empty_agent_can_be_moved_too(http: httpx.Client) -> None:
     taken = http.post("/v1/agents/import", params={"id": "b"}, content=content).json()
 
     assert (taken["head"], taken["settings"]["system"]) == (None, "s")
-
-
-@pytest.mark.parametrize("place", [0, 20, 200, 1500, -200, -1])
-def test_a_damaged_file_changes_nothing(http: httpx.Client, place: int) -> None:
-    make(http, id="a", system=LONG)
-    say(http, "a", "one")
-    content = bytearray(http.get("/v1/agents/a/export").content)
-    content[place] ^= 0x55
-
-    for damaged in (bytes(content), bytes(content[: len(content) // 2]), b"", b"nonsense\n" * 9):
-        answer = http.post("/v1/agents/import", params={"id": "b"}, content=damaged)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "file"
-    assert http.get("/v1/agents/b").status_code == 404
 
 
 def test_another_models_state_is_refused_and_its_messages_are_not(http: httpx.Client) -> None:

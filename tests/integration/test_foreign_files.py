@@ -131,26 +131,13 @@ def says(*parts: Any) -> Edit:
     return with_fields("turn", messages=[{"role": "user", "parts": list(parts)}])
 
 
+# One of each kind; all that may be wrong is tried where files are read.
 HOSTILE: dict[str, Edit] = {
     "labels": with_fields("agent", labels=[["a", {"x": 1}]]),
-    "time to live": with_fields("agent", ttl_s="abc"),
-    "weight": with_fields("agent", weight=float("nan")),
-    "huge quota": with_fields("agent", quota={"max_turns": 2**70}),
     "half a character": with_fields("agent", profile__system="half \ud800"),
-    "deep tool": with_fields(
-        "agent", profile__tools=[{"name": "n", "description": "", "parameters": {"a": DEEP}}]
-    ),
     "name": with_member_fields("agent", id="../up"),
     "huge count": with_member_fields("turn", num_tokens=2**70),
-    "odd tokens": with_member_fields("turn", tokens="0700"),
-    "not a time": with_member_fields("turn", created_at=float("nan")),
-    "huge usage": with_fields("turn", usage={"prompt_tokens": 2**70}),
     "deep arguments": says(CALL | {"arguments": {"a": DEEP}}),
-    "no number": says(CALL | {"arguments": {"a": float("inf")}}),
-    "half a word": says({"type": "text", "text": "\udc00"}),
-    "result in a result": says(
-        {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "tool_result"}]}
-    ),
 }
 
 

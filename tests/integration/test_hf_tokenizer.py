@@ -23,7 +23,9 @@ TEXTS = [
     " leading and trailing ",
     "digits 0123456789 and 3.14",
     "naïve café, Zürich, smørrebrød",
-    "漢字とかな 한국어 中文",
+    "漢字とかな 한국어 中文 ภาษาไทย العربية",
+    "e\u0301 stays decomposed, and so does \u1112\u1161\u11ab",
+    "",
     "emoji 👩‍👩‍👧‍👦🏳️‍🌈 🙂",
     "def f(x):\n    if x:\n\t\treturn  x\n\n\n",
     "\u200b\u00a0\r\n",
@@ -70,9 +72,16 @@ def test_special_tokens_are_single_ids_and_no_text(tokenizer: HFTokenizer) -> No
 
 
 def test_the_chat_template_is_the_models_own(tokenizer: HFTokenizer) -> None:
-    text = tokenizer.render_chat([{"role": "user", "content": "hi"}])
-    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-    assert text.startswith("<|im_start|>system\n")
+    text = tokenizer.render_chat(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    )
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.render_chat([{"role": "user", "content": "hi"}]).startswith(
+        "<|im_start|>system\n"
+    )
 
 
 def write_model(directory: Path, decoder: object, template: object) -> Path:

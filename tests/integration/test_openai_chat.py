@@ -302,21 +302,6 @@ def test_a_client_key_is_one_agent(client: openai.OpenAI, running: RunningServer
     assert all(name.startswith("client-") for name in made)
 
 
-async def test_the_async_client(running: RunningServer) -> None:
-    async with openai.AsyncOpenAI(
-        base_url=f"{running.url}/v1", api_key="none", _strict_response_validation=True
-    ) as client:
-        whole = await client.chat.completions.create(
-            model="fake", messages=HELLO, temperature=0, max_tokens=8
-        )
-        text = ""
-        async for chunk in await client.chat.completions.create(
-            model="fake", messages=HELLO, temperature=0, max_tokens=8, stream=True
-        ):
-            text += chunk.choices[0].delta.content or ""
-    assert text == whole.choices[0].message.content
-
-
 # -- completions ------------------------------------------------------------------------------
 
 

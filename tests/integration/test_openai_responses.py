@@ -359,17 +359,6 @@ def test_only_a_late_stream_in_the_background_can_be_resumed(client: openai.Open
         assert caught.value.param == "stream"
 
 
-async def test_the_async_client(running: RunningServer) -> None:
-    async with (
-        openai.AsyncOpenAI(
-            base_url=f"{running.url}/v1", api_key="none", _strict_response_validation=True
-        ) as client,
-        client.responses.stream(model="fake", input="hello", max_output_tokens=400) as stream,
-    ):
-        kinds = [event.type async for event in stream]
-    assert kinds[:2] == ["response.created", "response.in_progress"]
-
-
 def test_items_of_tools_that_run_elsewhere_are_skipped(running: RunningServer) -> None:
     body = {
         "model": "fake",

@@ -117,14 +117,6 @@ def test_clients_that_hold_up_a_stop_are_cut_off_by_a_second_ctrl_c_or_in_time(
     assert '"level": "error"' not in server.output
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_server_with_a_sentence(tmp_path: Path) -> None:
-    with serve(tmp_path, tmp_path / "log", "--model", "nowhere/at-all") as server:
-        assert server.process.wait(20) == 2
-    last = server.output.splitlines()[-1]
-    assert last.startswith("semantic: the model could not be loaded: there is no model 'nowhere")
-    assert "Traceback" not in server.output
-
-
 def test_it_ends_at_once_while_a_schema_takes_all_the_time_there_is(tmp_path: Path) -> None:
     schema = {"type": "integer", "multipleOf": 99_999_989}
     body = {

@@ -178,7 +178,7 @@ def _prepare_directories(settings: Settings) -> None:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         except FileExistsError as error:
             raise InvalidRequestError(
-                f"{directory} is no directory; choose another {flag}", param=param
+                f"{directory} is not a directory; choose another {flag}", param=param
             ) from error
         except OSError as error:
             raise InvalidRequestError(

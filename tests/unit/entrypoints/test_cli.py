@@ -82,7 +82,7 @@ def test_a_misspelled_variable_is_told(
     monkeypatch.setenv("SEMANTIC_CACHEDIR", "/elsewhere")
     assert main(["cache", "stats", "--home", str(tmp_path)]) == 2  # there is none
     first, _ = capsys.readouterr().err.splitlines()
-    assert first.startswith("semantic: SEMANTIC_CACHEDIR is no setting")
+    assert first.startswith("semantic: unknown setting SEMANTIC_CACHEDIR, ignored")
     assert first.endswith("did you mean SEMANTIC_CACHE_DIR?")
 
 

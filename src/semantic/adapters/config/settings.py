@@ -324,7 +324,7 @@ def misspelled(environment: Mapping[str, str]) -> list[str]:
     """Say which variables look like settings and are none; other programs' may, so that is all."""
     known = {*(f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields), *_NO_SETTINGS}
     return [
-        f"{name} is no setting, and is passed over{_nearest(name)}"
+        f"unknown setting {name}, ignored{_nearest(name)}"
         for name in environment
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in known
     ]
@@ -335,7 +335,7 @@ def _refusal(problem: ErrorDetails) -> InvalidRequestError:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         name = name.upper() if name.startswith(ENV_PREFIX.lower()) else name
-        message = f"there is no such setting{_nearest(name)}"
+        message = f"unknown setting{_nearest(name)}"
     text = f"setting {name}: {message}" if name else message
     return InvalidRequestError(text, param=name or None)
 

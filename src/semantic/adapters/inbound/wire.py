@@ -130,8 +130,8 @@ def sampling_of(body: BaseModel, **more: object) -> SamplingParams:
     Raises:
         InvalidRequestError: a value is out of its range.
     """
-    given = {name: getattr(body, name, None) for name in _SAMPLING} | more
-    known = {name: value for name, value in given.items() if value is not None}
+    values = {name: getattr(body, name, None) for name in _SAMPLING} | more
+    known = {name: value for name, value in values.items() if value is not None}
     if known.get("top_k") == NO_LIMIT:
         known["top_k"] = 0
     return SamplingParams(**known, unset=UNSET_SAMPLING - known.keys())

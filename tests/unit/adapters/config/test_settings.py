@@ -102,9 +102,9 @@ def test_names_that_are_no_settings_are_told_with_the_nearest_that_is() -> None:
     known = {"SEMANTIC_PORT": "1", "SEMANTIC_ENVIRONMENT": "x", "semantic_host": "h", "PROT": "1"}
     assert misspelled(known) == []
     assert misspelled({"SEMANTIC_PROT": "1", **known}) == [
-        "SEMANTIC_PROT is no setting, and is passed over; did you mean SEMANTIC_PORT?"
+        "unknown setting SEMANTIC_PROT, ignored; did you mean SEMANTIC_PORT?"
     ]
-    assert misspelled({"Semantic_Xyz": "1"}) == ["Semantic_Xyz is no setting, and is passed over"]
+    assert misspelled({"Semantic_Xyz": "1"}) == ["unknown setting Semantic_Xyz, ignored"]
 
 
 def test_a_name_that_is_no_setting_is_an_error_in_files(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ _PROGRESS_STEPS = 100
 
 
 def _stream(description: str, example: str) -> dict[int | str, dict[str, Any]]:
-    shown = {"schema": {}, "example": example}
-    return {200: {"description": description, "content": {"text/event-stream": shown}}}
+    content = {"schema": {}, "example": example}
+    return {200: {"description": description, "content": {"text/event-stream": content}}}
 
 
 _VERIFY = _stream("progress, then done", 'data: {"type":"done","checked":9,"total":9,"bad":0}\n\n')

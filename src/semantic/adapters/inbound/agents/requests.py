@@ -115,23 +115,23 @@ class AgentSettings(_Schema):
 
     def apply(self, agent: Agent) -> Agent:
         """The agent with the fields that were given."""
-        given = self.model_fields_set
+        names_set = self.model_fields_set
         profile, changes = dict[str, Any](), dict[str, Any]()
-        for name in given & {"system", "model"}:
+        for name in names_set & {"system", "model"}:
             profile[name] = getattr(self, name)
-        if "tools" in given:
+        if "tools" in names_set:
             profile["tools"] = tuple(tool.to_domain() for tool in self.tools)
-        if "overflow" in given:
+        if "overflow" in names_set:
             profile["overflow"] = Overflow(self.overflow)
-        for name in given & {"weight", "ttl_s"}:
+        for name in names_set & {"weight", "ttl_s"}:
             changes[name] = getattr(self, name)
-        if "pin" in given:
+        if "pin" in names_set:
             changes["is_pinned"] = self.pin
-        if "service_class" in given:
+        if "service_class" in names_set:
             changes["service_class"] = ServiceClass(self.service_class)
-        if "quota" in given:
+        if "quota" in names_set:
             changes["quota"] = Quota(self.quota.max_bytes, self.quota.max_turns)
-        if "labels" in given:
+        if "labels" in names_set:
             changes["labels"] = tuple(sorted(self.labels.items()))
         return replace(agent, **changes, profile=replace(agent.profile, **profile))
 
@@ -180,8 +180,10 @@ class NewMessage(_Schema):
 
     def to_domain(self) -> Message:
         """Translate."""
-        given = [self.content] if isinstance(self.content, str) else [p.text for p in self.content]
-        texts = tuple(TextPart(text) for text in given)
+        contents = (
+            [self.content] if isinstance(self.content, str) else [p.text for p in self.content]
+        )
+        texts = tuple(TextPart(text) for text in contents)
         parts: tuple[Part, ...] = texts
         if self.tool_call_id is not None:
             parts = (ToolResultPart(self.tool_call_id, texts, is_error=self.is_error),)

@@ -91,8 +91,8 @@ class DirectApi:
 
     async def page(self, query: Annotated[ListAgents, Query()]) -> AgentList:
         """List agents, a page at a time."""
-        found = await asyncio.to_thread(self._agents.page, self._principal(), query.to_domain())
-        return AgentList.of(found)
+        agents = await asyncio.to_thread(self._agents.page, self._principal(), query.to_domain())
+        return AgentList.of(agents)
 
     async def get(self, agent_id: AgentPath) -> AgentOut:
         """One agent, and where its attention state is."""
@@ -146,8 +146,10 @@ class DirectApi:
         turn_id: Annotated[Text | None, Query(description="absent: the latest")] = None,
     ) -> ExplanationOut:
         """What a turn reused, where its prompt diverged, and what the next one starts from."""
-        found = await asyncio.to_thread(self._agents.explain, self._principal(), agent_id, turn_id)
-        return ExplanationOut.about(agent_id, found)
+        explanation = await asyncio.to_thread(
+            self._agents.explain, self._principal(), agent_id, turn_id
+        )
+        return ExplanationOut.about(agent_id, explanation)
 
 
 def _drawn_id(agent_id: str) -> str:
@@ -220,16 +222,16 @@ class TransferApi:
         with tempfile.SpooledTemporaryFile(_IN_MEMORY) as file:
             async for piece in http.stream():
                 await asyncio.to_thread(file.write, piece)
-            taken = await asyncio.to_thread(
+            imported = await asyncio.to_thread(
                 lambda: self._transfer.take_in(
                     self._principal(), lambda: _pieces(file), id, is_messages_only=messages_only
                 )
             )
-        view = await asyncio.to_thread(self._agents.get, self._principal(), taken.agent.id)
+        view = await asyncio.to_thread(self._agents.get, self._principal(), imported.agent.id)
         return ImportedOut(
             **dict(AgentOut.of(view)),
-            import_state="imported" if taken.has_state else "recomputed",
-            import_reason=taken.reason,
+            import_state="imported" if imported.has_state else "recomputed",
+            import_reason=imported.reason,
         )
 
 

@@ -143,7 +143,7 @@ class MessageStream:
                 self._started = event
                 return []
             case PrefillProgress(_, total, reused):
-                return self._begin(_found(total, reused))
+                return self._begin(_prefill_usage(total, reused))
             case Finished():
                 self._is_ended = True
                 return [*self._begin(event.usage), *self._close(), *self._ending(event)]
@@ -289,7 +289,7 @@ def _parsed(block: dict[str, str]) -> Json:
     return {**block, "input": json.loads(block["input"] or "{}")}
 
 
-def _found(total: int, reused: int) -> Usage:
+def _prefill_usage(total: int, reused: int) -> Usage:
     return Usage(total, cache_read_tokens=reused, cache_creation_tokens=total - reused)
 
 

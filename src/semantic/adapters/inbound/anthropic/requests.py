@@ -355,18 +355,18 @@ class CountRequest(Schema):
 
     def _messages(self) -> tuple[Message, ...]:
         head = system_parts(self.system) if self.system else ()
-        told = tuple(message.to_domain(i) for i, message in enumerate(self.messages))
-        return ((Message(Role.SYSTEM, head),) if head else ()) + told
+        messages = tuple(message.to_domain(i) for i, message in enumerate(self.messages))
+        return ((Message(Role.SYSTEM, head),) if head else ()) + messages
 
     def _output_format(self) -> OutputFormat | None:
-        wanted = (self.output_config and self.output_config.format) or self.output_format
-        if wanted is None:
+        output_format = (self.output_config and self.output_config.format) or self.output_format
+        if output_format is None:
             return None
-        if wanted.type != "json_schema" or wanted.schema_ is None:
+        if output_format.type != "json_schema" or output_format.schema_ is None:
             raise InvalidRequestError(
                 "must be {type: json_schema, schema: …}.", param="output_config.format"
             )
-        return JsonFormat(wanted.schema_)
+        return JsonFormat(output_format.schema_)
 
     def _agent(self, headers: Mapping[str, str]) -> AgentHint:
         agent_id = headers.get("x-agent-id")
@@ -388,10 +388,10 @@ class CountRequest(Schema):
         if old:
             return old[1]
         try:
-            told = json.loads(user_id)
+            metadata = json.loads(user_id)
         except ValueError:
             return None
-        session = told.get("session_id") if isinstance(told, dict) else None
+        session = metadata.get("session_id") if isinstance(metadata, dict) else None
         return session if isinstance(session, str) and session else None
 
 

@@ -94,8 +94,8 @@ def _command(method: str, url: str, body: dict[str, Any]) -> str:
     place = shlex.quote(url)
     command = f"curl {place}" if method == "GET" else f"curl -X {method} {place}"
     for example in body.get("examples", ())[:1]:
-        given = shlex.quote(json.dumps(example))
-        command += f" -H 'content-type: application/json' \\\n  -d {given}"
+        body_json = shlex.quote(json.dumps(example))
+        command += f" -H 'content-type: application/json' \\\n  -d {body_json}"
     return command
 
 

@@ -174,8 +174,10 @@ class _VendorResponse(Response):
         if _is_anthropic(scope):
             request_id = scope.get("state", {}).get("request_id")
             body = {**self._anthropic, "request_id": request_id}
-            kept = {k: v for k, v in self._openai.headers.items() if not k.startswith("content-")}
-            response = JSONResponse(body, self._status, kept)
+            headers = {
+                k: v for k, v in self._openai.headers.items() if not k.startswith("content-")
+            }
+            response = JSONResponse(body, self._status, headers)
         await response(scope, receive, send)
 
 

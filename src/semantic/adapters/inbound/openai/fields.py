@@ -79,10 +79,10 @@ class StructuredOutputs(Schema):
             "regex": self.regex is not None,
             "choice": self.choice is not None,
         }
-        given = [name for name, is_given in fields.items() if is_given]
+        chosen = [name for name, is_given in fields.items() if is_given]
         names = ", ".join(fields)
-        refuse(len(given) != 1, "structured_outputs", f"it takes exactly one of {names}.")
-        return given[0]
+        refuse(len(chosen) != 1, "structured_outputs", f"it takes exactly one of {names}.")
+        return chosen[0]
 
     def to_domain(self) -> OutputFormat:
         """Translate to our terms."""
@@ -104,7 +104,7 @@ class StructuredOutputs(Schema):
             except (ValueError, RecursionError):
                 schema = None
         if not isinstance(schema, dict):
-            raise InvalidRequestError("it is no JSON schema.", param="structured_outputs.json")
+            raise InvalidRequestError("it is not a JSON schema.", param="structured_outputs.json")
         return schema
 
 
@@ -159,10 +159,10 @@ class RequestFields(Schema):
             "structured_outputs": wanted.to_domain() if wanted else None,
             "json_schema": None if self.json_schema is None else JsonFormat(self.json_schema),
         }
-        given = [name for name, form in forms.items() if form is not None]
-        if len(given) > 1:
-            raise InvalidRequestError(f"send it or {given[0]}, not both.", param=given[1])
-        return forms[given[0]] if given else None
+        chosen = [name for name, form in forms.items() if form is not None]
+        if len(chosen) > 1:
+            raise InvalidRequestError(f"send it or {chosen[0]}, not both.", param=chosen[1])
+        return forms[chosen[0]] if chosen else None
 
     def form_param(self, param: str) -> str:
         """What the client called the field that gives the reply's form."""

@@ -248,7 +248,7 @@ class ChatCompletionRequest(_RepliesFields):
             raise InvalidRequestError(
                 "top_logprobs needs logprobs to be true.", param="top_logprobs"
             )
-        wanted = self.max_completion_tokens
+        limit = self.max_completion_tokens
         messages = tuple(message.to_domain() for message in self.messages)
         return ChatRequest(
             model=self.model or "",
@@ -256,7 +256,7 @@ class ChatCompletionRequest(_RepliesFields):
             tools=tuple(tool.function.to_domain() for tool in self.tools or ()),
             tool_choice=tool_choice_of(self.tool_choice, self.parallel_tool_calls),
             sampling=self.sampling((self.top_logprobs or 0) if self.logprobs else None),
-            stop=self.stop_rules(self.max_tokens if wanted is None else wanted),
+            stop=self.stop_rules(self.max_tokens if limit is None else limit),
             output_format=self.form(self._own_form(), "response_format"),
             thinking=self._thinking(),
             agent=self.hint(headers),
@@ -275,13 +275,13 @@ class ChatCompletionRequest(_RepliesFields):
     def _is_continued(self, messages: Sequence[Message]) -> bool:
         """Whether the reply goes on with the last message; said so, or as llama.cpp does."""
         is_new = self.add_generation_prompt
-        wanted = self.continue_final_message
+        choice = self.continue_final_message
         refuse(
-            wanted and is_new,
+            choice and is_new,
             "add_generation_prompt",
             "send it or continue_final_message, not both.",
         )
-        is_continued = (is_continuable(messages) and not is_new) if wanted is None else wanted
+        is_continued = (is_continuable(messages) and not is_new) if choice is None else choice
         refuse(
             is_new is False and not is_continued,
             "add_generation_prompt",
@@ -330,13 +330,13 @@ class CompletionRequest(_RepliesFields):
     @property
     def prompts(self) -> list[str | tuple[int, ...]]:
         """The prompts, each as text or as ids."""
-        given = self.prompt
-        if isinstance(given, str):
-            return [given]
-        ids = tuple(entry for entry in given if isinstance(entry, int))
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        ids = tuple(entry for entry in prompt if isinstance(entry, int))
         if ids:
             return [ids]
-        return [p if isinstance(p, str) else tuple(p) for p in given if not isinstance(p, int)]
+        return [p if isinstance(p, str) else tuple(p) for p in prompt if not isinstance(p, int)]
 
     def to_domain(self, headers: AgentHint) -> list[ChatRequest]:
         """Translate to our terms, a request for each prompt.

@@ -253,8 +253,8 @@ class ResponseWriter:
         self.response["status"] = status
         if status == "completed":
             self.response["completed_at"] = int(time.time())
-        told = "incomplete" if status == "cancelled" else status
-        return self._whole(f"response.{told}")
+        name = "incomplete" if status == "cancelled" else status
+        return self._whole(f"response.{name}")
 
     def _whole(self, kind: str) -> Json:
         return self._event(kind, {"response": {**self.response, "output": list(self._output)}})
@@ -274,7 +274,7 @@ class ResponseWriter:
         return events + self._delta("message", event.text, "response.output_text.delta", scored)
 
     def _delta(
-        self, kind: str, text: str, told: str, scored: list[Json] | None = None
+        self, kind: str, text: str, event_type: str, scored: list[Json] | None = None
     ) -> list[Json]:
         events = self._open_if_other(kind)
         item = self._item
@@ -282,7 +282,7 @@ class ResponseWriter:
             return events
         item.pieces.append(text)
         content = {**item.place, "content_index": 0, "delta": text}
-        return [*events, self._event(told, content | self._scored(kind, scored or []))]
+        return [*events, self._event(event_type, content | self._scored(kind, scored or []))]
 
     def _scored(self, kind: str, scored: list[Json]) -> Json:
         return {"logprobs": scored} if kind == "message" else {}
@@ -292,8 +292,8 @@ class ResponseWriter:
         if item is None:
             return []
         item.pieces.append(arguments)
-        told = "response.function_call_arguments.delta"
-        return [self._event(told, {**item.place, "delta": arguments})]
+        event_type = "response.function_call_arguments.delta"
+        return [self._event(event_type, {**item.place, "delta": arguments})]
 
     def _end_thinking(self, signature: str) -> list[Json]:
         if self._item is None or self._item.kind != "reasoning":
@@ -324,17 +324,17 @@ class ResponseWriter:
         made = item.json(status)
         self._output.append(made)
         done = {"output_index": item.index, "item": made}
-        return [*self._told_whole(item), self._event("response.output_item.done", done)]
+        return [*self._done_events(item), self._event("response.output_item.done", done)]
 
-    def _told_whole(self, item: _Item) -> list[Json]:
+    def _done_events(self, item: _Item) -> list[Json]:
         if item.kind == "function_call":
             content = {**item.place, "arguments": item.text, "name": item.call and item.call.name}
             return [self._event("response.function_call_arguments.done", content)]
-        told = "output_text" if item.kind == "message" else "reasoning_text"
+        name = "output_text" if item.kind == "message" else "reasoning_text"
         place = {**item.place, "content_index": 0}
         text = {**place, "text": item.text, **self._scored(item.kind, item.logprobs)}
         return [
-            self._event(f"response.{told}.done", text),
+            self._event(f"response.{name}.done", text),
             self._event("response.content_part.done", {**place, "part": item.part()}),
         ]
 
@@ -384,10 +384,10 @@ def settings_of(body: ResponsesRequest) -> Json:
         "previous_response_id", "prompt_cache_key", "safety_identifier", "store",
         "top_logprobs", "user",
     )  # fmt: skip
-    given = {name: getattr(body, name) for name in names}
+    values = {name: getattr(body, name) for name in names}
     choice = body.tool_choice
     made: Json = {
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in values.items() if value is not None},
         "text": _text(body),
         "tool_choice": choice if isinstance(choice, str) or choice is None else choice.model_dump(),
         "tools": [_tool(tool.model_dump()) for tool in body.functions],
@@ -406,17 +406,19 @@ def _spelled(settings: Json) -> Json:
 
 
 def _text(body: ResponsesRequest) -> Json:
-    wanted = body.text.format if body.text else None
-    if wanted is None or wanted.type != "json_schema":
-        return {"format": {"type": wanted.type if wanted else "text"}}
-    name, is_strict = wanted.name or "response", bool(wanted.strict)
+    text_format = body.text.format if body.text else None
+    if text_format is None or text_format.type != "json_schema":
+        return {"format": {"type": text_format.type if text_format else "text"}}
+    name, is_strict = text_format.name or "response", bool(text_format.strict)
     made: Json = {"type": "json_schema", "name": name, "strict": is_strict}
-    return {"format": made | {"description": wanted.description, "schema": wanted.schema_}}
+    return {
+        "format": made | {"description": text_format.description, "schema": text_format.schema_}
+    }
 
 
 def _tool(tool: Json) -> Json:
-    given = {**tool, "parameters": tool["parameters"] or {}, "strict": bool(tool["strict"])}
-    return {"type": "function", **given}
+    function = {**tool, "parameters": tool["parameters"] or {}, "strict": bool(tool["strict"])}
+    return {"type": "function", **function}
 
 
 def response_of(request_id: str, past: PastTurn, served: str) -> Json:

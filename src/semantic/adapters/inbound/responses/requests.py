@@ -314,36 +314,38 @@ class ResponsesRequest(RequestFields):
         if param == "response_format":
             return self.form_param("text.format")
         names = {"messages": "input", "max_tokens": "max_output_tokens"}
-        found = _MESSAGE.fullmatch(param or "")
-        if found is None:
+        match = _MESSAGE.fullmatch(param or "")
+        if match is None:
             return names.get(param or "", param)
         messages = self._messages(past)
-        source = messages[int(found[1])].source
-        is_listed = source.startswith("input[") and messages[int(found[1])].message.role in (
+        source = messages[int(match[1])].source
+        is_listed = source.startswith("input[") and messages[int(match[1])].message.role in (
             Role.USER,
             Role.SYSTEM,
         )
-        return source + (found[2] if is_listed else "")
+        return source + (match[2] if is_listed else "")
 
     def _messages(self, past: PastTurn | None) -> list[SourcedMessage]:
-        told: list[SourcedMessage] = []
+        messages: list[SourcedMessage] = []
         if self.instructions:
             parts = (TextPart(self.instructions),)
-            told.append(
+            messages.append(
                 SourcedMessage(Message(Role.SYSTEM, parts, is_instruction=True), "instructions")
             )
         if past is not None:
-            told += [SourcedMessage(message, "previous_response_id") for message in past.messages]
-        given = messages_of(self.input or ())
-        refuse(not given and past is None, "input", "it must hold at least one item.")
-        return told + given
+            messages += [
+                SourcedMessage(message, "previous_response_id") for message in past.messages
+            ]
+        new_messages = messages_of(self.input or ())
+        refuse(not new_messages and past is None, "input", "it must hold at least one item.")
+        return messages + new_messages
 
     def _own_form(self) -> OutputFormat | None:
-        wanted = self.text.format if self.text else None
-        if wanted is None or wanted.type == "text":
+        text_format = self.text.format if self.text else None
+        if text_format is None or text_format.type == "text":
             return None
-        is_bare = wanted.type == "json_schema" and wanted.schema_ is None
+        is_bare = text_format.type == "json_schema" and text_format.schema_ is None
         refuse(is_bare, "text.format.schema", "a format of type json_schema needs it.")
-        if wanted.type == "json_object":
+        if text_format.type == "json_object":
             return JsonFormat()
-        return JsonFormat(wanted.schema_, bool(wanted.strict))
+        return JsonFormat(text_format.schema_, bool(text_format.strict))

@@ -87,8 +87,8 @@ class _Responses:
 
     async def show(self, response_id: str) -> Response:
         """Answer with a response."""
-        found = await self.find(response_id)
-        return JSONResponse(found) if found else _missing(response_id)
+        response = await self.find(response_id)
+        return JSONResponse(response) if response else _missing(response_id)
 
     async def events(self, response_id: str, after: int | None) -> Response:
         """Answer with the events of a response, those that follow number `after`.

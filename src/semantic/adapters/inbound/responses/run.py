@@ -94,9 +94,7 @@ class ResponseRun:
         try:
             await asyncio.wait_for(self.is_ended.wait(), _CANCEL_TIMEOUT_S)
         except TimeoutError as error:
-            raise GenerationTimeoutError(
-                "the response was told to stop, and has not yet."
-            ) from error
+            raise GenerationTimeoutError("the response did not stop in time.") from error
 
     def _begin(self) -> None:
         if not self.is_begun.is_set():

@@ -122,9 +122,9 @@ class AgentFile:
         except ValidationError as error:
             first = error.errors(include_input=False, include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
-            raise _damaged(f"{member.name} makes no sense: {place}: {first['msg']}") from error
+            raise _damaged(f"{member.name} is invalid: {place}: {first['msg']}") from error
         except ValueError as error:
-            raise _damaged(f"{member.name} makes no sense: {error}") from error
+            raise _damaged(f"{member.name} is invalid: {error}") from error
 
     def _read_part(self, member: "Member") -> ExportPart:
         part, payload = block_format.read(memoryview(member.content), self._codec)
@@ -188,18 +188,18 @@ def read_members(pieces: Iterable[bytes]) -> Iterator[Member]:
 def _read_header(header: bytes) -> tuple[str, str, int]:
     """Read what a member is, its name and its size."""
     try:
-        found = tarfile.TarInfo.frombuf(header, "ascii", "strict")
+        member = tarfile.TarInfo.frombuf(header, "ascii", "strict")
     except (tarfile.HeaderError, ValueError) as error:
-        raise _damaged("it is no archive of an agent, or is damaged") from error
-    if header[148:156] != b"%06o\0 " % found.chksum:  # it does not cover itself
+        raise _damaged("it is not an archive of an agent, or it is damaged") from error
+    if header[148:156] != b"%06o\0 " % member.chksum:  # it does not cover itself
         raise _damaged("it is damaged")
-    named = _IS_MEMBER(found.name)
-    if named is None or found.type != tarfile.REGTYPE or found.linkname:
-        raise _damaged(f"it has a member {found.name[:100]!r} that no agent has")
+    named = _IS_MEMBER(member.name)
+    if named is None or member.type != tarfile.REGTYPE or member.linkname:
+        raise _damaged(f"it has a member {member.name[:100]!r} that no agent has")
     kind = str(named.lastgroup)
-    if not 0 <= found.size <= (_MAX_FILE if kind == "block" else _MAX_JSON):
-        raise _damaged(f"{found.name} cannot be that long")
-    return kind, found.name, found.size
+    if not 0 <= member.size <= (_MAX_FILE if kind == "block" else _MAX_JSON):
+        raise _damaged(f"{member.name} cannot be that long")
+    return kind, member.name, member.size
 
 
 class _Source:
@@ -313,13 +313,13 @@ def _turn_bytes(turn: Turn) -> bytes:
 
 
 def _read_turn(stored: _TurnMember) -> Turn:
-    said = ledger_json.decode_turn(json.dumps(stored.body), is_foreign=True)
+    turn_body = ledger_json.decode_turn(json.dumps(stored.body), is_foreign=True)
     pointer = None
     if stored.pointer is not None:
         *names, num_tokens = stored.pointer
         root, block = (BlockName(bytes.fromhex(str(name))) for name in names)
         pointer = Pointer(root, block, int(num_tokens))
-    return replace(said, divergence=None).turn(
+    return replace(turn_body, divergence=None).turn(
         id=stored.id,
         parent=stored.parent,
         agent_id="",

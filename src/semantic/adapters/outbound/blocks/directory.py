@@ -77,7 +77,7 @@ def _adopt(directory: Path) -> None:
     is_empty = not any(directory.iterdir())
     if not is_empty and not _holds_ledger(directory):
         raise InvalidRequestError(
-            f"{directory} is not empty and is no cache of Semantic: it has no file {MARKER_FILE}. "
+            f"{directory} is not empty and is not a Semantic cache: it has no file {MARKER_FILE}. "
             "Choose a new or empty directory with --cache-dir. If it is a cache after all, make "
             "an empty file of that name in it.",
             param="cache_dir",

@@ -188,7 +188,7 @@ def _verify(content: memoryview) -> None:
         CacheCorruptionError: they differ.
     """
     if len(content) < _SUM_END or content[LENGTH_BYTES:_SUM_START] != _OPENING.encode():
-        raise CacheCorruptionError("the file is no block of attention state")
+        raise CacheCorruptionError("the file is not a block of attention state")
     expected = bytes(content[_SUM_START:_SUM_END])
     if _checksum([content[:_SUM_START], content[_SUM_END:]]).encode() != expected:
         raise CacheCorruptionError("the file's checksum does not match its content")
@@ -259,7 +259,7 @@ def identify(head: Head, tokens: bytes, nbytes: int, last_used: float) -> BlockP
         kind = LayerKind(head.field("kind"))
         first, end = int(head.field("start")), int(head.field("end"))
     except ValueError as error:
-        raise CacheCorruptionError(f"the file's header makes no sense: {error}") from None
+        raise CacheCorruptionError(f"the file's header is invalid: {error}") from None
     start = end - len(tokens) // TOKEN_BYTES
     if not 0 <= start <= first < end:
         raise CacheCorruptionError("the file's positions are not those of its token ids")
@@ -279,10 +279,10 @@ def _stored_buffers(head: Head, content: memoryview) -> list[StoredBuffer]:
     for key, description in head.metadata.items():
         if not key.startswith("buffer."):
             continue
-        found = _DESCRIPTION.fullmatch(description)
-        if found is None:
+        match = _DESCRIPTION.fullmatch(description)
+        if match is None:
             raise CacheCorruptionError(f"the file's header does not describe {key}")
-        dtype, numbers, kv_format = found.groups()
+        dtype, numbers, kv_format = match.groups()
         name = key.removeprefix("buffer.")
         shape = tuple(int(number) for number in numbers.split(",") if number)
         names = tensor_names(name, kv_format)

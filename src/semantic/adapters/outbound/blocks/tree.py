@@ -108,8 +108,8 @@ class BlockTree:
         names = self._names(QUARANTINE, is_directory=False)
         with contextlib.suppress(OSError), self._opened(QUARANTINE) as handle:
             for name in names:
-                found = _IS_SET_ASIDE(name)
-                if found is None or int(found[1]) > before * 1000:
+                match = _IS_SET_ASIDE(name)
+                if match is None or int(match[1]) > before * 1000:
                     continue
                 with contextlib.suppress(OSError):
                     num_bytes = os.stat(name, dir_fd=handle, follow_symlinks=False).st_size
@@ -163,10 +163,10 @@ def tree_size(directory: Path, skip: str | tuple[str, ...]) -> int:
     total = 0
     try:
         with os.scandir(directory) as entries:
-            found = list(entries)
+            listed = list(entries)
     except (FileNotFoundError, NotADirectoryError):
         return 0
-    for entry in found:
+    for entry in listed:
         if entry.name.startswith(skip):
             continue
         try:

@@ -139,10 +139,10 @@ class GrammarConstraint:
             return mask
         self._way = way
         # Where text is forced the mask holds one way to write it, which need not be this one.
-        kept = (mask & self._vocabulary.is_end) | self._vocabulary.pack(way[:1])
+        allowed_mask = (mask & self._vocabulary.is_end) | self._vocabulary.pack(way[:1])
         # A digit after a point, say: one more token may call for another.
         is_open = num_spare > 1 or (not way and self._closing.is_text(self._matcher))
-        return kept | (mask & self._vocabulary.is_plain) if is_open else kept
+        return allowed_mask | (mask & self._vocabulary.is_plain) if is_open else allowed_mask
 
 
 def _too_complex(reason: str) -> InvalidRequestError:

@@ -143,7 +143,7 @@ def version_of(connection: sqlite3.Connection) -> int:
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if application != APPLICATION_ID and (num_tables or version):
-        raise DamagedLedgerError("it is no ledger")
+        raise DamagedLedgerError("it is not a ledger")
     if version > latest_version():
         raise NewerLedgerError(f"format {version}, this one knows {latest_version()}")
     return int(version)
@@ -213,10 +213,10 @@ def read_turn(row: Row) -> Turn:
         TURNS, row
     )
     try:
-        said = ledger_json.decode_turn(body)
+        turn_body = ledger_json.decode_turn(body)
     except ValueError as error:
         raise DamagedLedgerError(f"the row of turn {name}: {error}") from error
-    return said.turn(
+    return turn_body.turn(
         id=name,
         parent=parent,
         agent_id=agent,

@@ -352,7 +352,7 @@ class SqliteLedger:
             if not self._is_in_place(current):
                 raise CachePersistenceError(
                     f"{self._path} was removed or replaced while the server runs. Restart it; it "
-                    "then goes on from the backup."
+                    "then continues from the backup."
                 )
             connection = current.writer
             if current.is_synced != is_synced:

@@ -125,12 +125,12 @@ def read_turns(
     if limit <= 0:
         return ()
     rows = connection.execute(_WALK, {"head": head, "tenant": tenant, "limit": limit})
-    found = {turn.id: turn for turn in map(read_turn, rows.fetchall())}
+    turns_by_id = {turn.id: turn for turn in map(read_turn, rows.fetchall())}
     # SQL promises no order.
     log: list[Turn] = []
     next_id: str | None = head
-    while next_id in found:
-        turn = found.pop(next_id)
+    while next_id in turns_by_id:
+        turn = turns_by_id.pop(next_id)
         log.append(turn)
         next_id = turn.parent
     return tuple(log)

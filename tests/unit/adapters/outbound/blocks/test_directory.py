@@ -123,7 +123,7 @@ def test_a_directory_of_something_else_is_refused_and_left_as_it_is(
     assert callable(fill)
     fill(directory)
     before = kept_state(directory)
-    with pytest.raises(InvalidRequestError, match=r"is no cache of Semantic.*--cache-dir") as error:
+    with pytest.raises(InvalidRequestError, match=r"is not a Semantic cache.*--cache-dir") as error:
         claim(directory)
     assert error.value.param == "cache_dir"
     assert MARKER_FILE in error.value.message

@@ -399,7 +399,7 @@ def test_another_programs_database_is_moved_aside(tmp_path: Path) -> None:
         other.execute("CREATE TABLE agents (id)")
 
     with closing(SqliteLedger(tmp_path)) as ledger:
-        assert "was damaged (it is no ledger)" in ledger.load().problem
+        assert "was damaged (it is not a ledger)" in ledger.load().problem
 
     assert len(list(tmp_path.glob("ledger.db.damaged-*"))) == 1
 
