@@ -93,24 +93,6 @@ def test_weights_are_those_of_the_file_and_take_no_more_room(model: Any, importe
     assert size < 1.01 * starter_gguf().stat().st_size
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "In 1984, 3.14159 and 1,000,000 met at 23:59.",
-        "Žluťoučký kůň — naïve café, Ærøskøbing, ŁÓDŹ",
-        "e\u0301 stays decomposed, and so does \u1112\u1161\u11ab",
-        "漢字とかな、한국어, ภาษาไทย, العربية",
-        "👩\u200d👩\u200d👧\u200d👦 🇫🇷 🙂🏽",
-        "def f(x):\n    if x:\n\t\treturn  x\r\n\n\n# end   ",
-        "  leading, trailing  ",
-        "<|im_start|>user\nHi <b>there</b><|im_end|>\n<|endoftext|>",
-        "",
-    ],
-)
-def test_text_survives_encoding_and_decoding(text: str, tokenizer: Any) -> None:
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 def test_every_id_decodes_and_every_special_token_is_one_id(imported: Path, tokenizer: Any) -> None:
     assert len(tokenizer) == 49152
     for token in SPECIAL_TOKENS:
@@ -124,15 +106,3 @@ def test_every_id_decodes_and_every_special_token_is_one_id(imported: Path, toke
 
 def test_digits_are_single_tokens_and_words_whole_ones(tokenizer: Any) -> None:
     assert tokenizer.tokenize("Hello world 2024") == ["Hello", "Ġworld", "Ġ", "2", "0", "2", "4"]
-
-
-def test_the_chat_template_is_the_models_own(tokenizer: Any) -> None:
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
-        add_generation_prompt=True,
-        tokenize=False,
-    )
-    assert rendered == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
