@@ -264,9 +264,9 @@ class Agent:
 
     def fork(self, new_id: str, *, at: float) -> "Agent":
         """Return another agent with the same past; pins are not inherited."""
-        return replace(self.named(new_id), is_pinned=False, created_at=at, last_used=at)
+        return replace(self.with_id(new_id), is_pinned=False, created_at=at, last_used=at)
 
-    def named(self, new_id: str) -> "Agent":
+    def with_id(self, new_id: str) -> "Agent":
         """Return the agent under a name that somebody chose.
 
         If nobody had named it before, its time was not chosen either: it no longer expires.

@@ -59,7 +59,7 @@ def block_name(parent: BlockName, tokens: Sequence[int]) -> BlockName:
     """Name the block that follows `parent` and holds `tokens`.
 
     Raises:
-        ValueError: `tokens` is empty, an id is not in ``[0, 2**32)``, or `parent` is no digest.
+        ValueError: `tokens` is empty, an id is not in ``[0, 2**32)``, or `parent` is not a digest.
     """
     # Of any other length, the end of a parent and the first token could not be told apart.
     if len(parent) != _NAME_BYTES:

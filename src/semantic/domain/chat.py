@@ -137,7 +137,7 @@ class Message:
     """One speaker's contribution.
 
     Attributes:
-        is_instruction: It holds for one request, and whoever goes on from there leaves it out.
+        is_instruction: It holds for one request; later ones leave it out.
     """
 
     role: Role
@@ -321,7 +321,7 @@ class ChatRequest:
             )
 
     @property
-    def asked(self) -> "ChatRequest":
+    def without_beginning(self) -> "ChatRequest":
         """The same without the beginning of its reply."""
         if not self.is_continued:
             return self

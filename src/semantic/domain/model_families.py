@@ -164,7 +164,7 @@ def _head_dim(attributes: ConfigAttributes) -> int:
     num_heads = attributes.integer("num_attention_heads")
     if hidden_size % num_heads:
         raise attributes.refusal(
-            f"the config lacks head_dim, and hidden_size {hidden_size} is no multiple of "
+            f"the config lacks head_dim, and hidden_size {hidden_size} is not a multiple of "
             f"num_attention_heads {num_heads}"
         )
     return hidden_size // num_heads

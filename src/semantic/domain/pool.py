@@ -140,7 +140,7 @@ class BlockPool:
                 self._held_bytes -= entry.nbytes
 
     def touch(self, keys: Iterable[PartKey]) -> None:
-        """Mark parts as just used, from the chain's end; absent and held ones are passed over."""
+        """Mark parts as just used, from the chain's end; absent and held ones are ignored."""
         with self._lock:
             self._touch(tuple(keys))
 

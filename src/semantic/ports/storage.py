@@ -40,15 +40,15 @@ class BlockFilesPort(Protocol):
         ...
 
     def delete(self, part: BlockPart) -> None:
-        """Remove a file; one that is not there is passed over.
+        """Remove a file; a missing one is ignored.
 
         Raises:
             CachePersistenceError: it is there and cannot be removed.
         """
         ...
 
-    def set_aside(self, part: BlockPart) -> None:
-        """Move a bad file to quarantine; one that is not there is passed over.
+    def quarantine(self, part: BlockPart) -> None:
+        """Move a bad file to quarantine; a missing one is ignored.
 
         Raises:
             CachePersistenceError: it is there and cannot be moved.
@@ -56,11 +56,11 @@ class BlockFilesPort(Protocol):
         ...
 
     def empty_quarantine(self, *, before: float) -> int:
-        """Remove what was set aside up to a time; returns the bytes freed."""
+        """Remove files that were quarantined up to a time; returns the bytes freed."""
         ...
 
     def scan(self) -> Iterator[BlockPart]:
-        """Read what every file says of itself; moves what is no whole part to quarantine."""
+        """Read what every file says of itself; moves what is not a whole part to quarantine."""
         ...
 
     def used_bytes(self) -> int:
@@ -85,7 +85,7 @@ class LedgerState:
     """What a server must know from the start.
 
     Attributes:
-        is_index_lost: Not all parts are known: they are to be had from `BlockFilesPort.scan`. So
+        is_index_lost: Not all parts are known: `BlockFilesPort.scan` finds them. So
             in a new ledger too, and at every start until a `MarkIndexWhole`.
         problem: What was wrong with the ledger, for people; empty if nothing was.
     """
@@ -327,7 +327,7 @@ class AgentFilePort(Protocol):
         ...
 
     def read(self, pieces: Iterable[bytes], *, has_parts: bool) -> Iterator[ExportItem]:
-        """Read a file that was checked; its parts are passed over unless `has_parts`.
+        """Read a file that was checked; its parts are skipped unless `has_parts`.
 
         Raises:
             InvalidRequestError: something in it is not what it should be.

@@ -96,7 +96,7 @@ class MemoryFiles:
         self.files.pop(part.key, None)
         self.bad.discard(part.key)
 
-    def set_aside(self, part: BlockPart) -> None:
+    def quarantine(self, part: BlockPart) -> None:
         found = self.files.pop(part.key, None)
         self.quarantined += found[0].nbytes if found else 0
         self.bad.discard(part.key)

@@ -1,4 +1,4 @@
-"""Tells those who watch what happens to agents; whoever is too slow misses some and hears of it."""
+"""A feed of what happens to agents; a reader that is too slow loses events and learns how many."""
 
 import asyncio
 import enum
@@ -125,7 +125,7 @@ class Subscription:
 
     def _take(self) -> FeedEvent | Missed | None:
         """Take what is next; None if the reader has to wait."""
-        # Put down before looking: what comes later raises it again, and an empty queue is no end.
+        # Cleared before looking, so that a later event sets it again.
         self._has_news.clear()
         with self._lock:
             if self._num_missed:
@@ -184,7 +184,9 @@ class EventFeed:
         subscription = Subscription(tenant, self, self._capacity)
         with self._lock:
             if len(self._readers) >= self._max_readers:
-                raise OverloadedError("too many are watching already.", retry_after_s=30)
+                raise OverloadedError(
+                    "too many clients are watching already; try again later.", retry_after_s=30
+                )
             self._readers.append(subscription)
         return subscription
 

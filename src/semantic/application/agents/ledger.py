@@ -160,7 +160,7 @@ class AgentLedger:
         """
         with self._changes:
             if self.find(agent.tenant, agent.id) is not None:
-                raise ConflictError(f"there is an agent {agent.id!r} already.", param="id")
+                raise ConflictError(f"agent {agent.id!r} already exists.", param="id")
             for turn in turns:
                 self.log.put(agent.tenant, turn)
             return self._put(agent)
@@ -201,7 +201,7 @@ class AgentLedger:
                 source = self._rewound(source, turn_id)
             for new_id in new_ids:
                 if self.find(tenant, new_id) is not None or new_ids.count(new_id) > 1:
-                    raise ConflictError(f"there is an agent {new_id!r} already.", param="ids")
+                    raise ConflictError(f"agent {new_id!r} already exists.", param="ids")
             now = self._now()
             return [self.create(source.fork(new_id, at=now)) for new_id in new_ids]
 
@@ -294,7 +294,7 @@ class AgentLedger:
         """
         limit = agent.quota.max_turns
         if limit is not None and agent.num_turns >= limit:
-            raise QuotaExceededError(f"agent {agent.id} may have {limit} turns and has had them.")
+            raise QuotaExceededError(f"agent {agent.id} has used all of its {limit} turns.")
 
     def commit(
         self,
@@ -319,7 +319,7 @@ class AgentLedger:
 
         Raises:
             AgentNotFoundError: the server keeps the conversation, and the agent is gone.
-            ConflictError: it does, and the agent has gone elsewhere meanwhile.
+            ConflictError: it does, and the agent moved to another turn meanwhile.
         """
         with self._changes:
             if exchange.continuation is None:
@@ -367,7 +367,7 @@ class AgentLedger:
 
     def _named(self, agent: Agent, continuation: Continuation) -> Turn | None:
         if agent.head != continuation.turn_id:
-            raise ConflictError(f"agent {agent.id!r} has gone elsewhere meanwhile.")
+            raise ConflictError(f"agent {agent.id!r} moved to another turn meanwhile.")
         return self.turn(agent.tenant, agent.head) if agent.head else None
 
     def _turn(self, agent: Agent, parent: Turn | None, exchange: Exchange) -> Turn:

@@ -172,7 +172,7 @@ class AgentService:
         A page begins after the last one of the page before, wherever it is now.
 
         Raises:
-            InvalidRequestError: the cursor is none of ours.
+            InvalidRequestError: the cursor is invalid.
         """
         matching = [a for a in self._agents.agents(principal.tenant) if _matches(a, query)]
         matching.sort(key=lambda a: _rank(a, query), reverse=query.is_descending)
@@ -263,4 +263,6 @@ def _read_cursor(cursor: str, query: AgentQuery) -> tuple[float | str, str]:
             return rank, agent_id
     except (ValueError, TypeError, RecursionError):
         pass
-    raise InvalidRequestError("this is no cursor of this listing.", param="after")
+    raise InvalidRequestError(
+        "this is not a cursor of this listing; send the `next` of a page.", param="after"
+    )

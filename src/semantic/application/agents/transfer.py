@@ -1,6 +1,6 @@
 """Agents that leave as a file and come back: here, on another server, or to another model.
 
-Block names depend on the tenant, so attention state that comes in is sealed anew under names of
+Block names depend on the tenant, so attention state that comes in is sealed again under names of
 its new owner, and all agents with the same beginning share it. So it is taken only from a file that
 this server signed, or one it trusts: of a stranger's file what was said is taken, and tokens and
 state are made again. State is only a cache: what finds no room is computed when it is needed.
@@ -83,7 +83,7 @@ class AgentTransfer:
             yield from self._parts(turns[0].pointer)
 
     def _parts(self, pointer: Pointer) -> Iterator[ExportPart]:
-        """The parts of all blocks on the way to a pointer, as far as they can be had."""
+        """The parts of all blocks on the way to a pointer, as far as they are available."""
         for node in self._cache().store.chain(pointer.block):
             kinds = [kind for kind in LayerKind if node.has(kind)]
             try:
@@ -105,7 +105,7 @@ class AgentTransfer:
 
     # -- in -------------------------------------------------------------------------------------
 
-    def take_in(
+    def import_agent(
         self,
         principal: Principal,
         open_file: OpenFile,
@@ -113,7 +113,7 @@ class AgentTransfer:
         *,
         is_messages_only: bool,
     ) -> ImportedAgent:
-        """Take in an exported agent; the whole file is checked before anything is changed.
+        """Import an exported agent; the whole file is checked before anything is changed.
 
         Args:
             principal: Whose it becomes.
@@ -129,9 +129,9 @@ class AgentTransfer:
         is_trusted = bool(signer) and not is_messages_only
         arrival = _checked(self._files.read(open_file(), has_parts=is_trusted))
         known = arrival.head.agent
-        known = known.named(new_id) if new_id else known
+        known = known.with_id(new_id) if new_id else known
         if self._agents.find(principal.tenant, known.id) is not None:
-            raise ConflictError(f"there is an agent {known.id!r} already.", param="id")
+            raise ConflictError(f"agent {known.id!r} already exists.", param="id")
         names: dict[BlockName, BlockName] = {}
         root = BlockName()
         if not is_messages_only:
@@ -189,14 +189,18 @@ def _checked(items: Iterator[ExportItem]) -> _Arrival:
         if isinstance(item, Turn) and not arrival.num_parts:
             parent = arrival.turns[-1].id if arrival.turns else None
             if item.parent != parent:
-                raise InvalidRequestError("the file's turns do not follow.", param="file")
+                raise InvalidRequestError(
+                    "the file's turns do not follow each other.", param="file"
+                )
             arrival.turns.append(item)
         elif isinstance(item, ExportPart):
             if item.payload.abi != first.abi:
-                raise InvalidRequestError("the file mixes attention state.", param="file")
+                raise InvalidRequestError(
+                    "the file mixes formats of attention state.", param="file"
+                )
             arrival.num_parts += 1
         else:
-            raise InvalidRequestError("the file's parts are in disorder.", param="file")
+            raise InvalidRequestError("the file's entries are out of order.", param="file")
     return arrival
 
 
@@ -251,7 +255,7 @@ def _unplaced(turns: Iterable[Turn]) -> list[Turn]:
     unplaced: list[Turn] = []
     num_messages = 0
     for turn in turns:
-        # Counted anew, since everything that is read of a log later relies on it.
+        # Counted again, since everything that is read of a log later relies on it.
         num_messages = len(turn.messages) + (0 if turn.holds_all_messages else num_messages)
         bare = replace(turn, tokens=(), num_tokens=0, digest="", pointer=None)
         unplaced.append(replace(bare, num_messages=num_messages))

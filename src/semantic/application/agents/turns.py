@@ -349,7 +349,7 @@ class TurnLanes:
         key = (tenant, agent_id)
         num_waiting = sum(lane.num_turns - 1 for lane in self._lanes.values())
         if key in self._lanes and num_waiting >= self._max_waiting:
-            raise OverloadedError("too many turns are waiting for those before.", retry_after_s=2)
+            raise OverloadedError("too many turns are waiting; try again.", retry_after_s=2)
         lane = self._lanes.setdefault(key, TurnLane())
         lane.num_turns += 1
         try:
@@ -369,4 +369,4 @@ class TurnLanes:
             async with asyncio.timeout(self._timeout_s):
                 await lane.lock.acquire()
         except TimeoutError as error:
-            raise GenerationTimeoutError("the agent's turns before this one took long.") from error
+            raise GenerationTimeoutError("the agent's earlier turns took too long.") from error

@@ -147,7 +147,7 @@ class Housekeeping:
         return freed + self._drop_boundaries(before)
 
     def verify(self) -> Iterator[CheckProgress]:
-        """Read every file; what is bad is set aside and made anew when it is needed."""
+        """Read every file; bad ones go to quarantine and are computed again when needed."""
         parts = [WantedPart(n, kind) for n in self._store.nodes() for kind in tuple(n.files)]
         num_bad = 0
         yield CheckProgress(0, len(parts), 0)

@@ -64,7 +64,7 @@ class BlockNode:
         return self.start + self.num_tokens
 
     def has(self, kind: LayerKind) -> bool:
-        """Whether a part can be had, from memory or disk."""
+        """Whether a part is in memory or on disk."""
         return kind in self.payloads or kind in self.files
 
     @property

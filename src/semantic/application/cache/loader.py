@@ -1,8 +1,8 @@
 """Parts of blocks on their way from disk into memory, and those that a restore is about to load.
 
 Room is made before a file is read, and what was read stays in the pool while it is held: nothing
-that waits to be loaded lies outside the budget. Whoever finds no room is told so and asks again;
-nobody is made to wait here. Thread-safe.
+that waits to be loaded lies outside the budget. A caller that finds no room gets None and asks
+again; nobody is made to wait here. Thread-safe.
 """
 
 from collections import deque
@@ -213,7 +213,7 @@ class PartLoader:
             return CacheCorruptionError("the server stops")
         if error is not None:
             is_bad = isinstance(error, CacheCorruptionError)
-            # Unless whoever waited for it was faster, and discarded it.
+            # Unless a waiting caller was faster, and discarded it.
             if is_bad and wanted.node.files.get(wanted.kind) is reading.part:
                 self._tiers.lose_file(wanted)
             return error

@@ -56,7 +56,7 @@ class RowWriter:
         return bool(self._unwritten)
 
     def add(self, changes: Sequence[LedgerChange], done: Future[None] | None = None) -> None:
-        """Take changes for the next `apply`; `done` is told when they are written."""
+        """Take changes for the next `apply`; `done` is set when they are written."""
         for change in changes:
             self._turns.note(change)
         # From here on it cannot be cancelled.
@@ -73,7 +73,7 @@ class RowWriter:
         try:
             self._write(rows)
         except ValueError:
-            _log.exception("a change can never be stored, and is dropped")
+            _log.exception("a change cannot be stored and was dropped")
             self._write_one_by_one(rows)
         except Exception as error:  # noqa: BLE001 - nothing that was handed in may be lost
             self._keep(rows, error)

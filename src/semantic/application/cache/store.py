@@ -133,7 +133,7 @@ class AgentCacheStore:
             return self.loader.prefetch(parts, room if max_bytes is None else min(room, max_bytes))
 
     def discard(self, parts: Iterable[WantedPart]) -> None:
-        """Drop parts that could not be loaded, so that they are made anew."""
+        """Drop parts that could not be loaded, so that they are computed again."""
         with self._lock:
             for wanted in parts:
                 num_dropped = self._tiers.drop_payloads([wanted], EvictionReason.CORRUPT)

@@ -217,7 +217,7 @@ class DiskTier:
         """Whether reading takes no longer than so many seconds.
 
         Each time it does, the measured cost is believed less: one that keeps all from being read
-        is never measured anew.
+        is never measured again.
         """
         is_fast = self.seconds_to_read(nbytes) <= seconds
         if not is_fast:
@@ -367,7 +367,7 @@ class DiskTier:
     def _remove(self, parts: Sequence[BlockPart], *, is_bad: bool = False) -> None:
         for part in parts:
             try:
-                (self._files.set_aside if is_bad else self._files.delete)(part)
+                (self._files.quarantine if is_bad else self._files.delete)(part)
             except CachePersistenceError as error:
                 self._report("files", error.message)
         if parts:
@@ -383,7 +383,7 @@ class DiskTier:
         now = time.monotonic()
         if problem and now - self._told_at.get(problem, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
             self._told_at[problem] = now
-            _log.warning("what agents leave behind is not written: %s", problem)
+            _log.warning("agents' turns and state cannot be written: %s", problem)
 
 
 def _megabytes(nbytes: int) -> str:

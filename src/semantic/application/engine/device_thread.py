@@ -199,7 +199,7 @@ class DeviceThread:
             self._commands.put(Submit(job))
 
     def cancel(self, job_id: str) -> None:
-        """End a request early; unknown ones are passed over."""
+        """End a request early; unknown ones are ignored."""
         self._commands.put(Cancel(job_id))
 
     def close_idle(self, agent: str) -> Future[None]:
@@ -317,7 +317,7 @@ class DeviceThread:
                 self._model = None
             if model is not None:
                 model.backend.shutdown()
-        except Exception as error:  # noqa: BLE001 - the thread ends, and everyone hears of it
+        except Exception as error:  # noqa: BLE001 - the thread ends, and everyone is answered
             _log.exception("the device's thread ended")
             self._set_state(ModelState.FAILED, f"the engine failed: {error!r}")
             return None
@@ -371,14 +371,14 @@ class DeviceThread:
             if not self._take_commands(engine):
                 return False
             is_busy = engine.step()
-        except Exception as error:  # noqa: BLE001 - nobody may wait for ever for our defect
+        except Exception as error:  # noqa: BLE001 - nobody may wait forever because of our defect
             _log.exception("the engine failed")
             failure = BackendError(f"the engine failed: {type(error).__name__}: {error}")
             with self._lock:
                 affected = set(self._live)  # and not those who are sent while these are answered
             engine.abandon(failure)
             for name in self._fail_live(failure, affected):
-                self._commands.put(Cancel(name))  # whoever is answered must not run later
+                self._commands.put(Cancel(name))  # a request that was answered must not run later
         finally:
             with self._lock:
                 self._busy_since = None
@@ -447,7 +447,7 @@ class DeviceThread:
     def _hand_out(self, events: EventBatch) -> None:
         ended = {name for name, event in events if isinstance(event, Finished | Failed)}
         with self._lock:
-            # Whoever was answered already, because the device hung, hears no more.
+            # A request that was answered already, because the device hung, gets nothing more.
             wanted = [item for item in events if item[0] in self._live]
             self._live -= ended
             self._idle_since = time.monotonic()

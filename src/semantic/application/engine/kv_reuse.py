@@ -106,7 +106,7 @@ class PrefixSharing:
                 continue
             if known is None:
                 known = self._plan(generation).end
-            # What the other has so far can be had at once only where it can be cut.
+            # What the other has so far can be used at once only where it can be cut.
             at_once = max(known, other.num_computed if self.can_cut_anywhere else 0)
             if shared - at_once >= self._backend.spec.block_tokens:
                 return True
@@ -165,7 +165,7 @@ class PrefixSharing:
             generation.end_restore()
             self._store.discard(restore.suspect_parts)
             generation.num_failed_restores += 1
-            # What is left of it may still be worth loading; not for ever, for not all can go.
+            # What is left of it may still be worth loading; but not endlessly.
             is_hopeless = generation.num_failed_restores > _MAX_FAILED_RESTORES
             root = generation.job.root
             again = RestorePlan.nothing(root) if is_hopeless else self._plan(generation)
@@ -227,7 +227,7 @@ class PrefixSharing:
     # -- inside ---------------------------------------------------------------------------------
 
     def _plan(self, generation: Generation) -> RestorePlan:
-        """What is worth restoring of a request; found anew once the index or its tokens changed.
+        """What is worth restoring of a request; planned again once the index or its tokens changed.
 
         What is worth it is weighed each time: disks become slow, and fast again.
         """

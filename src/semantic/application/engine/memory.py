@@ -1,7 +1,7 @@
 """Room for the backend's sequences within the memory budget: those that run, and idle ones.
 
 An idle copy is a sequence whose turn has ended: while it stays open, the next turn needs no
-restore. Whoever needs room closes the oldest of them first. On the engine's thread.
+restore. A request that needs room closes the oldest of them first. On the engine's thread.
 """
 
 from collections import OrderedDict

@@ -44,7 +44,7 @@ class Job:
         sampling: With the seed set.
         stop: Strings and tokens that end the reply.
         max_tokens: The most tokens to generate; prompt and reply fit the context.
-        deadline: On the engine's clock; None waits for ever.
+        deadline: On the engine's clock; None waits forever.
         constraint: Restricts the tokens of the reply; the engine advances it.
         visible: Special tokens that count as text; see `ReplyFormat.visible_ids`.
         max_kept: The most tokens of its conversation that are sealed; None has no limit.

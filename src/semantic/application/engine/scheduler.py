@@ -62,7 +62,7 @@ class ChunkBudget:
     Sizes are multiples of the rows that kernels take at once: others cost as much as the next
     multiple, and a device that prepares itself for each size it meets does so for few of them. None
     is so small that a prompt would cost twice as much as in large ones: sixteen tokens take two
-    thirds of the time of sixty-four on a CPU, whoever else decodes.
+    thirds of the time of sixty-four on a CPU, whatever else decodes.
     Large ones are powers of two, and end at multiples of their size.
     """
 

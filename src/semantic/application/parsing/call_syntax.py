@@ -26,7 +26,7 @@ class NeedMore(Exception):  # noqa: N818 - a state, not an error
 
 
 class NoCall(Exception):  # noqa: N818 - a finding, not an error
-    """What is there is no call."""
+    """This is not a call."""
 
 
 class Cursor:

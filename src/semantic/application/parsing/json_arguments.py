@@ -219,7 +219,7 @@ class JsonArguments:
         return 6
 
     def _lone_surrogate(self) -> str:
-        """Half a pair is no character."""
+        """A surrogate without its other half is not a character."""
         lone, self._surrogate = self._surrogate, ""
         return "\\ufffd" if lone else ""
 

@@ -147,7 +147,7 @@ class MessageFold:
         self._calls: dict[int, _Draft] = {}
 
     def add(self, event: Event) -> None:
-        """Take the next event; those that carry no content are passed over."""
+        """Take the next event; those without content are ignored."""
         last = self._drafts[-1] if self._drafts else None
         match event:
             case TextDelta() | ThinkingDelta():

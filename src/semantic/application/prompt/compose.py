@@ -247,7 +247,7 @@ class Composer:
                     "the loaded model cannot see images; send text.", param=where
                 )
             case _:
-                raise InvalidRequestError("this part does not belong here.", param=where)
+                raise InvalidRequestError("a part of this kind is not allowed here.", param=where)
 
     def _function(self, tool: ToolSpec) -> JsonObject:
         return self._described(tool.name, tool.description, json.dumps(tool.parameters))

@@ -33,7 +33,7 @@ class FrozenDates:
             root: The root of the names of a tenant's blocks, under which the day is kept.
             request: Names its agent, or is known by how the conversation begins.
         """
-        # Who begins anew as somebody did on another day is somebody else.
+        # A new conversation that begins like an older one is another conversation.
         key = None if _is_new(request) else _key_of(root, request)
         kept = self._store.lookup(key, is_used=False) if key else None
         return date.fromordinal(kept[0]) if kept else self._today()

@@ -104,7 +104,7 @@ class Renderer:
             request: The whole conversation.
             today: The day shown by templates that show one. To be the same in every turn of an
                 agent, or its prompt changes at midnight; None is the real one.
-            replays: Replies that were made here; None writes all of them out anew.
+            replays: Replies that were made here; None tokenises all of them again.
 
         Raises:
             InvalidRequestError: a part cannot be shown to this model, its template refuses, or
@@ -249,7 +249,7 @@ class Renderer:
 
 
 def _head_digest(conversation: TemplateInput) -> "hashlib._Hash":
-    """Digest what comes before the first message, and what else the template is told."""
+    """Digest what comes before the first message, and what else the template gets."""
     today = conversation.today and conversation.today.isoformat()
     head = [conversation.functions, conversation.head, today, conversation.is_thinking]
     return hashlib.sha256(json.dumps(head).encode() + b"\n")

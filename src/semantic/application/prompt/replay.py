@@ -1,6 +1,6 @@
 """Exact replay: a reply that comes back from a client stands for the very tokens it was made of.
 
-A client sends our replies again as text and parsed calls. Written out anew they would seldom give
+A client sends our replies again as text and parsed calls. Tokenised again they would seldom give
 the tokens that were sampled, and everything after them would be computed again. So the tokens are
 kept under the prompt they followed and the reply as the client saw it, in memory and in the ledger.
 """
@@ -106,7 +106,7 @@ class LedgerReplayStore(ReplayStore):
         try:
             return self._ledger.replay(_TENANT, key.prompt + key.message)
         except CachePersistenceError:
-            return None  # it is rendered anew then
+            return None  # it is rendered again then
 
     def _put(self, key: ReplayKey, tokens: Sequence[int]) -> None:
         with self._lock:
@@ -197,7 +197,7 @@ def emitted_tokens(
     """Return the tokens of a reply that a stop string cut short.
 
     Those whose text went out whole are the sampled ones; text of a token that was cut in two is
-    encoded anew.
+    encoded again.
 
     Args:
         tokens: As sampled, without what came after the stop string.
@@ -219,7 +219,7 @@ def emitted_tokens(
 
 
 def _thinking_of(message: Message) -> JsonValue:
-    """Return the thinking as text, `_DROPPED` if only its signature is told, or None."""
+    """Return the thinking as text, `_DROPPED` if only its signature came back, or None."""
     parts = [part for part in message.parts if isinstance(part, ThinkingPart)]
     if not parts:
         return None

@@ -7,8 +7,8 @@
 3. `identity`: on the way it is found out whose turn it is, and that agent is claimed.
 4. `service` submits the job to the device's thread (`application/engine`).
 5. `reply`: the engine's events cross to the event loop, are parsed (`application/parsing`), and
-   wait for their reader. At the end the turn is logged (`application/agents`), then whoever asked
-   for it is told: the claim is released, the feed hears of it, the agent's next turn begins.
+   wait for their reader. At the end the turn is logged (`application/agents`), then its
+   end hooks run: the claim is released, the feed gets an event, the agent's next turn begins.
 
 `stateful` stands before all this where the server keeps the conversation: an agent's turns wait for
 each other there, and the oldest messages go when they no longer fit.

@@ -74,7 +74,7 @@ class Claim:
             return True
 
     def share(self, agent_id: str) -> None:
-        """Have an agent, whoever else does."""
+        """Claim an agent although others may have it too."""
         with self._busy.lock:
             self._hold(agent_id)
 
@@ -274,7 +274,7 @@ class Identities:
                     if turn is not None:
                         self.note(tenant, agent.id, turn)
             except CachePersistenceError as error:
-                _log.warning("agents are not known by what they said: %s", error.message)
+                _log.warning("agents cannot be identified by content: %s", error.message)
                 return  # the next request tries again
             self._filled.add(tenant)
 

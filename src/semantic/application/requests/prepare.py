@@ -145,7 +145,7 @@ class Preparation:
     def keep_day(self, prepared: PreparedRequest) -> None:
         """Let the agent of a request that was answered go on with the date it was shown."""
         if prepared.day is not None:
-            self._dates.keep(prepared.job.root, prepared.request.asked, prepared.day)
+            self._dates.keep(prepared.job.root, prepared.request.without_beginning, prepared.day)
 
     def _render(
         self, request: ChatRequest, model: LoadedModel, replays: TenantReplays
@@ -158,7 +158,7 @@ class Preparation:
         beginning = request.beginning
         require_whole_characters(beginning, param=f"messages[{len(request.messages) - 1}]")
         # An answer that has begun is not thought about any more.
-        asked = replace(request.asked, thinking=Thinking(is_enabled=False))
+        asked = replace(request.without_beginning, thinking=Thinking(is_enabled=False))
         prompt, day = self._render_chat(asked, model, replays)
         visible = model.reply_format.visible_ids(model.tokenizer.special_ids, has_tools=False)
         opening = model.reply_format.opening(_tail(prompt, model, visible))
@@ -246,7 +246,7 @@ def _constraint(
         allowed = constraint.allowed()
         if allowed is not None and not allowed[token // 8] >> token % 8 & 1:
             raise InvalidRequestError(
-                "the assistant's message cannot be continued to the form that the reply must have.",
+                "the assistant's message cannot be continued to match response_format.",
                 param="response_format",
             )
         constraint.accept(token)
@@ -340,7 +340,7 @@ class PreparationThreads:
 
         Raises:
             OverloadedError: no thread became free in time.
-            GenerationTimeoutError: the work took too long; it goes on, and nobody hears of it.
+            GenerationTimeoutError: the work took too long; it goes on, and its result is dropped.
         """
         try:
             await asyncio.wait_for(self._places.acquire(), self._timeout_s)

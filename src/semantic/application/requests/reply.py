@@ -103,7 +103,7 @@ class LiveReply:
             self._add(parsed)
 
     async def finish(self, event: Finished) -> None:
-        """Log the turn, then give the final event; a log that fails costs no reply, and is told."""
+        """Log the turn, then give the final event; if logging fails, the reply says so."""
         self._is_final = True
         try:
             event = self._counted(event)

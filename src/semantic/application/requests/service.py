@@ -197,7 +197,7 @@ class InferenceService:
         job, left, tenant = prepared.job, finished.state, prepared.principal.tenant
         self._remember(prepared, finished)
         block, request = left.block, prepared.request
-        said = () if request.raw_prompt else (*request.asked.messages, finished.message)
+        said = () if request.raw_prompt else (*request.without_beginning.messages, finished.message)
         exchange = Exchange(
             prompt=job.tokens,
             reply=left.tokens,

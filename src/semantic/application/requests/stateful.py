@@ -57,7 +57,7 @@ class Conversation:
         """The same, refused where fewer tokens are left for the reply."""
         return replace(self, continuation=replace(self.continuation, min_room=num_tokens))
 
-    def shortened(
+    def shorten(
         self, new: Sequence[Message], refusal: ContextLengthError | StateQuotaError
     ) -> "Conversation | None":
         """Leave out the oldest messages, so that the rest takes up to 70 % of what fits.
@@ -136,7 +136,7 @@ class StatefulChat:
         """Start a turn, leaving the oldest messages out if need be and permitted."""
         agent = self._agents.get(principal.tenant, known.id)
         if agent.created_at != known.created_at:
-            raise AgentNotFoundError(f"agent {agent.id!r} was deleted and made anew meanwhile.")
+            raise AgentNotFoundError(f"agent {agent.id!r} was deleted and created again meanwhile.")
         self._agents.check_quota(agent)
         said = await asyncio.to_thread(self._agents.conversation, agent)
         may_drop = agent.profile.overflow is Overflow.DROP_OLDEST
@@ -149,7 +149,7 @@ class StatefulChat:
             try:
                 return await self._inference.begin(request, weighted)
             except (ContextLengthError, StateQuotaError) as refusal:
-                shorter = conversation.shortened(ask.messages, refusal) if may_drop else None
+                shorter = conversation.shorten(ask.messages, refusal) if may_drop else None
                 if shorter is None:
                     raise
                 conversation = shorter

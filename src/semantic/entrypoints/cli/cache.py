@@ -126,7 +126,7 @@ class _Cache:
                 self.files.read(part)
             except CacheCorruptionError as error:
                 bad.append((self.files.place(part), error.message))
-                self.files.set_aside(part)
+                self.files.quarantine(part)
                 sound.remove(part)
         self._write_index(sound)
         for name, reason in bad:

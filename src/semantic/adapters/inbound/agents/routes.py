@@ -223,7 +223,7 @@ class TransferApi:
             async for piece in http.stream():
                 await asyncio.to_thread(file.write, piece)
             imported = await asyncio.to_thread(
-                lambda: self._transfer.take_in(
+                lambda: self._transfer.import_agent(
                     self._principal(), lambda: _pieces(file), id, is_messages_only=messages_only
                 )
             )

@@ -107,11 +107,11 @@ class SafetensorsCache:
         ):
             self._remove(place.name, directory)
 
-    def set_aside(self, part: BlockPart) -> None:
+    def quarantine(self, part: BlockPart) -> None:
         """Move a bad file to quarantine; one that is not there is passed over."""
         place = Place.of(part)
         with _refusal("a bad block could not be moved"), contextlib.suppress(FileNotFoundError):
-            self._set_aside(place)
+            self._quarantine(place)
             _log.info("%s is bad and is now in quarantine", place)
 
     def empty_quarantine(self, *, before: float) -> int:
@@ -153,7 +153,7 @@ class SafetensorsCache:
                 part = self._identified(place)
             except CacheCorruptionError as error:
                 with contextlib.suppress(OSError):
-                    self._set_aside(place)
+                    self._quarantine(place)
                     num_removed += 1
                     if on_removed is not None:
                         on_removed(str(place), error.message)
@@ -220,9 +220,9 @@ class SafetensorsCache:
             os.fsync(directory)
         return num_bytes
 
-    def _set_aside(self, place: Place) -> None:
+    def _quarantine(self, place: Place) -> None:
         with self._lock:  # so that it is not counted twice
-            self._tree.set_aside(place)
+            self._tree.quarantine(place)
 
     def _remove(self, name: str, directory: int) -> None:
         with self._lock:

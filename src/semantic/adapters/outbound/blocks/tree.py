@@ -92,7 +92,7 @@ class BlockTree:
                     if _IS_FILE(name):
                         yield Place(root, shard, name)
 
-    def set_aside(self, place: Place) -> None:
+    def quarantine(self, place: Place) -> None:
         """Move a file to quarantine.
 
         Raises:

@@ -106,7 +106,7 @@ def test_no_directory_is_reached_through_a_link(
     with pytest.raises(CachePersistenceError, match="could not be deleted"):
         cache.delete(part)
     with pytest.raises(CachePersistenceError, match="could not be moved"):
-        cache.set_aside(part)
+        cache.quarantine(part)
     with pytest.raises(CacheCorruptionError, match="could not be read"):
         cache.read(part)
     assert contents(elsewhere) == before
@@ -182,11 +182,11 @@ def test_many_bad_files_do_not_fill_the_log(
 def test_a_part_that_is_set_aside_twice_or_is_gone_is_passed_over(
     cache: SafetensorsCache, tmp_path: Path
 ) -> None:
-    cache.set_aside(make_part())
+    cache.quarantine(make_part())
     for _ in range(2):
         spoil(cache, tmp_path)
-        cache.set_aside(make_part())
-        cache.set_aside(make_part())
+        cache.quarantine(make_part())
+        cache.quarantine(make_part())
     assert len(list((tmp_path / "cache" / "quarantine").iterdir())) == 2
 
 
