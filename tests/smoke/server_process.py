@@ -47,7 +47,7 @@ class ServerProcess:
         raise AssertionError(f"it never listened: {self.output}")
 
     def await_ready(self) -> None:
-        with httpx.Client(trust_env=False) as http:
+        with httpx.Client(trust_env=False, timeout=60) as http:
             self.await_ready_by(http)
 
     def await_ready_by(self, http: httpx.Client) -> None:

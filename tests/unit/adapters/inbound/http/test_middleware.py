@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from structlog.testing import capture_logs
 
 from semantic.adapters.inbound.http.errors import install_error_handlers
@@ -83,3 +83,27 @@ async def test_a_defect_in_a_started_answer_is_logged_with_the_status_sent() -> 
         await AccessLog(broken)({"type": "http", "method": "GET", "path": "/x"}, receive, send)
     assert len(sent) == 1
     assert [(line["log_level"], line["status"]) for line in lines] == [("error", 200)]
+
+
+async def never(_: Scope, __: Receive, ___: Send) -> None:
+    raise AssertionError("the application is not asked")
+
+
+@pytest.mark.parametrize("num_pieces, num_read", [(1, 1), (4, 4), (100, 11)])
+async def test_an_answer_waits_for_the_end_of_a_body_in_an_unknown_encoding(
+    num_pieces: int, num_read: int
+) -> None:
+    happened: list[str] = []
+
+    async def receive() -> Message:
+        happened.append("read")
+        is_more = len(happened) < num_pieces
+        return {"type": "http.request", "body": b"x" * 10, "more_body": is_more}
+
+    async def send(message: Message) -> None:
+        happened.append(str(message.get("status", "body")))
+
+    headers = [(b"content-encoding", b"br"), (b"host", b"localhost")]
+    scope = {"type": "http", "path": "/v1/messages", "method": "POST", "headers": headers}
+    await BodyLimit(never, 100)(scope, receive, send)
+    assert happened == ["read"] * num_read + ["415", "body"]

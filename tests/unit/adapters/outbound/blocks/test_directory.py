@@ -9,7 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -74,27 +74,10 @@ def test_what_others_could_read_in_a_cache_they_can_no_more(tmp_path: Path) -> N
     assert (tmp_path / "outside").stat().st_mode & 0o777 == 0o644
 
 
-def fill_with_notes(directory: Path) -> None:
-    (directory / "blocks").mkdir()
-    (directory / "blocks" / "notes.txt").write_text("mine")
-
-
-def fill_with_lock(directory: Path) -> None:
-    (directory / "lock").touch()
-
-
 def fill_with_other_database(directory: Path) -> None:
     with closing(sqlite3.connect(directory / "ledger.db")) as other:
         other.execute("CREATE TABLE mine (name TEXT)")
         other.commit()
-
-
-def fill_with_text(directory: Path) -> None:
-    (directory / "ledger.db").write_bytes(b"SQLite format 3\0, or so it says")
-
-
-def fill_with_pipe(directory: Path) -> None:
-    os.mkfifo(directory / "ledger.db")
 
 
 def fill_with_link_to_ledger(directory: Path) -> None:
@@ -104,24 +87,24 @@ def fill_with_link_to_ledger(directory: Path) -> None:
     (directory / "ledger.backup.dbx").symlink_to(other / "ledger.db")
 
 
-@pytest.mark.parametrize(
-    "fill",
-    [
-        fill_with_notes,
-        fill_with_lock,
-        fill_with_other_database,
-        fill_with_text,
-        fill_with_pipe,
-        fill_with_link_to_ledger,
-    ],
-)
+FILLS: dict[str, Callable[[Path], object]] = {
+    "notes": lambda directory: (directory / "notes.txt").write_text("mine"),
+    "a directory": lambda directory: (directory / "blocks").mkdir(),
+    "a lock": lambda directory: (directory / "lock").touch(),
+    "text": lambda directory: (directory / "ledger.db").write_bytes(b"SQLite format 3\0, or so"),
+    "a pipe": lambda directory: os.mkfifo(directory / "ledger.db"),
+    "another database": fill_with_other_database,
+    "a link to a ledger": fill_with_link_to_ledger,
+}
+
+
+@pytest.mark.parametrize("fill", FILLS)
 def test_a_directory_of_something_else_is_refused_and_left_as_it_is(
-    fill: object, tmp_path: Path
+    fill: str, tmp_path: Path
 ) -> None:
     directory = tmp_path / "project"
     directory.mkdir(mode=0o755)
-    assert callable(fill)
-    fill(directory)
+    FILLS[fill](directory)
     before = kept_state(directory)
     with pytest.raises(InvalidRequestError, match=r"is not a Semantic cache.*--cache-dir") as error:
         claim(directory)
@@ -154,9 +137,8 @@ def version_without_ledger(directory: Path) -> None:
 
 @pytest.mark.parametrize("leave", [earlier_version, killed_version, version_without_ledger])
 def test_a_cache_of_an_earlier_version_is_recognised_marked_and_logged(
-    leave: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    leave: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert callable(leave)
     leave(tmp_path)
     (tmp_path / "blocks").mkdir()
     (tmp_path / "lock").touch()
@@ -323,23 +305,18 @@ def test_a_lock_that_cannot_be_made_is_refused_in_a_sentence(tmp_path: Path) -> 
         DirectoryLock(tmp_path / "file" / "cache")
 
 
-def test_a_lock_file_that_was_removed_leaves_the_directory_locked(tmp_path: Path) -> None:
+def test_a_lock_file_that_was_removed_or_replaced_leaves_the_directory_locked(
+    tmp_path: Path,
+) -> None:
     with holder(tmp_path):
         (tmp_path / "lock").unlink()
-
         with pytest.raises(InvalidRequestError, match="in use by another server"):
             DirectoryLock(tmp_path)
         assert not (tmp_path / "lock").exists()
-    DirectoryLock(tmp_path).close()
-
-
-def test_a_lock_file_that_was_replaced_leaves_the_directory_locked(tmp_path: Path) -> None:
-    with holder(tmp_path):
-        (tmp_path / "other").touch()
-        (tmp_path / "other").replace(tmp_path / "lock")
-
+        (tmp_path / "lock").touch()
         with pytest.raises(InvalidRequestError, match="in use by another server"):
             DirectoryLock(tmp_path)
+    DirectoryLock(tmp_path).close()
 
 
 def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_is_left(tmp_path: Path) -> None:
