@@ -113,6 +113,24 @@ def test_what_is_asked_before_it_is_deleted(run: Run) -> None:
     assert asked(run, "agents", "show", "flo")["turns"] == 1
 
 
+def test_models_are_listed_and_swapped(run: Run) -> None:
+    listed = {model["id"]: model["state"] for model in asked(run, "models", "ls")}
+    assert listed["fake"] == "loaded"
+    other = next(name for name in listed if name != "fake")
+    assert asked(run, "models", "swap", other)["id"] == other
+    assert other in run("models", "ls")
+    assert run("models", "swap", "fake", "--drain", "1") == "fake: ready\n"
+    assert "nowhere" in run("models", "swap", "nowhere", status=2)
+
+
+def test_a_model_is_fetched_without_a_server(run: Run, tmp_path: Path) -> None:
+    place = tmp_path / "home" / "models" / "mine"
+    place.mkdir(parents=True)
+    (place / "config.json").write_text("{}")
+    assert run("models", "pull", "mine", "--home", str(tmp_path / "home")) == f"{place}: 2 B\n"
+    assert "no model 'nope'" in run("models", "pull", "nope", status=2)
+
+
 def test_top_shows_budgets_and_agents(run: Run) -> None:
     run("chat", "gus", "-m", "Hi.", "--max-tokens", "2")
     seen = run("top", "--once")

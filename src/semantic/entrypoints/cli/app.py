@@ -11,13 +11,13 @@ from semantic import __version__
 from semantic.adapters.config.settings import Settings
 from semantic.domain.errors import SemanticError
 from semantic.entrypoints.cli.agents import agents_app
-from semantic.entrypoints.cli.bench import bench
 from semantic.entrypoints.cli.chat import chat
 from semantic.entrypoints.cli.doctor import doctor
 from semantic.entrypoints.cli.flags import with_settings
 from semantic.entrypoints.cli.keys import keys_app
 from semantic.entrypoints.cli.launch import launch
-from semantic.entrypoints.cli.top import top
+from semantic.entrypoints.cli.models import models_app
+from semantic.entrypoints.cli.watch import bench, top
 
 _SERVE_FLAGS = (
     *("host", "port", "model", "backend", "dtype", "device", "weights", "threads"),
@@ -147,4 +147,5 @@ def _cache(action: str, settings: Settings, orphan_age_h: float | None = None) -
 for command in (chat, top, bench, doctor, launch):
     app.command()(command)
 app.add_typer(agents_app, name="agents")
+app.add_typer(models_app, name="models")
 app.add_typer(keys_app, name="keys")

@@ -152,7 +152,7 @@ class Talk:
         except KeyboardInterrupt:
             self.screen.print("\n[dim]stopped; this turn is not kept[/dim]")
         finally:
-            events.close()  # type: ignore[attr-defined]
+            events.close()
 
     def _show(self, event: Json, started: float, first: float | None) -> None:
         match event["type"]:

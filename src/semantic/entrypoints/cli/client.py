@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import IO, Any, Self, TypeAlias
 
@@ -76,7 +76,7 @@ class ServerClient:
                 return
             query[cursor] = page["next"]
 
-    def events(self, method: str, path: str, **options: Any) -> Iterator[Json]:
+    def events(self, method: str, path: str, **options: Any) -> Generator[Json, None, None]:
         """Yield the JSON of each event of a stream; closing the iterator hangs up.
 
         Raises:

@@ -1,0 +1,108 @@
+"""`semantic models`: what is on this machine, fetching more, and swapping what a server serves."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.status import Status
+from rich.text import Text
+
+from semantic.adapters.config.settings import STARTER_MODEL, Settings
+from semantic.domain.model_names import SHORT_NAMES
+from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
+from semantic.entrypoints.cli.flags import AsJson, print_json, with_server, with_settings
+from semantic.entrypoints.cli.screen import console, size, table
+
+models_app = typer.Typer(
+    help="The models of a running server: list them, swap them; and fetch further ones.",
+    no_args_is_help=True,
+)
+_STATES = {"loaded": "green", "ready": "green", "loading": "yellow", "failed": "red"}
+
+
+@models_app.command("ls")
+@with_server
+def list_models(client: ServerClient, *, as_json: AsJson = False) -> None:
+    """List what a server serves and what is on its machine."""
+    models = client.call("GET", "/v1/models")["data"]
+    if as_json:
+        print_json(models)
+        return
+    made = table("model", "state", "family", ">size", ">context", "")
+    for model in models:
+        state = str(model["state"])
+        context = model.get("max_context")
+        made.add_row(
+            model["id"],
+            Text(state.replace("_", " "), _STATES.get(state, "")),
+            model.get("family") or "",
+            size(model["size_bytes"]) if model.get("size_bytes") else "",
+            f"{context:,}" if context else "",
+            "" if model.get("fits", True) is not False else "does not fit",
+        )
+    console().print(made)
+
+
+@models_app.command()
+@with_server
+def swap(
+    client: ServerClient,
+    model: Annotated[str, typer.Argument(help="a name of `ls`, an alias, a path, a hub id")],
+    *,
+    drain: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="running replies may take so long")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Serve another model, without a restart; fetches it if need be."""
+    body: Json = {"model": model, "wait": False}
+    if drain is not None:
+        body["drain_timeout_s"] = drain
+    screen = console(is_error=True)
+    with Status(f"swapping to {model}", console=screen) as status:
+        with contextlib.closing(client.events("GET", "/v1/events")) as events:
+            next(events)  # it listens now, so that nothing is missed
+            answer = client.call("POST", "/admin/models/swap", json=body)
+            if answer["status"] == "accepted":
+                _follow(events, status)
+        found = client.call("GET", "/admin/models")["models"][0]
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo(f"{found['id']}: {found['state']}")
+
+
+def _follow(events: Iterator[Json], status: Status) -> None:
+    """Show the steps of a swap until it ends.
+
+    Raises:
+        ServerError: it failed; the model before it is served again.
+    """
+    for event in events:
+        match event["type"]:
+            case "model.failed":
+                raise ServerError(event["detail"])
+            case "model.ready":
+                return
+            case str(kind) if kind.startswith("model."):
+                status.update(event.get("detail") or kind)
+
+
+@models_app.command()
+@with_settings("home")
+def pull(
+    settings: Settings,
+    model: Annotated[str, typer.Argument(help="a short name, a hub id, a GGUF file")],
+    *,
+    mlx: Annotated[bool, typer.Option("--mlx", help="a short name's 4-bit form for MLX")] = False,
+) -> None:
+    """Fetch or convert a model now, so that a later start or swap need not."""
+    from semantic.adapters.outbound.models.source import LocalModelSource
+
+    published, four_bit = SHORT_NAMES.get(model, (model, model))
+    source = LocalModelSource(settings.home_dir / "models", STARTER_MODEL)
+    name = STARTER_MODEL if model == "starter" else four_bit if mlx else published
+    with Status(f"looking for {name}", console=console(is_error=True)) as status:
+        directory = source.resolve(name, status.update)
+    typer.echo(f"{directory}: {size(sum(f.stat().st_size for f in directory.iterdir()))}")
