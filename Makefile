@@ -129,6 +129,45 @@ check: lint typecheck docs ## everything CI runs: format, lint, types, docs, tes
 	@$(BIN)/coverage report --include='*/semantic/application/*' --fail-under=85
 	@$(BIN)/coverage report --fail-under=85
 
+# Tools that look at the code and its dependencies have dependencies of their own.
+SECURITY := build/security
+SEMGREP := semgrep==1.184.0
+# A checker that is run, and neither shipped nor imported.
+LICENSE_EXCEPTIONS := codespell
+$(SECURITY)/.ready: .ci/security-requirements.txt
+	@echo "==> installing the security tools into $(SECURITY)"
+	@$(PYTHON) -m venv $(SECURITY)
+	@$(SECURITY)/bin/pip install -q -r $< || $(INSTALL_FAILED)
+	@$(PYTHON) -m venv $(SECURITY)/semgrep
+	@$(SECURITY)/semgrep/bin/pip install -q $(SEMGREP) || \
+		echo "==> $(SEMGREP) does not install here; bandit alone takes its place"
+	@touch $@
+
+.PHONY: security
+security: $(VENV)/.dev $(SECURITY)/.ready ## look for insecure code and known vulnerabilities (OFFLINE=1: only that all is pinned)
+	@$(BIN)/ruff check --select S src
+	@if [ -x $(SECURITY)/semgrep/bin/semgrep ]; then $(SECURITY)/semgrep/bin/semgrep scan --quiet --error \
+		--metrics=off --disable-version-check --config .semgrep src; fi
+	@# B615: which model is loaded is the user's choice, and models hold no code that runs.
+	@$(SECURITY)/bin/bandit -q -r src -ll -s B615
+ifeq ($(OFFLINE),)
+	@$(SECURITY)/bin/pip-audit --strict --progress-spinner off --no-deps --disable-pip -r constraints.txt
+else
+	@! $(PIP) list --format=freeze --exclude-editable | sed 's|+.*||' | grep -vE '^(pip|setuptools)==' | grep -vixFf constraints.txt \
+		|| { echo "these are installed and not pinned"; exit 1; }
+endif
+
+.PHONY: licenses
+licenses: $(VENV)/.dev $(SECURITY)/.ready ## refuse dependencies under GPL, LGPL, AGPL, SSPL or EUPL
+	@$(SECURITY)/bin/pip-licenses --python=$(BIN)/python --ignore-packages $(LICENSE_EXCEPTIONS) --summary \
+		--partial-match --fail-on "GPL;General Public License;SSPL;Server Side Public;EUPL;European Union Public"
+
+.PHONY: sbom
+sbom: $(VENV)/.dev $(SECURITY)/.ready ## write build/sbom.json: everything that is installed, as CycloneDX
+	@$(SECURITY)/bin/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml \
+		--output-format JSON --output-file build/sbom.json
+	@echo "build/sbom.json is written"
+
 .PHONY: bench
 bench: $(VENV)/.dev ## run the benchmarks and print their figures
 	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py); done

@@ -2,7 +2,7 @@
 
 Elsewhere: silent and slow connections, a thousand of them (`tests/smoke/test_connections.py`);
 tenants (`test_tenants.py`); foreign pages, packed bombs (`test_http_front.py`); names of hosts
-(`test_openai_http.py`); tampered files (`test_foreign_files.py`, `tests/attack`).
+(`test_http_front.py`); tampered files (`test_foreign_files.py`, `tests/attack`).
 """
 
 import asyncio
