@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from semantic.application.cache.restore_plan import WantedPart
-from semantic.application.engine import engine as batch_engine
 from semantic.application.engine import restore
 from semantic.domain.agents import Reuse
 from semantic.domain.sampling import FinishReason, SamplingParams
@@ -175,7 +174,7 @@ def test_forked_and_diverged(benches: Benches, alone: Alone) -> None:
 def test_eight_agents_at_once_from_disk_in_small_portions(
     benches: Benches, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_engine, "_RESTORE_BYTES", 1)
+    monkeypatch.setattr(restore, "_STEP_BYTES", (1, 1))
     bench = benches()
     said = {f"a{i}": [*SYSTEM, *prompt(9 + 5 * i, 300 + i)] for i in range(8)}
     for turn, num_reply in enumerate((5, 5, 9)):
@@ -194,7 +193,7 @@ def test_restored_in_small_portions_while_another_decodes(
 ) -> None:
     said = talk(bench := benches(), alone, 2)
     bench.forget()
-    monkeypatch.setattr(batch_engine, "_RESTORE_BYTES", 1)
+    monkeypatch.setattr(restore, "_STEP_BYTES", (1, 1))
     other = prompt(12, 7)
     bench.ask("decoding", other, 60)
     bench.step(3)

@@ -80,7 +80,7 @@ class MlxRunner:
         model(mx.zeros((1, 2), mx.int32), cache=caches)
         self.layout = Layout(make_caches, caches)
         self.groups = RowGroups(self.layout)
-        self.latest = mx.zeros(1)
+        self.latest: Array | None = mx.zeros(1)
         self._step = 0
         wrap_attention()
         self.batching = self._choose_batching()
@@ -196,6 +196,7 @@ class MlxRunner:
     def release(self) -> None:
         """Drop the model."""
         self._model = None
+        self.latest = None
         self.layout.release()
 
     # -- the choice of batching -----------------------------------------------------------------

@@ -7,7 +7,9 @@ copy is one operation whatever the number of layers, and nobody waits for it but
 bytes.
 """
 
+import contextlib
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,7 @@ from semantic.domain.errors import CacheCorruptionError
 _UNIT = 16  # bytes that a thread copies at once
 _BLOCKS = 32
 _THREADS = 512
+_MAX_UNDER_WAY = 32  # copies; by then the first of them is long done
 
 # By layer and head, one after the other; a head's tokens are in a row unless a ring wraps.
 _OUT = """
@@ -128,6 +131,8 @@ class Transfer:
     def __init__(self, memory: PinnedMemory) -> None:
         self._memory = memory
         self._stream = mx.new_stream(mx.gpu)
+        # The device writes to memory that nobody may want any more: it is not handed out before.
+        self._under_way: deque[ArrivingBytes] = deque()
 
     def can_copy(self, shape: Sequence[int], dtype: Any) -> bool:
         """Whether heads of this shape are copied: in whole units."""
@@ -158,7 +163,11 @@ class Transfer:
             stream=self._stream,
         )
         mx.async_eval(done)
-        return ArrivingBytes(memory, lambda: memoryview(done))
+        arriving = ArrivingBytes(memory, lambda: memoryview(done))
+        self._under_way.append(arriving)
+        if len(self._under_way) > _MAX_UNDER_WAY:
+            self._let_go(self._under_way.popleft())
+        return arriving
 
     def copy_in(self, pieces: Sequence[HostPiece], shape: Sequence[int], dtype: Any) -> Array:
         """Begin to copy a run of tokens to the device, as ``[layers, heads, tokens, dim]``.
@@ -204,7 +213,13 @@ class Transfer:
 
     def finish(self) -> None:
         """Wait for everything that was begun."""
+        while self._under_way:
+            self._let_go(self._under_way.popleft())
         mx.synchronize(self._stream)
+
+    def _let_go(self, arriving: ArrivingBytes) -> None:
+        with contextlib.suppress(CacheCorruptionError):  # whoever wants the bytes is told
+            arriving.wait()
 
 
 def _address(data: memoryview) -> int:
