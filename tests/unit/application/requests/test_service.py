@@ -12,8 +12,7 @@ import pytest
 
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer
 from semantic.adapters.outbound.grammar.compiler import LLGuidanceGrammar
-from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.application.agents.ledger import AgentLedger, write_at_once
+from semantic.application.agents.ledger import AgentLedger
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.model import LoadedModel
 from semantic.application.engine.scheduler import EngineLimits
@@ -60,9 +59,11 @@ from semantic.domain.sampling import UNSET_SAMPLING, SamplingDefaults, SamplingP
 from semantic.ports.inbound import Reply
 from semantic.ports.storage import LedgerChange
 from tests.unit.application.device_rig import gate_to, ready_device
+from tests.unit.application.ledger_rig import agents_of
 
 pytestmark = pytest.mark.unit
 
+ME = Principal()
 REQUEST = ChatRequest("fake", (Message.of(Role.USER, "hello"),))
 
 
@@ -83,8 +84,7 @@ def device() -> Iterator[tuple[DeviceThread, ReplyHub]]:
 
 @pytest.fixture
 def agents() -> AgentLedger:
-    ledger = SqliteLedger.in_memory()
-    return AgentLedger(ledger, ledger.load(), write_at_once(ledger))
+    return agents_of()
 
 
 @pytest.fixture
@@ -96,35 +96,43 @@ async def read(reply: Reply) -> list[Event]:
     return [event async for event in reply]
 
 
+async def ask(
+    service: InferenceService, request: ChatRequest = REQUEST, principal: Principal = ME
+) -> list[Event]:
+    """The events of a request's reply."""
+    return await read(await service.start(request, principal))
+
+
+def finished(events: list[Event]) -> Finished:
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+def replied(request: ChatRequest, events: list[Event]) -> tuple[Message, ...]:
+    """A conversation with its reply, and the same question again."""
+    return (*request.messages, Message.of(Role.ASSISTANT, text_of(events)), *request.messages)
+
+
 def text_of(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, TextDelta))
 
 
 @pytest.mark.parametrize("default", [9, None])
-def test_how_long_a_reply_may_be_that_nobody_limits(
-    device: tuple[DeviceThread, ReplyHub], agents: AgentLedger, default: int | None
+@pytest.mark.parametrize("asked", [None, 200_000])
+def test_how_long_a_reply_may_be(
+    device: tuple[DeviceThread, ReplyHub],
+    agents: AgentLedger,
+    default: int | None,
+    asked: int | None,
 ) -> None:
     thread, _ = device
     thread.reconfigure(EngineLimits(default_max_tokens=default))
     identities = Identities(agents)
     preparation = Preparation(thread, agents, identities, ReplayStore(), request_timeout_s=60)
-    model = thread.ready_model()
-    job = preparation.prepare(REQUEST, Principal(), model, BusyAgents().claim("local")).job
+    request, model = replace(REQUEST, stop=StopRules(max_tokens=asked)), thread.ready_model()
+    job = preparation.prepare(request, ME, model, BusyAgents().claim("local")).job
     fitting = min(model.backend.spec.max_context, thread.longest_sequence) - len(job.tokens)
-    assert job.max_tokens == (default or fitting)
-
-
-def test_a_reply_longer_than_the_room_is_cut_to_it(
-    device: tuple[DeviceThread, ReplyHub], agents: AgentLedger
-) -> None:
-    thread, _ = device
-    identities = Identities(agents)
-    preparation = Preparation(thread, agents, identities, ReplayStore(), request_timeout_s=60)
-    request = replace(REQUEST, stop=StopRules(max_tokens=200_000))
-    model = thread.ready_model()
-    job = preparation.prepare(request, Principal(), model, BusyAgents().claim("local")).job
-    fitting = min(model.backend.spec.max_context, thread.longest_sequence)
-    assert job.max_tokens + len(job.tokens) == fitting
+    assert job.max_tokens == (default if default and not asked else fitting)
 
 
 @pytest.mark.parametrize("given", [None, 0.7])
@@ -139,7 +147,7 @@ async def test_a_model_has_its_own_way_of_sampling(
     with ready_device(model) as device:
         device[0].reconfigure(EngineLimits(default_max_tokens=None))
         service = InferenceService(*device, agents, ReplayStore(), gate=gate_to(device[0]))
-        events = await read(await service.start(request, Principal()))
+        events = await ask(service, request)
     assert isinstance(events[0], Started)
     used = events[0].sampling
     assert (used.temperature, used.top_p) == (given or 0.2, 0.9)
@@ -184,8 +192,8 @@ async def test_a_reply_that_was_begun_is_an_answer(
     )
     with ready_device(model) as device:
         service = InferenceService(*device, agents, ReplayStore(), gate=gate_to(device[0]))
-        assert await service.count_tokens(request, Principal()) == len(tokens)
-        events = await read(await service.start(request, Principal()))
+        assert await service.count_tokens(request, ME) == len(tokens)
+        events = await ask(service, request)
         (agent,) = agents.agents("local")
         turn = agents.turns(agent)[0]
     assert turn.tokens[: len(tokens)] == tokens
@@ -196,7 +204,7 @@ async def test_a_reply_that_was_begun_is_an_answer(
 
 async def test_a_reply_starts_goes_on_and_finishes(service: InferenceService) -> None:
     request = replace(REQUEST, stop=StopRules(ignore_eos=True))
-    events = await read(await service.start(request, Principal()))
+    events = await ask(service, request)
     assert isinstance(events[0], Started)
     assert isinstance(events[-1], Finished)
     assert events[0].usage.prompt_tokens == events[-1].usage.prompt_tokens > 0
@@ -204,20 +212,18 @@ async def test_a_reply_starts_goes_on_and_finishes(service: InferenceService) ->
 
 
 async def test_a_seed_decides_and_its_absence_does_not(service: InferenceService) -> None:
-    async def ask(seed: int | None) -> str:
+    async def seeded(seed: int | None) -> str:
         sampling = SamplingParams(temperature=2, seed=seed)
         request = replace(REQUEST, sampling=sampling, stop=StopRules(ignore_eos=True))
-        return text_of(await read(await service.start(request, Principal())))
+        return text_of(await ask(service, request))
 
-    assert await ask(1) == await ask(1)
-    assert len({await ask(None) for _ in range(5)}) > 1
+    assert await seeded(1) == await seeded(1)
+    assert len({await seeded(None) for _ in range(5)}) > 1
 
 
 async def test_tenants_do_not_share_state(service: InferenceService) -> None:
     async def cached(principal: Principal) -> int:
-        final = (await read(await service.start(REQUEST, principal)))[-1]
-        assert isinstance(final, Finished)
-        return final.usage.cache_read_tokens
+        return finished(await ask(service, REQUEST, principal)).usage.cache_read_tokens
 
     mine, theirs = Principal(salt=b"mine"), Principal(salt=b"theirs")
     assert [await cached(p) for p in (mine, theirs)] == [0, 0]
@@ -259,7 +265,7 @@ async def test_refusals_come_before_the_reply(
     param: str | None,
 ) -> None:
     with pytest.raises(error) as caught:
-        await service.start(replace(REQUEST, **change), Principal())  # type: ignore[arg-type]
+        await service.start(replace(REQUEST, **change), ME)  # type: ignore[arg-type]
     assert getattr(caught.value, "param", None) == param
 
 
@@ -271,7 +277,7 @@ async def test_a_prompt_as_long_as_the_context_leaves_no_room_for_a_reply(
 
     num_around = len(render(asking("x"), FakeTokenizer()).tokens) - 1
     with pytest.raises(ContextLengthError):
-        await service.start(asking("x" * (131_072 - num_around)), Principal())
+        await service.start(asking("x" * (131_072 - num_around)), ME)
 
 
 async def test_a_request_has_a_deadline(
@@ -280,28 +286,22 @@ async def test_a_request_has_a_deadline(
     service = InferenceService(*device, agents, ReplayStore(), gate=gate_to(device[0], 0.05))
     request = replace(REQUEST, stop=StopRules(max_tokens=100_000, ignore_eos=True))
     async with asyncio.timeout(20):
-        final = (await read(await service.start(request, Principal())))[-1]
+        final = (await ask(service, request))[-1]
     assert isinstance(final, Failed)
     assert isinstance(final.error, GenerationTimeoutError)
 
 
-async def test_old_thinking_is_not_shown_to_the_model(service: InferenceService) -> None:
+async def test_tools_are_part_of_the_prompt_and_old_thinking_is_not(
+    service: InferenceService,
+) -> None:
     spoken = (*REQUEST.messages, Message.of(Role.ASSISTANT, "yes"), *REQUEST.messages)
     thought = Message(Role.ASSISTANT, (ThinkingPart("hmm"), *spoken[1].parts))
     plain = replace(REQUEST, messages=spoken)
     thinking = replace(REQUEST, messages=(spoken[0], thought, spoken[2]))
-    starts = [(await read(await service.start(r, Principal())))[0] for r in (plain, thinking)]
-    first, second = starts
-    assert isinstance(first, Started)
-    assert isinstance(second, Started)
-    assert first.usage == second.usage
-
-
-async def test_tools_are_part_of_the_prompt(service: InferenceService) -> None:
-    with_tool = replace(REQUEST, tools=(ToolSpec("f", "", {}),))
-    starts = [(await read(await service.start(r, Principal())))[0] for r in (REQUEST, with_tool)]
-    plain, longer = (s.usage.prompt_tokens for s in starts if isinstance(s, Started))
-    assert longer > plain
+    with_tool = replace(plain, tools=(ToolSpec("f", "", {}),))
+    requests = (plain, thinking, with_tool)
+    counts = [finished(await ask(service, r)).usage.prompt_tokens for r in requests]
+    assert counts[0] == counts[1] < counts[2]
 
 
 async def test_a_refused_submission_leaves_no_reply_behind(
@@ -313,7 +313,7 @@ async def test_a_refused_submission_leaves_no_reply_behind(
     )
     thread.request_stop()
     with pytest.raises(DrainingError):
-        await service.start(REQUEST, Principal())
+        await service.start(REQUEST, ME)
     assert isinstance((await read(running))[-1], Failed)
     assert hub.num_open == 0
 
@@ -327,7 +327,7 @@ async def test_a_request_too_many_leaves_no_reply_behind(
         replace(REQUEST, stop=StopRules(max_tokens=100_000, ignore_eos=True)), Principal()
     )
     with pytest.raises(OverloadedError):
-        await service.start(REQUEST, Principal())
+        await service.start(REQUEST, ME)
     assert hub.num_open == 1
     running.cancel()
     await read(running)
@@ -338,11 +338,11 @@ async def test_a_raw_prompt_is_taken_as_it_stands(
 ) -> None:
     greedy = replace(REQUEST, sampling=SamplingParams(temperature=0))
     prompt = render(REQUEST, FakeTokenizer()).tokens
-    by_chat = await read(await service.start(greedy, Principal()))
+    by_chat = await ask(service, greedy)
     texts = []
     for content in (prompt, "<|start|>user\nhello<|end|><|start|>assistant\n"):
         raw = replace(greedy, messages=(), raw_prompt=RawPrompt(content))
-        texts.append(text_of(await read(await service.start(raw, Principal()))))
+        texts.append(text_of(await ask(service, raw)))
     assert texts == [text_of(by_chat)] * 2
     assert await service.decode(list(b"hello")) == "hello"
     head = agents.agents("local")[0].head
@@ -356,7 +356,7 @@ async def test_a_raw_prompt_is_checked_early(
     service: InferenceService, content: str | tuple[int, ...]
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        await service.start(ChatRequest("fake", (), raw_prompt=RawPrompt(content)), Principal())
+        await service.start(ChatRequest("fake", (), raw_prompt=RawPrompt(content)), ME)
     assert caught.value.param == "prompt"
 
 
@@ -365,10 +365,10 @@ async def test_turns_of_a_named_agent_are_logged(
 ) -> None:
     greedy = SamplingParams(temperature=0)
     request = replace(REQUEST, agent=AgentHint(agent_id="coder"), sampling=greedy)
-    text = text_of(await read(await service.start(request, Principal())))
+    text = text_of(await ask(service, request))
     said = (*REQUEST.messages, Message.of(Role.ASSISTANT, text))
     again = replace(request, messages=(*said, Message.of(Role.USER, "go on")))
-    await read(await service.start(again, Principal()))
+    await ask(service, again)
     second, first = agents.turns(agents.get("local", "coder"))
     assert first.messages == said
     assert second.parent == first.id
@@ -377,62 +377,42 @@ async def test_turns_of_a_named_agent_are_logged(
     assert first.pointer is not None
 
 
-class SlowLedger:
-    """Writes nothing: whoever waits is told what a test says."""
-
-    def __init__(self, error: Exception | None) -> None:
-        self._error = error
-
-    def __call__(self, *_: LedgerChange) -> Future[None]:
-        done: Future[None] = Future()
-        if self._error:
-            done.set_exception(self._error)
-        else:
-            done.set_result(None)
-        return done
-
-
 @pytest.mark.parametrize(
     "error,is_on_disk,said",
     [
+        (None, None, None),  # turns are written behind
         (None, True, True),
         (None, False, False),  # the row is written, and the attention state is not
         (CachePersistenceError("No space left on device"), True, False),
     ],
 )
 async def test_a_reply_tells_whether_its_turn_is_safe(
-    device: tuple[DeviceThread, ReplyHub], error: Exception | None, is_on_disk: bool, said: bool
+    device: tuple[DeviceThread, ReplyHub],
+    error: Exception | None,
+    is_on_disk: bool | None,
+    said: bool | None,
 ) -> None:
-    ledger = SqliteLedger.in_memory()
-    agents = AgentLedger(ledger, ledger.load(), SlowLedger(error))
+    def write(*_: LedgerChange) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_exception(error) if error else done.set_result(None)
+        return done
+
     service = InferenceService(
-        *(*device, agents, ReplayStore()),
+        *device,
+        agents_of(write=write),
+        ReplayStore(),
         gate=gate_to(device[0]),
-        is_durable=lambda *_: is_on_disk,
+        is_durable=None if is_on_disk is None else lambda *_: is_on_disk,
     )
-    final = (await read(await service.start(REQUEST, Principal())))[-1]
-    assert isinstance(final, Finished)
+    final = finished(await ask(service))
     assert final.is_durable is said
-
-
-async def test_a_reply_promises_nothing_where_turns_are_written_behind(
-    service: InferenceService,
-) -> None:
-    final = (await read(await service.start(REQUEST, Principal())))[-1]
-    assert isinstance(final, Finished)
-    assert final.is_durable is None
 
 
 async def test_who_names_no_agent_is_known_by_what_it_says(
     service: InferenceService, agents: AgentLedger
 ) -> None:
-    text = text_of(await read(await service.start(REQUEST, Principal())))
-    messages = (
-        *REQUEST.messages,
-        Message.of(Role.ASSISTANT, text),
-        Message.of(Role.USER, "go on"),
-    )
-    await read(await service.start(replace(REQUEST, messages=messages), Principal()))
+    said = replied(REQUEST, await ask(service))
+    await ask(service, replace(REQUEST, messages=said))
     (agent,) = agents.agents("local")
     assert agent.is_anonymous
     assert agent.num_turns == 2
@@ -445,10 +425,10 @@ async def test_of_requests_that_name_one_agent_at_once_one_becomes_it(
     service: InferenceService, agents: AgentLedger
 ) -> None:
     request = replace(REQUEST, agent=AgentHint(agent_id="coder"))
-    replies = await asyncio.gather(*(service.start(request, Principal()) for _ in range(8)))
+    replies = await asyncio.gather(*(service.start(request, ME) for _ in range(8)))
     await asyncio.gather(*map(read, replies))
     assert len(agents.agents("local")) == 8
-    await read(await service.start(request, Principal()))
+    await ask(service, request)
     assert len(agents.agents("local")) == 8
 
 
@@ -459,7 +439,7 @@ async def test_a_request_that_is_cancelled_while_it_is_prepared_leaves_its_agent
     service = InferenceService(*device, agents, replays, gate=gate_to(device[0]))
     said = (*REQUEST.messages, Message.of(Role.ASSISTANT, "yes"), *REQUEST.messages)
     request = replace(REQUEST, messages=said, agent=AgentHint(agent_id="coder"))
-    starting = asyncio.create_task(service.start(request, Principal()))
+    starting = asyncio.create_task(service.start(request, ME))
     try:
         assert await asyncio.to_thread(replays.is_read.wait, 60)
         starting.cancel()
@@ -467,7 +447,7 @@ async def test_a_request_that_is_cancelled_while_it_is_prepared_leaves_its_agent
             await starting
     finally:
         replays.gate.set()
-    await read(await service.start(request, Principal()))
+    await ask(service, request)
     assert [agent.id for agent in agents.agents("local")] == ["coder"]
 
 
@@ -487,17 +467,16 @@ class StuckReplays(ReplayStore):
 async def test_a_request_that_does_not_fit_leaves_no_fork_behind(
     service: InferenceService, agents: AgentLedger
 ) -> None:
-    text = text_of(await read(await service.start(REQUEST, Principal())))
-    said = (*REQUEST.messages, Message.of(Role.ASSISTANT, text), *REQUEST.messages)
+    said = replied(REQUEST, await ask(service))
     endless = StopRules(max_tokens=100_000, ignore_eos=True)
     going_on = replace(REQUEST, messages=said, stop=endless)
-    running = await service.start(going_on, Principal())
+    running = await service.start(going_on, ME)
     too_long = replace(going_on, messages=(*said, Message.of(Role.USER, "x" * 140_000)))
     with pytest.raises(ContextLengthError):
-        await service.start(too_long, Principal())
+        await service.start(too_long, ME)
     assert len(agents.agents("local")) == 1
     fork = replace(going_on, stop=StopRules(max_tokens=1))
-    await read(await service.start(fork, Principal()))
+    await ask(service, fork)
     assert {agent.num_turns for agent in agents.agents("local")} == {1, 2}
     running.cancel()
     await read(running)
@@ -508,10 +487,9 @@ async def test_a_request_over_the_quota_leaves_no_fork_behind(
 ) -> None:
     agents.create(Agent("coder", 0.0, quota=Quota(max_turns=1)))
     request = replace(REQUEST, agent=AgentHint(agent_id="coder"))
-    text = text_of(await read(await service.start(request, Principal())))
-    said = (*REQUEST.messages, Message.of(Role.ASSISTANT, text), *REQUEST.messages)
+    said = replied(REQUEST, await ask(service, request))
     with pytest.raises(QuotaExceededError):
-        await service.start(replace(REQUEST, messages=said), Principal())
+        await service.start(replace(REQUEST, messages=said), ME)
     assert [agent.id for agent in agents.agents("local")] == ["coder"]
 
 
@@ -545,16 +523,15 @@ async def test_only_who_was_answered_has_a_date_of_its_own(
     request = replace(REQUEST, agent=hint)
     with ready_device(LoadedModel("fake", FakeBackend(), DatedTokenizer())) as device:
         service = InferenceService(*device, agents, replays, gate=gate_to(device[0]))
-        num_prompt = await service.count_tokens(request, Principal())
+        num_prompt = await service.count_tokens(request, ME)
         long = (*request.messages, Message.of(Role.USER, "x" * 140_000))
         with pytest.raises(ContextLengthError):
-            await service.start(replace(request, messages=long), Principal())
+            await service.start(replace(request, messages=long), ME)
         assert replays.num_tokens == 0
-        final = (await read(await service.start(request, Principal())))[-1]
-        assert isinstance(final, Finished)
+        final = finished(await ask(service, request))
         assert final.usage.prompt_tokens == num_prompt
         num_kept = replays.num_tokens
-        await service.count_tokens(request, Principal())
+        await service.count_tokens(request, ME)
     assert replays.num_tokens == num_kept > 0
 
 
