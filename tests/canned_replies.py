@@ -18,6 +18,7 @@ from semantic.domain.events import (
     Usage,
 )
 from semantic.domain.sampling import FinishReason
+from semantic.ports.inbound import EmbeddingRequest, Embeddings
 
 USAGE = Usage(20, completion_tokens=12, cache_read_tokens=15, cache_creation_tokens=5)
 # Thinking, text and two calls, as a model that can do everything would answer.
@@ -67,6 +68,9 @@ class CannedInference:
 
     async def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode()
+
+    async def embed(self, request: EmbeddingRequest, principal: Principal) -> Embeddings:  # noqa: ARG002
+        return Embeddings("m", ((1.0,),) * len(request.inputs), len(request.inputs))
 
     async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:  # noqa: ARG002
         return len(request.messages)

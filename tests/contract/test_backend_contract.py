@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantic.domain.errors import CacheCorruptionError
+from semantic.domain.errors import CacheCorruptionError, InvalidRequestError
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import ModelBackendPort, RowFailed, SequenceId, Step
@@ -344,3 +344,47 @@ def test_any_history(
         shared_backend.close(run.seq)
         assert run.reply[:NUM_REPLY] == alone(tokens)
     assert shared_backend.memory() == 0
+
+
+# -- embeddings ---------------------------------------------------------------------------------
+
+
+def embedded(backend: ModelBackendPort, seq: int, tokens: list[int], *ends: int) -> list[float]:
+    """The sum of hidden states, computed in pieces that end there."""
+    backend.open(SequenceId(seq), tokens)
+    pieces = [
+        backend.embed(SequenceId(seq), start, tokens[start:end])
+        for start, end in itertools.pairwise((0, *ends, len(tokens)))
+    ]
+    return [sum(values) for values in zip(*pieces, strict=True)]
+
+
+def test_a_text_has_one_vector_in_pieces_and_beside_others(backend: ModelBackendPort) -> None:
+    tokens = prompt(30)
+    whole = embedded(backend, 0, tokens)
+    neighbour = begin(backend, 1, prompt(9, seed=1))
+    advance([neighbour])
+    assert embedded(backend, 2, tokens, 1, 9, 22) == pytest.approx(whole, rel=1e-3, abs=1e-3)
+    backend.close(SequenceId(0))
+    assert embedded(backend, 0, tokens) == pytest.approx(whole, rel=1e-5, abs=1e-5)
+    other = embedded(backend, 3, [*tokens[:-1], (tokens[-1] + 1) % 96])
+    assert other != pytest.approx(whole, rel=1e-3, abs=1e-3)
+
+
+def test_embedding_leaves_replies_as_they_are(backend: ModelBackendPort, alone: Alone) -> None:
+    run = begin(backend, 0, prompt(12))
+    advance([run])
+    embedded(backend, 1, prompt(20, seed=1), 7)
+    advance([run])
+    assert run.finish() == alone(prompt(12))
+
+
+@pytest.mark.parametrize(
+    "start, tokens", [(0, [10**6]), (0, []), (5, [1])], ids=["unknown id", "nothing", "a gap"]
+)
+def test_what_cannot_be_embedded_is_refused(
+    backend: ModelBackendPort, start: int, tokens: list[int]
+) -> None:
+    backend.open(SequenceId(0), [1, 2])
+    with pytest.raises(InvalidRequestError):
+        backend.embed(SequenceId(0), start, tokens)

@@ -390,7 +390,7 @@ def test_broken_arguments_and_thinking_in_the_history_are_taken(running: Running
 
 
 @pytest.mark.parametrize(
-    "path", ["embeddings", "audio/speech", "audio/transcriptions", "images/generations"]
+    "path", ["moderations", "audio/speech", "audio/transcriptions", "images/generations"]
 )
 def test_what_is_not_served_says_so_in_shape(client: openai.OpenAI, path: str) -> None:
     with pytest.raises(openai.NotFoundError) as caught:

@@ -262,6 +262,17 @@ class ModelBackendPort(Protocol):
         """
         ...
 
+    def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Add tokens at `start`, the sequence's end, and sum their last hidden states; mutates it.
+
+        Computes at once: a long text comes in pieces.
+
+        Raises:
+            InvalidRequestError: as a chunk's row would fail, or the model has no such states.
+            BackendError: the device failed.
+        """
+        ...
+
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
         """Begin copying one kind of layers' state of ``[start, end)`` to the host.
 

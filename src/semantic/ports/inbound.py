@@ -55,6 +55,33 @@ class Reply(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """Texts to be made vectors of.
+
+    Attributes:
+        inputs: Each a text, or its token ids.
+        dimensions: How many numbers of a vector are kept; None keeps all.
+    """
+
+    model: str
+    inputs: tuple[str | tuple[int, ...], ...]
+    dimensions: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """A vector of length 1 for each text, in their order.
+
+    Attributes:
+        num_tokens: Of all texts.
+    """
+
+    model: str
+    vectors: tuple[tuple[float, ...], ...]
+    num_tokens: int
+
+
 class InferencePort(Protocol):
     """Turns a conversation into a reply. Called on the event loop's thread."""
 
@@ -81,6 +108,19 @@ class InferencePort(Protocol):
             InvalidRequestError: a part cannot be shown to the model.
             ModelNotFoundError: the request names a model that is not served.
             ModelSwapError: the model is still loading, or failed to load.
+        """
+        ...
+
+    async def embed(self, request: EmbeddingRequest, principal: Principal) -> Embeddings:
+        """Make vectors of texts; if it is cancelled, no more of them is computed.
+
+        Raises:
+            InvalidRequestError: a text is empty or too long or has an unknown token, or there are
+                not so many dimensions.
+            ModelNotFoundError: the request names a model that is not served.
+            ModelSwapError: the model is still loading, or failed to load.
+            RateLimitedError: too much was asked.
+            GenerationTimeoutError: it took too long.
         """
         ...
 

@@ -12,4 +12,6 @@ A request's way through it:
 7. `request`: sampled tokens become text that may be shown; stop strings end the reply.
 8. `kv_reuse` again: full blocks are sealed into the cache as they fill, the tail at the end; the
    sequence stays open, idle, for the agent's next turn.
+
+`embedding` computes texts whose vectors are asked for, a piece after each step.
 """

@@ -18,6 +18,7 @@ from typing import TypeAlias, assert_never
 
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.model import (
+    AnyJob,
     Cancel,
     CloseIdle,
     Command,
@@ -30,7 +31,7 @@ from semantic.application.engine.model import (
     Submit,
     Wake,
 )
-from semantic.application.engine.request import EventBatch, EventSink, Job
+from semantic.application.engine.request import EventBatch, EventSink
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.errors import (
     BackendError,
@@ -173,7 +174,7 @@ class DeviceThread:
                 raise ModelSwapError("no model is loaded.", retry_after_s=2)
             raise ModelSwapError(f"the model is loading: {self._detail}.", retry_after_s=2)
 
-    def submit(self, job: Job, model: LoadedModel | None = None) -> None:
+    def submit(self, job: AnyJob, model: LoadedModel | None = None) -> None:
         """Queue a job; its events, the last of them final, go to the sink.
 
         Args:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from semantic.application.cache.store import AgentCacheStore
+from semantic.application.engine.embedding import EmbeddingJob, EmbeddingQueue
 from semantic.application.engine.kv_reuse import PrefixSharing, TakeOver
 from semantic.application.engine.memory import WorkingMemory
 from semantic.application.engine.request import (
@@ -78,11 +79,8 @@ class BlockPoolBatchEngine:
             clock: In seconds.
             on_ready: Called, on any thread, when an idle engine has something to do again.
         """
-        self._backend = backend
-        self._tokenizer = tokenizer
-        self._store = store
-        self._emit = emit
-        self._clock = clock
+        self._backend, self._tokenizer, self._store = backend, tokenizer, store
+        self._emit, self._clock = emit, clock
         self._memory = WorkingMemory(backend, store)
         self._scheduler = ConcurrentScheduler(
             limits, window=backend.spec.window, has_state=backend.spec.num_state > 0
@@ -91,6 +89,7 @@ class BlockPoolBatchEngine:
             backend, store, self._memory.idle, self._scheduler.budget, on_ready
         )
         self._generations: dict[str, Generation] = {}
+        self._embeddings = EmbeddingQueue()
         self._flights: deque[Flight] = deque()
         self._last_collect = 0.0
         self._events: EventBatch = []
@@ -104,10 +103,13 @@ class BlockPoolBatchEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._generations or self._flights or self._events)
+        return bool(self._generations or self._flights or self._events or self._embeddings)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job | EmbeddingJob) -> None:
         """Queue a job; one that could not run even alone is answered with an error."""
+        if isinstance(job, EmbeddingJob):
+            self._embeddings.add(job)
+            return
         assembler = TextAssembler(self._tokenizer.token_bytes, job.stop.strings, job.visible)
         block_tokens = self._backend.spec.block_tokens
         generation = Generation(job, next(self._orders), assembler, self._clock(), block_tokens)
@@ -157,6 +159,8 @@ class BlockPoolBatchEngine:
         is_busy = bool(rows or self._flights) or self._is_restoring()
         while len(self._flights) > num_ahead:
             self._collect()
+        is_busy = is_busy or bool(self._embeddings)
+        self._events += self._embeddings.step(self._backend, is_alone=not self._generations)
         self._hand_out()
         return is_busy
 
@@ -182,6 +186,7 @@ class BlockPoolBatchEngine:
                 generation.final = Failed(error)
             self._events.append((generation.job.id, generation.final or Failed(error)))
         self._generations.clear()
+        self._events += self._embeddings.fail(error, self._backend)
         self._hand_out()
 
     def resize(self, nbytes: int) -> None:

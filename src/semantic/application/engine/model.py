@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from semantic.application.engine.embedding import EmbeddingJob
 from semantic.application.engine.request import Job
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.agents import Principal
@@ -53,6 +54,7 @@ class LoadedModel:
         return BlockNamespace(*self.naming, principal.salt).root()
 
 
+AnyJob: TypeAlias = Job | EmbeddingJob
 # Loads a model on the device's thread; is given what tells people its steps.
 Loader: TypeAlias = Callable[[Callable[[str], None]], LoadedModel]
 
@@ -61,7 +63,7 @@ Loader: TypeAlias = Callable[[Callable[[str], None]], LoadedModel]
 class Submit:
     """Compute a job."""
 
-    job: Job
+    job: AnyJob
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,15 +190,16 @@ class Ticket:
         self._scopes = scopes
         self._is_open = True
 
-    def charge(self, agent_id: str, num_prompt: int) -> None:
-        """Count a prompt, once its agent is known.
+    def charge(self, agent_id: str | None, num_prompt: int) -> None:
+        """Count a prompt, once its agent is known; None is no agent's.
 
         Raises:
             RateLimitedError: the agent has had all it may have.
         """
-        agent = self._limits.agent_scope(self._principal, agent_id)
-        self._limits.take_request([agent])
-        self._scopes = [*self._scopes, agent]
+        if agent_id is not None:
+            agent = self._limits.agent_scope(self._principal, agent_id)
+            self._limits.take_request([agent])
+            self._scopes = [*self._scopes, agent]
         self._limits.take_tokens(self._scopes, num_prompt)
 
     def end(self, event: Finished | Failed, reuse: Reuse) -> None:

@@ -11,6 +11,8 @@ from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.ledger import AgentLedger, Exchange
 from semantic.application.agents.turns import TurnWatch, turn_id
 from semantic.application.engine.device_thread import DeviceThread
+from semantic.application.engine.embedding import EmbeddingJob
+from semantic.application.engine.model import LoadedModel
 from semantic.application.models.gate import ModelGate
 from semantic.application.parsing import ReplyParser
 from semantic.application.prompt.replay import (
@@ -19,6 +21,7 @@ from semantic.application.prompt.replay import (
     keys_to_remember,
     prompt_digest,
 )
+from semantic.application.requests.embedding import text_tokens, unit_vector
 from semantic.application.requests.identity import BusyAgents, Claim, Identities
 from semantic.application.requests.limits import RateLimits
 from semantic.application.requests.prepare import Preparation, PreparationThreads, PreparedRequest
@@ -29,11 +32,12 @@ from semantic.domain.errors import (
     AgentNotFoundError,
     CachePersistenceError,
     ConflictError,
+    GenerationTimeoutError,
     SemanticError,
 )
 from semantic.domain.events import Started, TextDelta, Usage
 from semantic.domain.sampling import FinishReason
-from semantic.ports.inbound import Reply
+from semantic.ports.inbound import EmbeddingRequest, Embeddings, Reply
 from semantic.ports.telemetry import NoTelemetry
 
 _log = logging.getLogger(__name__)
@@ -162,6 +166,33 @@ class InferenceService:
             return await self._threads.run(count, request, principal, model)
         finally:
             ticket.release()
+
+    async def embed(self, request: EmbeddingRequest, principal: Principal) -> Embeddings:
+        """Make vectors of texts."""
+        model = await self.gate.model(request.model)
+        ticket = self.limits.admit(principal)
+        try:
+            longest = self._device.longest_sequence
+            texts = await self._threads.run(text_tokens, request, model, longest)
+            num_tokens = sum(map(len, texts))
+            ticket.charge(None, num_tokens)
+            sums = [await self._sum(EmbeddingJob(tokens), model) for tokens in texts]
+        finally:
+            ticket.release()
+        vectors = tuple(unit_vector(each, request.dimensions) for each in sums)
+        return Embeddings(model.id, vectors, num_tokens)
+
+    async def _sum(self, job: EmbeddingJob, model: LoadedModel) -> tuple[float, ...]:
+        self._device.submit(job, model)
+        try:
+            async with asyncio.timeout(self._request_timeout_s):
+                return await asyncio.wrap_future(job.result)
+        except TimeoutError:
+            raise GenerationTimeoutError(
+                f"a text took more than {self._request_timeout_s:g} s; send a shorter one."
+            ) from None
+        finally:
+            job.result.cancel()
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Write tokens out as text, special ones left out."""

@@ -147,8 +147,8 @@ def _write_line(scope: Scope, status: int, elapsed_s: float, defect: Exception |
 # What stands behind `/v1/`. Some clients leave the prefix out, others put it into their base URL.
 _VERSIONED = frozenset(
     {
-        *("chat", "completions", "responses", "messages", "models"),
-        *("embeddings", "moderations", "audio", "images"),  # answered: not served here
+        *("chat", "completions", "responses", "messages", "models", "embeddings"),
+        *("moderations", "audio", "images"),  # answered: not served here
         *("agents", "cache", "events"),
     }
 )

@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions, older Completions and Models, thin over the inbound ports."""
+"""OpenAI's Chat Completions, older Completions, Embeddings and Models, over the inbound ports."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -27,6 +27,7 @@ from semantic.adapters.inbound.http.streaming import (
     answer,
     reply_or_stream,
 )
+from semantic.adapters.inbound.openai.embeddings import add_embeddings
 from semantic.adapters.inbound.openai.events import (
     ChatCompletion,
     ChatForm,
@@ -51,7 +52,7 @@ _STATES: dict[ModelState, Literal["loaded", "loading", "on_disk", "failed"]] = {
     ModelState.ON_DISK: "on_disk",
     ModelState.UNLOADED: "on_disk",
 }
-_NOT_SERVED = ("embeddings", "moderations", "audio/{path:path}", "images/{path:path}")
+_NOT_SERVED = ("moderations", "audio/{path:path}", "images/{path:path}")
 
 
 class Model(TypedDict):
@@ -82,6 +83,7 @@ def openai_router(
     """Serve the endpoints under `/v1` on behalf of a principal."""
     router = APIRouter(prefix="/v1", tags=["openai"], responses=refusals("4XX", 503, 504))
     _add_replies(router, inference, principal)
+    add_embeddings(router, inference, principal)
     _add_models(router, models)
     for path in _NOT_SERVED:
         router.add_api_route(f"/{path}", _not_served, methods=["POST"], include_in_schema=False)

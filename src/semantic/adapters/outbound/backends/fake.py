@@ -46,6 +46,7 @@ END_TOKEN = 256
 START_TOKEN = 257
 VOCAB_SIZE = 258
 _PRIME = 2**61 - 1
+_HIDDEN_SIZE = 16
 
 
 def fake_spec(
@@ -176,6 +177,15 @@ class FakeBackend(EagerBackend[_Sequence]):
     def launch(self, step: Step) -> Ticket:
         """Compute a step at once."""
         return StepTicket(StepOutput(tuple(make_rows(step, self._run))))
+
+    def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Add tokens; each has a random vector that depends on all before it."""
+        chunk = Chunk(seq, start, tuple(tokens))
+        sequence = self._sequence_of(chunk)
+        sequence.append(self._tokens_of(chunk, None), self._window)
+        rows = [np.random.Generator(np.random.Philox(key=e)) for e in sequence.full[start:]]
+        sums: list[float] = np.sum([row.normal(size=_HIDDEN_SIZE) for row in rows], axis=0).tolist()
+        return tuple(sums)
 
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
         """Copy state."""

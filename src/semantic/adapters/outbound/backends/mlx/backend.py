@@ -155,6 +155,20 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             self._sources += ticket.sources  # nobody has waited for the step yet
         return output
 
+    def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Run the model without its head."""
+        row = self._pending(Chunk(seq, start, tuple(tokens)))
+        sequence = row.sequence
+        try:
+            hidden = self._runner.hidden(sequence, mx.array([*tokens], mx.int32))
+            sums = mx.sum(hidden.astype(mx.float32), axis=0)
+            mx.eval(sums, sequence.group_row()[0].arrays)
+        except _DEVICE_ERRORS as error:
+            raise BackendError(f"the device failed: {error}") from error
+        sequence.known[start : start + len(tokens)] = tokens
+        values: list[float] = sums.tolist()
+        return tuple(values)
+
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
         """Begin copying state."""
         sequence = self._sequences[seq]

@@ -5,6 +5,7 @@ alone: several groups in one pass, one group in a pass, or one row in a pass.
 """
 
 import enum
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from semantic.adapters.outbound.backends.mlx.cuda.tuning import untune
 from semantic.adapters.outbound.backends.mlx.decode import views, wrap_attention
 from semantic.adapters.outbound.backends.mlx.groups import Group, GroupStep, MlxSequence, RowGroups
 from semantic.adapters.outbound.backends.mlx.sampling import PendingToken, draw_rows, input_tokens
+from semantic.domain.errors import InvalidRequestError
 from semantic.ports.backend import LAST_SAMPLED, Chunk, Computed, Row, Sampled
 
 _LOG = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ class MlxRunner:
             ValueError: it keeps a kind of cache that cannot be saved and restored.
         """
         self._model = model
-        keep_last_token(model)
+        self._body = keep_last_token(model)
         self._nesting = make_caches()
         caches = make_caches()
         model(mx.zeros((1, 2), mx.int32), cache=caches)
@@ -131,6 +133,20 @@ class MlxRunner:
 
     def extend(self, sequence: MlxSequence, tokens: Array) -> Array:
         """Compute tokens of one sequence; returns the logits after the last one, lazily."""
+        return self._through(self._model, sequence, tokens)[:, -1]
+
+    def hidden(self, sequence: MlxSequence, tokens: Array) -> Array:
+        """Compute tokens of one sequence; returns the last hidden state of each, lazily.
+
+        Raises:
+            InvalidRequestError: the model has not the usual shape.
+        """
+        if self._body is None:
+            raise InvalidRequestError("this model gives no embeddings on mlx", param="model")
+        return self._through(self._body, sequence, tokens)[0]
+
+    def _through(self, run: Callable[..., Array], sequence: MlxSequence, tokens: Array) -> Array:
+        """Run tokens of one sequence through a model or a part of it; mutates the sequence."""
         length, num_tokens = sequence.length, tokens.shape[0]
         capacity = capacity_for(max(length + num_tokens, len(sequence.known)))
         if sequence.group is None:
@@ -138,11 +154,11 @@ class MlxRunner:
         else:
             group = self.groups.isolate(sequence, capacity)
         caches = self.layout.thaw(group.arrays or None, length, group.capacity)
-        logits = self._model(tokens[None], cache=caches)[:, -1]
+        output = run(tokens[None], cache=caches)
         group.arrays = self.layout.freeze(caches, length + num_tokens, group.capacity)
         sequence.group = group
         sequence.length += num_tokens
-        return logits
+        return output
 
     def _decode(
         self,
@@ -278,19 +294,19 @@ def _draw(logits: Array, rows: Sequence[PendingToken | None]) -> list[Array]:
     return draw_rows(logits if len(places) == len(rows) else logits[mx.array(places)], drawn)
 
 
-def keep_last_token(model: Any) -> bool:
+def keep_last_token(model: Any) -> Callable[..., Array] | None:
     """Hand only the last token's hidden state from the layers to the head; mutates the model.
 
     The library's models compute logits after every token: for a prompt of 512 tokens and a
     vocabulary of 150,000 that is 150 MB, and for small models a good part of the work.
 
     Returns:
-        Whether it has the usual shape, a module that holds the layers inside one with the head.
-        Others compute all logits as before.
+        The layers as they were, if the model has the usual shape: a module that holds the layers
+        inside one with the head. Others compute all logits as before.
     """
     body = next((m for m in model.modules() if m is not model and "layers" in m), None)
     if body is None:
-        return False
+        return None
     kind = type(body)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -299,7 +315,7 @@ def keep_last_token(model: Any) -> bool:
         return hidden[:, -1:] if is_many else hidden
 
     body.__class__ = type(kind.__name__, (kind,), {"__call__": call})
-    return True
+    return functools.partial(kind.__call__, body)
 
 
 def _is_close(logits: Array, expected: Array) -> bool:

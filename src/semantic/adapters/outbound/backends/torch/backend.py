@@ -25,7 +25,7 @@ from semantic.adapters.outbound.backends.torch import loading as torch_loading
 from semantic.adapters.outbound.backends.torch.attention import Span, TorchSequence
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.backends.torch.threads import ThreadCount
-from semantic.domain.errors import BackendError, CacheCorruptionError
+from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
     Chunk,
@@ -101,6 +101,20 @@ class TorchBackend(EagerBackend[TorchSequence]):
         ]
         return StepTicket(StepOutput(tuple(rows)))
 
+    def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Run the model without its head."""
+        (span,) = self._plan(Step((Chunk(seq, start, tuple(tokens)),)))
+        if isinstance(span, RowFailed):
+            raise InvalidRequestError(span.reason, param="input")
+        try:
+            with torch.inference_mode():
+                output = self._model.base_model(**self._inputs([span]))
+                sums: list[float] = output.last_hidden_state[0].float().sum(dim=0).tolist()
+        except (RuntimeError, IndexError) as error:
+            raise BackendError(f"the device failed: {error}") from error
+        _finish(span, np.empty(0, np.float32))
+        return tuple(sums)
+
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
         """Copy state to the host; window layers keep all tokens that were computed here."""
         sequence = self._sequences[seq]
@@ -147,19 +161,24 @@ class TorchBackend(EagerBackend[TorchSequence]):
         """Run the model over the packed row; returns the logits after each span."""
         if not spans:
             return np.empty((0, 0), np.float32)
-        packed = [token for span in spans for token in span.tokens]
-        positions = [place for span in spans for place in range(span.sequence.length, span.end)]
         last = [span.place.stop - 1 for span in spans]
         with torch.inference_mode():
             output = self._model(
-                input_ids=torch.tensor([packed], device=self._device),
-                position_ids=torch.tensor([positions], device=self._device),
-                logits_to_keep=torch.tensor(last, device=self._device),
-                use_cache=False,
-                spans=spans,
+                **self._inputs(spans), logits_to_keep=torch.tensor(last, device=self._device)
             )
             logits: Logits = output.logits[0].float().cpu().numpy()
         return logits
+
+    def _inputs(self, spans: Sequence[Span]) -> dict[str, Any]:
+        """What the model is given of a packed row."""
+        packed = [token for span in spans for token in span.tokens]
+        positions = [place for span in spans for place in range(span.sequence.length, span.end)]
+        return {
+            "input_ids": torch.tensor([packed], device=self._device),
+            "position_ids": torch.tensor([positions], device=self._device),
+            "use_cache": False,
+            "spans": spans,
+        }
 
     def _grow(self, sequence: TorchSequence, length: int) -> None:
         """Make room for `length` tokens, and for those that are known to follow."""
