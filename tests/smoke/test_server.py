@@ -46,7 +46,7 @@ def test_it_answers_the_paris_question(starter_home: Path, tmp_path: Path) -> No
     summary = f"{compute['dtype']} on cpu, {compute['num_threads']} threads"
     for words in ("listening", "smollm2-135m-instruct on torch", "curl ", "ready: ", summary):
         assert words in server.output
-    assert "times as fast as" in compute["reason"]
+    assert "times as fast as" in compute["reason"] or "quantised weights" in compute["reason"]
     for words in ("Traceback", "Warning", "C++"):
         assert words not in server.output
     assert (starter_home / "logs/server.log").is_file()
