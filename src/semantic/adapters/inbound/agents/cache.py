@@ -56,7 +56,7 @@ _EVENTS = _stream("events until you leave", 'data: {"type":"cache","sealed":3}\n
 
 
 class CacheApi:
-    """Endpoints that look after attention state."""
+    """Endpoints that look after attention state. They may read a disk: FastAPI's threads."""
 
     def __init__(
         self, cache: CacheService, feed: EventFeed, principal: Callable[[], Principal]
@@ -97,49 +97,44 @@ class CacheApi:
         )
         return router
 
-    async def prefetch(self, agent_id: AgentPath) -> PrefetchOut:
+    def prefetch(self, agent_id: AgentPath) -> PrefetchOut:
         """Begin to read an agent's state from disk, so that its next turn starts at once."""
-        num_parts = await asyncio.to_thread(self._cache.prefetch, self._principal(), agent_id)
+        num_parts = self._cache.prefetch(self._principal(), agent_id)
         return PrefetchOut(agent_id=agent_id, parts=num_parts)
 
-    async def evict(self, agent_id: AgentPath, body: Evict | None = None) -> EvictOut:
+    def evict(self, agent_id: AgentPath, body: Evict | None = None) -> EvictOut:
         """Drop an agent's own state from memory, or everywhere; what others share stays."""
         is_cold = body is not None and body.to == "cold"
-        state = await asyncio.to_thread(
-            lambda: self._cache.evict(self._principal(), agent_id, is_cold=is_cold)
-        )
+        state = self._cache.evict(self._principal(), agent_id, is_cold=is_cold)
         return EvictOut(agent_id=agent_id, state=StateOut.of(state))
 
-    async def overview(self) -> CacheOut:
+    def overview(self) -> CacheOut:
         """Tiers, bytes, hit rates, sharing, queues and budgets."""
-        return CacheOut.about(await asyncio.to_thread(self._cache.overview))
+        return CacheOut.about(self._cache.overview())
 
-    async def blocks(
+    def blocks(
         self,
         since: Annotated[int | None, Query(ge=0, le=2**62, description="a `mark`")] = None,
         after: Annotated[str, Query(pattern="^[0-9a-f]{0,64}$", description="a `next`")] = "",
         limit: Annotated[int, Query(ge=1, le=20_000)] = 10_000,
     ) -> Response:
         """All blocks, a page at a time; with `since` those that came, changed or went."""
-        return await asyncio.to_thread(self._blocks, since, after, limit)
-
-    def _blocks(self, since: int | None, after: str, limit: int) -> Response:
         if since is None:
             page = self._cache.blocks(after, limit)
         else:
             page = self._cache.changed_blocks(since, limit)
         return Response(BlocksOut.about(page).model_dump_json(), media_type="application/json")
 
-    async def collect(self, body: Collect | None = None) -> CollectOut:
+    def collect(self, body: Collect | None = None) -> CollectOut:
         """Delete what no agent reaches."""
         age_s = body.orphan_age_s if body else None
-        return CollectOut(freed_bytes=await asyncio.to_thread(self._cache.collect, age_s))
+        return CollectOut(freed_bytes=self._cache.collect(age_s))
 
-    async def verify(self) -> StreamingResponse:
+    def verify(self) -> StreamingResponse:
         """Check every file on disk; bad ones are dropped. Progress comes as events."""
         checking = self._cache.verify()
         # Refusals come before the stream begins.
-        first = await asyncio.to_thread(next, checking, CheckProgress(0, 0, 0))
+        first = next(checking, CheckProgress(0, 0, 0))
         return streaming.EventStream(_progress(first, checking))
 
     async def events(self) -> StreamingResponse:

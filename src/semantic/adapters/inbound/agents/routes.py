@@ -12,7 +12,6 @@ from fastapi.responses import StreamingResponse
 
 from semantic.adapters.inbound.agents.requests import (
     AgentId,
-    AgentSettings,
     CreateAgent,
     Fork,
     ListAgents,
@@ -43,7 +42,7 @@ _MAX_ID = 128
 
 
 class DirectApi:
-    """Endpoints under `/v1/agents` that move no tokens."""
+    """Endpoints under `/v1/agents` that move no tokens. They may read a disk: FastAPI's threads."""
 
     def __init__(self, agents: AgentService, principal: Callable[[], Principal]) -> None:
         self._agents = agents
@@ -80,75 +79,61 @@ class DirectApi:
         add(f"{one}/explain", self.explain, methods=["GET"], responses=refusals(400, 404))
         return router
 
-    async def create(self, body: CreateAgent, response: Response) -> AgentOut:
+    def create(self, body: CreateAgent, response: Response) -> AgentOut:
         """Make an agent. The same id and settings again return the agent that is there."""
         agent_id = body.id or f"agent-{secrets.token_hex(6)}"
         agent = new_agent(body, self._principal().tenant, agent_id, time.time())
-        view, is_new = await asyncio.to_thread(self._agents.create, agent)
+        view, is_new = self._agents.create(agent)
         if not is_new:
             response.status_code = 200
         return AgentOut.of(view)
 
-    async def page(self, query: Annotated[ListAgents, Query()]) -> AgentList:
+    def page(self, query: Annotated[ListAgents, Query()]) -> AgentList:
         """List agents, a page at a time."""
-        agents = await asyncio.to_thread(self._agents.page, self._principal(), query.to_domain())
-        return AgentList.of(agents)
+        return AgentList.of(self._agents.page(self._principal(), query.to_domain()))
 
-    async def get(self, agent_id: AgentPath) -> AgentOut:
+    def get(self, agent_id: AgentPath) -> AgentOut:
         """One agent, and where its attention state is."""
-        return AgentOut.of(await asyncio.to_thread(self._agents.get, self._principal(), agent_id))
+        return AgentOut.of(self._agents.get(self._principal(), agent_id))
 
-    async def patch(self, agent_id: AgentPath, body: PatchAgent) -> AgentOut:
+    def patch(self, agent_id: AgentPath, body: PatchAgent) -> AgentOut:
         """Change settings; fields that are absent stay. A new system prompt holds from now on."""
-        settings: AgentSettings = body
-        view = await asyncio.to_thread(
-            self._agents.update, self._principal(), agent_id, settings.apply
-        )
-        return AgentOut.of(view)
+        return AgentOut.of(self._agents.update(self._principal(), agent_id, body.apply))
 
-    async def delete(self, agent_id: AgentPath) -> None:
+    def delete(self, agent_id: AgentPath) -> None:
         """Delete an agent; a turn that is running is cancelled. Forks keep the past they share."""
-        await asyncio.to_thread(self._agents.delete, self._principal(), agent_id)
+        self._agents.delete(self._principal(), agent_id)
 
-    async def fork(self, agent_id: AgentPath, body: Fork) -> AgentList:
+    def fork(self, agent_id: AgentPath, body: Fork) -> AgentList:
         """Make one or many agents with the same past, all or none; no attention state is copied."""
         count = body.n or 1
         ids = body.ids or [_drawn_id(agent_id) for _ in range(count)]
-        views = await asyncio.to_thread(
-            self._agents.fork, self._principal(), agent_id, ids, body.turn_id
-        )
+        views = self._agents.fork(self._principal(), agent_id, ids, body.turn_id)
         return AgentList.of(AgentPage(views, len(views), None))
 
-    async def rewind(self, agent_id: AgentPath, body: Rewind) -> AgentOut:
+    def rewind(self, agent_id: AgentPath, body: Rewind) -> AgentOut:
         """Go back to an earlier turn, or undo that; a turn that is running is cancelled."""
-        view = await asyncio.to_thread(
-            self._agents.rewind, self._principal(), agent_id, body.turn_id
-        )
-        return AgentOut.of(view)
+        return AgentOut.of(self._agents.rewind(self._principal(), agent_id, body.turn_id))
 
-    async def turns(
+    def turns(
         self,
         agent_id: AgentPath,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         before: Annotated[Text | None, Query(description="`next` of the page before")] = None,
     ) -> TurnList:
         """An agent's log, the latest turn first."""
-        found = await asyncio.to_thread(
-            self._agents.turns, self._principal(), agent_id, before, limit
-        )
-        has_more = bool(found) and found[-1].parent is not None
-        next_page = found[-1].id if has_more else None
-        return TurnList(data=[TurnOut.of(turn) for turn in found], next=next_page)
+        turns = self._agents.turns(self._principal(), agent_id, before, limit)
+        has_more = bool(turns) and turns[-1].parent is not None
+        next_page = turns[-1].id if has_more else None
+        return TurnList(data=[TurnOut.of(turn) for turn in turns], next=next_page)
 
-    async def explain(
+    def explain(
         self,
         agent_id: AgentPath,
         turn_id: Annotated[Text | None, Query(description="absent: the latest")] = None,
     ) -> ExplanationOut:
         """What a turn reused, where its prompt diverged, and what the next one starts from."""
-        explanation = await asyncio.to_thread(
-            self._agents.explain, self._principal(), agent_id, turn_id
-        )
+        explanation = self._agents.explain(self._principal(), agent_id, turn_id)
         return ExplanationOut.about(agent_id, explanation)
 
 
@@ -201,9 +186,9 @@ class TransferApi:
         )
         return router
 
-    async def export(self, agent_id: AgentPath) -> StreamingResponse:
+    def export(self, agent_id: AgentPath) -> StreamingResponse:
         """A tar archive of settings, turns and attention state, with checksums and a signature."""
-        pieces = await asyncio.to_thread(self._transfer.export, self._principal(), agent_id)
+        pieces = self._transfer.export(self._principal(), agent_id)
         headers = {"content-disposition": f'attachment; filename="{agent_id}.tar"'}
         return StreamingResponse(pieces, media_type=MEDIA_TYPE, headers=headers)
 
