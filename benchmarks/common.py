@@ -22,6 +22,7 @@ from semantic.domain.pool import BlockPool
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.entrypoints.persistence import AgentMemory
 from semantic.ports.backend import ModelBackendPort
+from semantic.ports.telemetry import TelemetryPort
 from semantic.ports.text import TokenizerPort
 
 GREEDY = SamplingParams(temperature=0, seed=0)
@@ -110,9 +111,10 @@ def make_engine(
     tokenizer: TokenizerPort,
     limits: EngineLimits | None = None,
     emit: Callable[[EventBatch], None] = lambda _: None,
+    telemetry: TelemetryPort | None = None,
 ) -> BlockPoolBatchEngine:
     """An engine that keeps its blocks in memory."""
-    store = AgentCacheStore(BlockPool(backend.spec, 2**31))
+    store = AgentCacheStore(BlockPool(backend.spec, 2**31), telemetry=telemetry)
     return BlockPoolBatchEngine(backend, tokenizer, store, limits or EngineLimits(), emit)
 
 

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from semantic.adapters.config.settings import Settings
 from semantic.entrypoints.bootstrap import Server, bootstrap
 from semantic.ports.backend import Step, Ticket
+from semantic.ports.inbound import ModelState
 from tests.chaos.mounts import small_disk
 from tests.http_server import RunningServer, make_settings, run_server
 
@@ -25,6 +26,13 @@ pytestmark = pytest.mark.integration
 Series = tuple[str, tuple[tuple[str, str], ...]]
 SMALL = 15_000  # bytes of memory in which two requests of `LONG` tokens do not fit with replies
 LONG = 1_500
+ENDLESS = {
+    "model": "fake",
+    "messages": [{"role": "user", "content": "talk"}],
+    "max_tokens": 100_000,
+    "ignore_eos": True,
+    "stream": True,
+}
 BOUNDED = {"model", "status", "kind", "tier", "reason", "result", "state", "le"}
 
 
@@ -118,13 +126,17 @@ def use_everything(running: RunningServer, seen: Seen) -> None:
             disk.flush(10)
             http.post("/v1/agents/kept/evict", json={"to": tier}).raise_for_status()
             await_agent(running, "warm" if tier == "disk" else tier)
-        ask(http, "kept", "What is kept is read again. " * 40)
+        for _ in range(50):  # what is slower to read than to compute is computed
+            http.post("/v1/agents/kept/evict", json={"to": "disk"}).raise_for_status()
+            ask(http, "kept", "What is kept is read again. " * 40)
+            disk.flush(10)
+            if running.server.metrics.counts.requests.reuse.disk:
+                break
         for agent in ("alike", "twin", "twin"):
             ask(http, agent, "The same beginning. " * 60)
         crowd(running, http)
         assert ask(http, "long", "too long" * 20_000).status_code == 400
-        body = {"model": "fake", "messages": [{"role": "user", "content": "leave"}], "stream": True}
-        with http.stream("POST", "/v1/chat/completions", json=body) as reply:
+        with http.stream("POST", "/v1/chat/completions", json=ENDLESS) as reply:
             next(reply.iter_lines())
         await_that(lambda: running.server.metrics.counts.requests.outcomes["fake", "cancelled"])
         for number in range(60):
@@ -144,8 +156,22 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         await_that(lambda: seen.has_moved("semantic_tokens_per_second"))
     damage_and_fill(seen, tmp_path_factory.mktemp("faults"))
     hang_and_stop(seen, tmp_path_factory.mktemp("hung"))
+    exchange(seen, make_settings(tmp_path_factory.mktemp("models")))
     fail_to_load(seen, make_settings(home, backend="torch", model=str(home / "nothing")))
     return seen
+
+
+def exchange(seen: Seen, settings: Settings) -> None:
+    """Another model while a reply runs, and none at all."""
+    with run_server(settings) as running, running.client() as http:
+        with http.stream("POST", "/v1/chat/completions", json=ENDLESS) as reply:
+            lines = reply.iter_lines()  # a generator that is dropped closes the stream
+            next(lines)
+            http.post("/admin/models/swap", json={"model": "fake-2", "wait": False})
+            seen.read(running.server)
+        await_that(lambda: running.server.device.state is ModelState.READY)
+        http.post("/admin/models/unload").raise_for_status()
+        seen.read(running.server)
 
 
 def fail_to_load(seen: Seen, settings: Settings) -> None:
@@ -213,7 +239,7 @@ def test_labels_are_bounded(seen: Seen) -> None:
     labels = {(name, value) for _, pairs in seen.values for name, value in pairs}
     assert {name for name, _ in labels} <= BOUNDED
     assert len({value for name, value in labels if name != "le"}) < 60
-    assert {value for name, value in labels if name == "model"} <= {"", "fake"}
+    assert {value for name, value in labels if name == "model"} <= {"", "fake", "fake-2"}
 
 
 PLANNED = {

@@ -4,12 +4,14 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
+from semantic import __version__
 from semantic.adapters.config.keys import load_key_ring
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys, own_key
 from semantic.adapters.outbound.blocks.directory import keep_private
 from semantic.adapters.outbound.blocks.tree import BLOCKS
 from semantic.adapters.outbound.telemetry.metrics import Metrics
+from semantic.adapters.outbound.telemetry.tracing import RequestTracer
 from semantic.application.agents.cache_admin import CacheBudgets, CacheService
 from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.service import AgentService
@@ -77,6 +79,7 @@ def bootstrap(settings: Settings) -> Server:
     """
     _prepare_directories(settings)
     metrics = Metrics()
+    metrics.tracer = _make_tracer(settings)
     _require_key(settings, _key_ring(settings))
     memory = AgentMemory(settings, lambda tenant: access.ring.policy(tenant).disk_bytes, metrics)
     access = Access(lambda: _key_ring(settings), memory.agents.principal)
@@ -143,6 +146,30 @@ def _make_device(
         telemetry=telemetry,
         put_away=memory.put_away,
     )
+
+
+def _make_tracer(settings: Settings) -> RequestTracer | None:
+    """Send traces by OTLP over HTTP, from a thread of their own, if there is an endpoint."""
+    if settings.otel_endpoint is None:
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+    except ModuleNotFoundError as error:
+        raise InvalidRequestError(
+            f"traces need {error.name}: pip install 'semantic-server[otel]'", param="otel_endpoint"
+        ) from error
+    provider = TracerProvider(
+        sampler=ParentBased(TraceIdRatioBased(settings.otel_sample_ratio)),
+        resource=Resource.create({"service.name": "semantic", "service.version": __version__}),
+        shutdown_on_exit=False,
+    )
+    exporter = OTLPSpanExporter(endpoint=f"{settings.otel_endpoint.rstrip('/')}/v1/traces")
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return RequestTracer(provider, provider.shutdown)
 
 
 def _key_ring(settings: Settings) -> KeyRing:

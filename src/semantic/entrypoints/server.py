@@ -21,7 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from semantic import __version__
 from semantic.adapters.config.settings import Settings
-from semantic.adapters.inbound.admin.routes import AdminApi
+from semantic.adapters.inbound.admin.routes import AdminApi, drained
 from semantic.adapters.inbound.agents.cache import CacheApi
 from semantic.adapters.inbound.agents.generate import GenerateApi
 from semantic.adapters.inbound.agents.routes import IMPORT_PATH, DirectApi, TransferApi
@@ -36,7 +36,7 @@ from semantic.adapters.inbound.http.connections import (
 from semantic.adapters.inbound.http.docs_page import docs_router
 from semantic.adapters.inbound.http.errors import allowance_headers, install_error_handlers
 from semantic.adapters.inbound.http.guard import Guard, current_principal
-from semantic.adapters.inbound.http.health import health_router, metrics_router
+from semantic.adapters.inbound.http.health import Condition, health_router, metrics_router
 from semantic.adapters.inbound.http.middleware import (
     LOCAL_ORIGINS,
     AccessLog,
@@ -96,10 +96,10 @@ def create_app(server: Server) -> FastAPI:
     app.include_router(openai_router(server.inference, server.models, principal))
     past = PastTurns(server.memory.agents.log)
     app.include_router(responses_router(server.inference, server.models, past, principal))
-    app.include_router(health_router(server.models, lambda: _problems(server)))
+    app.include_router(health_router(server.models, lambda: _condition(server)))
     app.include_router(metrics_router(server.metrics.render))
     app.include_router(anthropic_router(server.inference, principal))
-    app.include_router(AdminApi(server.models).router())
+    app.include_router(AdminApi(server.models, server.device).router())
     _add_agents(app, server)
     _add_middleware(app, server)
     return app
@@ -111,6 +111,12 @@ def _problems(server: Server) -> list[str]:
     if problems and not current_principal().is_admin:
         return ["something is wrong; with an admin key this says what, and so does the log"]
     return problems
+
+
+def _condition(server: Server) -> Condition:
+    memory = server.cache.use().memory
+    pressure = (memory.held + memory.working) / memory.total if memory.total else 0.0
+    return Condition(server.device.is_draining, pressure, _problems(server))
 
 
 def _add_middleware(app: FastAPI, server: Server) -> None:
@@ -128,7 +134,7 @@ def _add_middleware(app: FastAPI, server: Server) -> None:
         app.add_middleware(LocalHosts)
     app.add_middleware(HeadAsGet)
     app.add_middleware(FullHouse)
-    app.add_middleware(AccessLog)
+    app.add_middleware(AccessLog, is_body_logged=settings.log_prompts)
     app.add_middleware(ShortPaths)
     app.add_middleware(
         CORSMiddleware,
@@ -151,19 +157,20 @@ def _add_agents(app: FastAPI, server: Server) -> None:
 
 
 class _HttpServer(uvicorn.Server):
-    """Ends replies at the first signal, and open connections at a second Ctrl-C or in time."""
+    """Stops in phases: refuses new work, lets replies end, then ends them and the connections.
+
+    A second signal ends replies at once, and a second Ctrl-C after that cuts connections too.
+    """
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        on_exit: Callable[[], None],
-        on_reload: Callable[[], None],
-        timeout_s: float,
+        self, config: uvicorn.Config, server: Server, on_reload: Callable[[], None]
     ) -> None:
         super().__init__(config)
-        self._on_exit = on_exit
+        self._server = server
         self._on_reload = on_reload
-        self._timeout_s = timeout_s
+        self._timeout_s = server.settings.shutdown_timeout_s
+        self._is_stopping = False
+        self._draining: asyncio.Task[None] | None = None
         # A server that was started with nohup outlives its terminal.
         ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._has_terminal = not ignores_hangup and _is_terminal_there()
@@ -181,13 +188,33 @@ class _HttpServer(uvicorn.Server):
                 signal.signal(sig, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop; a second Ctrl-C hangs up on clients instead of waiting for them."""
-        if not self.should_exit:
-            super().handle_exit(sig, frame)  # before all else: the second may come meanwhile
+        """Begin to stop; further signals wait for less."""
+        del frame
+        if self.should_exit:
+            if sig == signal.SIGINT:
+                asyncio.get_running_loop().call_soon_threadsafe(self._hang_up)
+        elif self._is_stopping:
+            self._end_replies()
+            if sig == signal.SIGINT:
+                asyncio.get_running_loop().call_soon_threadsafe(self._hang_up)
+        else:
+            self._is_stopping = True
             _log.info("stopping", signal=signal.Signals(sig).name)
-            self._on_exit()
-        elif sig == signal.SIGINT:
-            asyncio.get_running_loop().call_soon_threadsafe(self._hang_up)
+            self._server.device.is_draining = True
+            asyncio.get_running_loop().call_soon_threadsafe(self._wait_for_replies)
+
+    def _wait_for_replies(self) -> None:
+        self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        """Let replies end, though not for ever."""
+        await drained(self._server.device, self._timeout_s)
+        self._end_replies()
+
+    def _end_replies(self) -> None:
+        """End what still runs, and stop listening."""
+        self.should_exit = True
+        self._server.request_stop()
 
     def handle_hangup(self, sig: int, frame: FrameType | None) -> None:
         """Read keys, limits and the certificate again; stop if the terminal was closed."""
@@ -237,6 +264,9 @@ def _close_memory(server: Server) -> None:
     """Let the cache directory go; whoever comes second finds it done."""
     if not server.memory.close(server.settings.shutdown_timeout_s):
         _log.warning("not all that agents left behind was written")
+    tracer, server.metrics.tracer = server.metrics.tracer, None
+    if tracer is not None:
+        tracer.close()
 
 
 def _serve(server: Server) -> int:
@@ -260,9 +290,7 @@ def _serve(server: Server) -> int:
     config.handshake_timeout_s = settings.read_timeout_s
     sys.stdout.write(_banner(server, url))
     sys.stdout.flush()
-    http = _HttpServer(
-        *(config, server.request_stop, lambda: _reload(server, tls), settings.shutdown_timeout_s)
-    )
+    http = _HttpServer(config, server, lambda: _reload(server, tls))
     failures: list[str] = []
     threading.Thread(target=_announce, args=(server, http, failures), daemon=True).start()
     http.run(sockets=[listener])

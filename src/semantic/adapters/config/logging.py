@@ -6,18 +6,30 @@ Code logs through the standard library or structlog; both end up here.
 import logging
 import logging.handlers
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
 from semantic.domain.errors import InvalidRequestError
 
-_FILE_BYTES = 10 * 2**20
-_NUM_FILES = 5
+
+@dataclass(frozen=True, slots=True)
+class LogFiles:
+    """Where logs are kept, and how many of them.
+
+    Attributes:
+        max_bytes: A file that would grow larger is put aside, and a new one begun.
+        num_old: Files that were put aside and are kept; older ones are deleted.
+    """
+
+    directory: Path
+    max_bytes: int = 10 * 2**20
+    num_old: int = 5
 
 
-def configure_logging(level: str, log_format: str, log_dir: Path) -> None:
-    """Send all logs to stderr and to ``log_dir/server.log``; replaces earlier handlers.
+def configure_logging(level: str, log_format: str, files: LogFiles) -> None:
+    """Send all logs to stderr and to ``server.log``; replaces earlier handlers.
 
     Raises:
         InvalidRequestError: the directory cannot be written.
@@ -40,13 +52,16 @@ def configure_logging(level: str, log_format: str, log_dir: Path) -> None:
     stream = logging.StreamHandler(sys.stderr)
     stream.setFormatter(_formatter(shared, is_pretty=is_pretty))
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
+        files.directory.mkdir(parents=True, exist_ok=True)
         file = logging.handlers.RotatingFileHandler(
-            log_dir / "server.log", maxBytes=_FILE_BYTES, backupCount=_NUM_FILES, encoding="utf-8"
+            files.directory / "server.log",
+            maxBytes=files.max_bytes,
+            backupCount=files.num_old,
+            encoding="utf-8",
         )
     except OSError as error:
         raise InvalidRequestError(
-            f"cannot write logs to {log_dir}: {error.strerror}; choose another --home",
+            f"cannot write logs to {files.directory}: {error.strerror}; choose another --home",
             param="home",
         ) from error
     file.setFormatter(_formatter(shared, is_pretty=False))

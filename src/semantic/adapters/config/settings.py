@@ -180,6 +180,19 @@ class Settings(BaseSettings):
     log_format: Literal["auto", "json", "pretty"] = Field(
         "auto", description="pretty on a terminal, JSON elsewhere"
     )
+    log_file_mb: float = Field(10, gt=0, description="a log file that is larger is put aside")
+    log_files: int = Field(5, ge=1, description="log files put aside that are kept")
+    log_prompts: bool = Field(
+        False, description="log what requests say; without it no log has a prompt's text"
+    )
+    otel_endpoint: str | None = Field(
+        None,
+        pattern="^https?://",
+        description="OpenTelemetry collector that traces go to, such as http://localhost:4318",
+    )
+    otel_sample_ratio: float = Field(
+        1.0, ge=0, le=1, description="of requests without a trace of their own, how many are traced"
+    )
 
     @field_validator("kv_bits", mode="before")
     @classmethod

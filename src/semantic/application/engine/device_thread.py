@@ -102,6 +102,7 @@ class DeviceThread:
         self._drain_until = 0.0
         self._num_cut = 0
         self._state_before_hang = ModelState.READY
+        self.is_draining = False  # whoever sets it has new work refused, while what runs may end
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="semantic-device", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="semantic-watchdog", daemon=True)
@@ -190,11 +191,11 @@ class DeviceThread:
         with self._lock:
             if self.ready_model() is not (model or self._model):
                 raise ModelSwapError("the model was swapped meanwhile.", retry_after_s=1)
+            if self.is_draining:
+                raise DrainingError("the server takes no new work.", retry_after_s=5)
             if len(self._live) >= limit:
-                raise OverloadedError(
-                    f"{len(self._live)} requests are waiting or running; try again.",
-                    retry_after_s=2,
-                )
+                reason = f"{len(self._live)} requests are waiting or running; try again."
+                raise OverloadedError(reason, retry_after_s=2)
             self._live.add(job.id)
             # Within the lock: who is answered from here on is cancelled after this, not before.
             self._commands.put(Submit(job))

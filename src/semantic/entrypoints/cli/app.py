@@ -83,11 +83,14 @@ def _semantic(
 def serve(settings: Settings) -> int:
     """Serve a model over HTTP."""
     # Imported here so that --help and a wrong setting answer at once.
-    from semantic.adapters.config.logging import configure_logging
+    from semantic.adapters.config.logging import LogFiles, configure_logging
     from semantic.entrypoints.bootstrap import bootstrap
     from semantic.entrypoints.server import serve
 
-    configure_logging(settings.log_level, settings.log_format, settings.home_dir / "logs")
+    logs, size = settings.home_dir / "logs", int(settings.log_file_mb * 2**20)
+    configure_logging(
+        settings.log_level, settings.log_format, LogFiles(logs, size, settings.log_files)
+    )
     return serve(bootstrap(settings))
 
 

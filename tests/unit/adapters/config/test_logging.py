@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from semantic.adapters.config.logging import configure_logging
+from semantic.adapters.config.logging import LogFiles, configure_logging
 
 pytestmark = pytest.mark.unit
 
@@ -28,7 +28,7 @@ def restored_logging() -> Iterator[None]:
 
 
 def test_json_lines_from_both_libraries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging("info", "json", tmp_path / "logs")
+    configure_logging("info", "json", LogFiles(tmp_path / "logs"))
     structlog.get_logger("ours").info("sealed", blocks=3)
     logging.getLogger("theirs").warning("%d left", 2)
     logging.getLogger("theirs").debug("too quiet")
@@ -43,7 +43,7 @@ def test_json_lines_from_both_libraries(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_an_exception_is_one_json_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging("info", "json", tmp_path)
+    configure_logging("info", "json", LogFiles(tmp_path))
     try:
         raise RuntimeError("boom")
     except RuntimeError:
@@ -53,8 +53,20 @@ def test_an_exception_is_one_json_line(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_pretty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging("debug", "pretty", tmp_path)
+    configure_logging("debug", "pretty", LogFiles(tmp_path))
     structlog.get_logger().debug("hello", answer=42)
     text = capsys.readouterr().err
     assert "hello" in text
     assert not text.startswith("{")
+
+
+def test_files_are_rotated_and_the_oldest_deleted(tmp_path: Path) -> None:
+    configure_logging("info", "json", LogFiles(tmp_path, max_bytes=300, num_old=2))
+    for number in range(20):
+        logging.getLogger("x").info("line %d of the log", number)
+    names = ("server.log.2", "server.log.1", "server.log")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    assert all((tmp_path / name).stat().st_size <= 300 for name in names)
+    kept = [line for name in names for line in (tmp_path / name).read_text().splitlines()]
+    numbers = [int(json.loads(line)["event"].split()[1]) for line in kept]
+    assert numbers == list(range(20 - len(numbers), 20))

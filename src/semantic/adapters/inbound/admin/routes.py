@@ -8,8 +8,11 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from semantic.adapters.inbound.http.errors import refusals
+from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.models.registry import ModelRegistry, SwapReport
 from semantic.ports.inbound import ModelStatus
+
+_POLL_S = 0.02
 
 ModelName = Annotated[
     str,
@@ -98,11 +101,27 @@ class ModelsOut(BaseModel):
     models: list[ModelOut]
 
 
+class Drain(_Body):
+    """Take no new work."""
+
+    wait_s: float = Field(
+        default=0, ge=0, le=3600, description="answer when all is done, or after so many seconds"
+    )
+
+
+class DrainOut(BaseModel):
+    """`drained` once nothing waits or runs."""
+
+    status: Literal["draining", "drained", "serving"] = Field(examples=["drained"])
+    live_requests: int = Field(examples=[0])
+
+
 class AdminApi:
     """Endpoints for the one who runs the server."""
 
-    def __init__(self, models: ModelRegistry) -> None:
+    def __init__(self, models: ModelRegistry, device: DeviceThread) -> None:
         self._models = models
+        self._device = device
 
     def router(self) -> APIRouter:
         """Say which method answers where."""
@@ -112,6 +131,8 @@ class AdminApi:
         add("/models/swap", self.swap, methods=["POST"])
         add("/models/load", self.load, methods=["POST"])
         add("/models/unload", self.unload, methods=["POST"])
+        add("/drain", self.drain, methods=["POST"])
+        add("/drain", self.end_drain, methods=["DELETE"])
         return router
 
     async def models(self) -> ModelsOut:
@@ -139,6 +160,29 @@ class AdminApi:
         body = body or Unload()
         done = await asyncio.to_thread(self._models.unload, body.drain_timeout_s)
         return await _answer(done, response, is_awaited=body.wait)
+
+    async def drain(self, body: Drain | None = None) -> DrainOut:
+        """Refuse new work with 503, and let what waits and runs end; for a load balancer.
+
+        `/health/ready` answers 503 from now on, and `/health/live` 200.
+        """
+        self._device.is_draining = True
+        await drained(self._device, body.wait_s if body else 0)
+        num_live = self._device.num_live
+        return DrainOut(status="draining" if num_live else "drained", live_requests=num_live)
+
+    async def end_drain(self) -> DrainOut:
+        """Take work again."""
+        self._device.is_draining = False
+        return DrainOut(status="serving", live_requests=self._device.num_live)
+
+
+async def drained(device: DeviceThread, timeout_s: float) -> None:
+    """Wait until nothing waits or runs any more, though not for ever."""
+    for _ in range(int(timeout_s / _POLL_S)):
+        if not device.num_live:
+            return
+        await asyncio.sleep(_POLL_S)
 
 
 async def _answer(done: Future[SwapReport], response: Response, *, is_awaited: bool) -> SwapOut:

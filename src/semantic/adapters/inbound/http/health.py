@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 from fastapi import APIRouter, Header
@@ -10,58 +10,83 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from semantic import __version__
 from semantic.application.models.registry import ModelRegistry
-from semantic.ports.inbound import ModelState
+from semantic.ports.inbound import ModelState, ModelStatus
 
 _ANSWERING = {ModelState.READY, ModelState.SWAPPING, ModelState.UNLOADED}
+_HIGH_PRESSURE = 0.9
+_HOPELESS = {ModelState.HUNG, ModelState.FAILED}
 
 
-def health_router(
-    models: ModelRegistry, problems: Callable[[], Sequence[str]] = tuple
-) -> APIRouter:
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """How the server is, beside its model.
+
+    Attributes:
+        is_draining: New work is refused.
+        pressure: Of the memory for attention state, what cannot be had by evicting.
+        problems: What is wrong although requests are answered.
+    """
+
+    is_draining: bool = False
+    pressure: float = 0.0
+    problems: Sequence[str] = ()
+
+
+def health_router(models: ModelRegistry, condition: Callable[[], Condition]) -> APIRouter:
     """Serve `/health` and its three probes.
 
     Args:
         models: Whose state is told.
-        problems: What is wrong although requests are answered.
+        condition: How the server is beside that.
     """
     router = APIRouter(tags=["health"])
 
-    def answer(good: set[ModelState]) -> JSONResponse:
-        current = models.current()
-        is_good = current.state in good
+    def answer(good: set[ModelState], *, is_work_wanted: bool) -> JSONResponse:
+        current, now = models.current(), condition()
+        is_good = current.state in good and not (is_work_wanted and now.is_draining)
+        is_strained = now.pressure > _HIGH_PRESSURE or bool(now.problems)
         body = {
-            "status": "ok" if is_good else "unavailable",
+            "status": "unavailable" if not is_good else "degraded" if is_strained else "ok",
             "version": __version__,
             "model": current.id,
             "backend": current.backend,
-            "state": current.state.value,
+            "state": _state(current, is_draining=now.is_draining),
             "detail": current.detail,
             "compute": asdict(current.compute) if current.compute else None,
-            "problem": "; ".join(problems()),
+            "pressure": round(now.pressure, 3),
+            "problem": "; ".join(now.problems),
         }
         return JSONResponse(body, 200 if is_good else 503)
 
     @router.get("/health")
     async def health() -> JSONResponse:
         """Everything at a glance; 200 if requests are answered."""
-        return answer(_ANSWERING)
+        return answer(_ANSWERING, is_work_wanted=True)
 
     @router.get("/health/live")
     async def live() -> JSONResponse:
         """200 unless a restart is the only help: the device hangs, or its thread has ended."""
-        return answer(set(ModelState) - {ModelState.HUNG, ModelState.FAILED})
+        return answer(set(ModelState) - _HOPELESS, is_work_wanted=False)
 
     @router.get("/health/ready")
     async def ready() -> JSONResponse:
-        """200 if requests are answered, though they may have to wait for a swap."""
-        return answer(_ANSWERING)
+        """200 if new requests are answered, though they may have to wait for a swap."""
+        return answer(_ANSWERING, is_work_wanted=True)
 
     @router.get("/health/startup")
     async def startup() -> JSONResponse:
         """200 once the model was loaded."""
-        return answer(_ANSWERING | {ModelState.HUNG})
+        return answer(_ANSWERING | {ModelState.HUNG}, is_work_wanted=False)
 
     return router
+
+
+def _state(model: ModelStatus, *, is_draining: bool) -> str:
+    """The model's state, or what the server is in instead."""
+    if is_draining and model.state in _ANSWERING:
+        return "draining"
+    is_starting = model.state is ModelState.LOADING and model.detail == "starting"
+    return "starting" if is_starting else model.state.value
 
 
 def metrics_router(render: Callable[[str], tuple[bytes, str]]) -> APIRouter:

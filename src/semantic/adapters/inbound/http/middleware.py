@@ -5,9 +5,13 @@ import secrets
 import time
 import zlib
 from collections.abc import Collection, Mapping
+from contextvars import Token
 from dataclasses import dataclass
 
 import structlog
+from opentelemetry import context as otel_context
+from opentelemetry.trace import get_current_span
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -93,11 +97,19 @@ class ForeignPages(Gate):
         return not (is_own or is_local or origin in self._origins)
 
 
-class AccessLog:
-    """Gives each request an id, and one log line when it is answered; answers our defects."""
+_PROPAGATOR = TraceContextTextMapPropagator()
+_MAX_LOGGED = 2**16
 
-    def __init__(self, app: ASGIApp) -> None:
+
+class AccessLog:
+    """Gives each request an id, and one log line when it is answered; answers our defects.
+
+    What is done for it belongs to its client's trace, if it names one.
+    """
+
+    def __init__(self, app: ASGIApp, *, is_body_logged: bool = False) -> None:
         self._app = app
+        self._is_body_logged = is_body_logged
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
@@ -120,16 +132,42 @@ class AccessLog:
             await send(message)
 
         structlog.contextvars.bind_contextvars(request_id=request_id)
+        trace = _join_trace(Headers(scope=scope))
+        body = bytearray()
         try:
-            await self._app(scope, receive, tagged)
+            heard = _overheard(receive, body) if self._is_body_logged else receive
+            await self._app(scope, heard, tagged)
         except Exception as error:  # noqa: BLE001 - whatever it was, the client gets an answer
             defect = error
             if not status:
                 failure = "the server failed; its log says why."
                 await error_response(500, failure, "internal_error")(scope, receive, tagged)
         finally:
+            if body:
+                _log.info("body", body=body.decode("utf-8", "replace"))
             _write_line(scope, status, time.perf_counter() - started, defect)
-            structlog.contextvars.unbind_contextvars("request_id")
+            structlog.contextvars.unbind_contextvars("request_id", "trace_id", "agent")
+            otel_context.detach(trace)
+
+
+def _join_trace(headers: Headers) -> Token[otel_context.Context]:
+    """Go on in the trace that a client names, if it names one."""
+    context = _PROPAGATOR.extract(headers)
+    remote = get_current_span(context).get_span_context()
+    if remote.is_valid:
+        structlog.contextvars.bind_contextvars(trace_id=f"{remote.trace_id:032x}")
+    return otel_context.attach(context)
+
+
+def _overheard(receive: Receive, body: bytearray) -> Receive:
+    """Keep what is received, up to a limit."""
+
+    async def received() -> Message:
+        message = await receive()
+        body.extend(message.get("body", b"")[: _MAX_LOGGED - len(body)])
+        return message
+
+    return received
 
 
 def _write_line(scope: Scope, status: int, elapsed_s: float, defect: Exception | None) -> None:

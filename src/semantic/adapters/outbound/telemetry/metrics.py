@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+import structlog
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from semantic.adapters.outbound.telemetry.tracing import RequestTracer
 from semantic.application.agents.cache_admin import CacheService, Sharing
 from semantic.application.agents.turns import TurnWatch
 from semantic.domain.agents import Tier
@@ -43,6 +45,7 @@ _MEASURES: Mapping[Measure, tuple[str, str, Sequence[float]]] = {
     ),
     Measure.SWAP: ("model_swap_duration_seconds", "Seconds to load a model.", _WAITS),
 }
+_STATES = [state for state in ModelState if state is not ModelState.ON_DISK]
 _SHARING_COST = 100  # what agents share is read again after so many times as long as that took
 
 
@@ -50,10 +53,15 @@ _Values: TypeAlias = Mapping[str, float] | Mapping[tuple[str, str], float]
 
 
 class Metrics:
-    """A `TelemetryPort` with a registry of its own."""
+    """A `TelemetryPort` with a registry of its own.
+
+    Attributes:
+        tracer: Makes spans of requests; None makes none.
+    """
 
     def __init__(self) -> None:
         self.counts = Counts()
+        self.tracer: RequestTracer | None = None
         self.registry = CollectorRegistry(auto_describe=False)
         self._measures = {
             measure: self._histogram(name, text, buckets)
@@ -78,20 +86,27 @@ class Metrics:
         self._measures[measure].observe(value)
 
     def begin(self, trace: RequestTrace, request_id: str, agent_id: str, model: str) -> None:
-        """Do nothing: what is measured of a request is known at its end."""
+        """Let the log's lines of a request name its agent and trace; measured is it at its end."""
+        structlog.contextvars.bind_contextvars(agent=agent_id)
+        if self.tracer is not None:
+            trace_id = self.tracer.begin(trace, request_id, agent_id, model)
+            structlog.contextvars.bind_contextvars(trace_id=trace_id)
 
     def end(self, trace: RequestTrace, end: RequestEnd) -> None:
         """Take what is measured of a request."""
-        del end
         now = time.monotonic()
         self._duration.observe(now - trace.received)
         if trace.first_token is not None:
             self._first_token.observe(trace.first_token - trace.received)
         if trace.queued is not None:
             self._queue_wait.observe((trace.admitted or now) - trace.queued)
+        if self.tracer is not None:
+            self.tracer.end(trace, end)
 
     def persisted(self, trace: RequestTrace, started: float) -> None:
-        """Do nothing: parts are measured one by one."""
+        """Note it in the trace; parts are measured one by one."""
+        if self.tracer is not None:
+            self.tracer.persisted(trace, started)
 
     def read(self, cache: CacheService, watch: TurnWatch, state: Callable[[], ModelState]) -> None:
         """From now on also tell what these have counted and use."""
@@ -219,7 +234,7 @@ class ServerCollector(Collector):
         yield _one(_gauge("disk_budget_bytes", "Most that it may hold."), use.disk_budget)
         yield _one(_gauge("write_queue_bytes", "Bytes that wait to be written."), use.queue)
         now = self._state()
-        states = {state.value: float(state is now) for state in ModelState}
+        states = {state.value: float(state is now) for state in _STATES}
         yield _each(_gauge("model_state", "1 for the state the model is in.", "state"), states)
 
     def _shared(self) -> Iterator[Metric]:
