@@ -20,6 +20,7 @@ from semantic.ports.backend import (
 from tests.contract.conftest import Alone, Subject
 from tests.contract.driver import (
     GREEDY,
+    NUM_REPLY,
     Run,
     Saved,
     advance,
@@ -48,32 +49,40 @@ def _is_refused(run: Run, bad: Chunk, neighbour: Run) -> None:
         neighbour.take(good, answered)
 
 
+def _pair(backend: ModelBackendPort, params: SamplingParams = GREEDY) -> tuple[Run, Run]:
+    """A run that something is refused, and its neighbour."""
+    return begin(backend, 0, prompt(10), params), begin(backend, 1, prompt(13, seed=1))
+
+
+def _go_on(alone: Alone, run: Run, neighbour: Run, num_reply: int = NUM_REPLY) -> None:
+    """Both finish as if nothing had happened."""
+    finish([run, neighbour], num_reply)
+    assert run.reply == alone(run.tokens[: run.num_prompt], run.params, num_reply)
+    assert neighbour.reply == alone(prompt(13, seed=1), num_reply=num_reply)
+
+
 # -- rows ---------------------------------------------------------------------------------------
 
 
 def test_bad_tokens(backend: ModelBackendPort, alone: Alone) -> None:
-    run, neighbour = begin(backend, 0, prompt(10)), begin(backend, 1, prompt(13, seed=1))
+    run, neighbour = _pair(backend)
     for tokens in [(), (-1,), (3, backend.spec.vocab_size), (2**40, 3)]:
         _is_refused(run, replace(run.chunk(), tokens=tokens), neighbour)
         advance([run], [2])
-    finish([run, neighbour], 8)
-    assert run.reply == alone(prompt(10), num_reply=8)
-    assert neighbour.reply == alone(prompt(13, seed=1), num_reply=8)
+    _go_on(alone, run, neighbour, 8)
 
 
 def test_a_chunk_that_starts_elsewhere(backend: ModelBackendPort, alone: Alone) -> None:
-    run, neighbour = begin(backend, 0, prompt(10)), begin(backend, 1, prompt(13, seed=1))
+    run, neighbour = _pair(backend)
     run.compute(4)
     for start in (-1, 0, 3, 5):
         _is_refused(run, replace(run.chunk(), start=start), neighbour)
-    finish([run, neighbour], 8)
-    assert run.reply == alone(prompt(10), num_reply=8)
-    assert neighbour.reply == alone(prompt(13, seed=1), num_reply=8)
+    _go_on(alone, run, neighbour, 8)
 
 
 def test_last_sampled_where_nothing_was_sampled(backend: ModelBackendPort, alone: Alone) -> None:
     """Neither at the start, nor after tokens that asked for none, nor after a cut."""
-    run, neighbour = begin(backend, 0, prompt(10)), begin(backend, 1, prompt(13, seed=1))
+    run, neighbour = _pair(backend)
     _is_refused(run, run.chunk_of_last(), neighbour)
     run.finish(1)
     run.tokens += prompt(3, seed=2)
@@ -98,7 +107,7 @@ def test_last_sampled_is_gone_after_a_load(backend: ModelBackendPort, alone: Alo
 
 
 def test_a_sequence_that_is_not_open(backend: ModelBackendPort, alone: Alone) -> None:
-    closed, neighbour = begin(backend, 0, prompt(10)), begin(backend, 1, prompt(13, seed=1))
+    closed, neighbour = _pair(backend)
     backend.close(closed.seq)
     _is_refused(closed, closed.chunk(), neighbour)
     assert neighbour.finish() == alone(prompt(13, seed=1))
@@ -126,16 +135,14 @@ def test_a_sequence_twice_in_a_step(backend: ModelBackendPort, alone: Alone) -> 
 def test_a_mask_that_allows_nothing(
     backend: ModelBackendPort, alone: Alone, params: SamplingParams
 ) -> None:
-    run, neighbour = begin(backend, 0, prompt(10), params), begin(backend, 1, prompt(13, seed=1))
+    run, neighbour = _pair(backend, params)
     _is_refused(run, run.chunk(allowed=NOTHING), neighbour)
     run.finish(3)
     _is_refused(run, run.chunk(allowed=NOTHING), neighbour)
     _is_refused(run, run.chunk_of_last(allowed=NOTHING), neighbour)
     chunk = run.chunk_of_last()
     run.take(chunk, *step(backend, chunk))
-    finish([run, neighbour])
-    assert run.reply == alone(prompt(10), params)
-    assert neighbour.reply == alone(prompt(13, seed=1))
+    _go_on(alone, run, neighbour)
 
 
 def test_a_failed_row_leaves_the_history_as_it_was(backend: ModelBackendPort, alone: Alone) -> None:
@@ -208,9 +215,7 @@ def test_a_bad_payload_loads_nothing(backend: ModelBackendPort, alone: Alone) ->
         windows = tuple(part for part in first if part.kind is LayerKind.WINDOW)
         assert _is_corrupt(run, windows, bad, end=16), name
     run.load([first, second])
-    finish([run, neighbour])
-    assert run.reply == alone(tokens)
-    assert neighbour.reply == alone(prompt(13, seed=1))
+    _go_on(alone, run, neighbour)
 
 
 def test_an_end_that_is_not_reached_or_passed(backend: ModelBackendPort, alone: Alone) -> None:

@@ -52,15 +52,18 @@ class Rig:
         self.lanes = TurnLanes(max_waiting=max_waiting, timeout_s=timeout_s)
         return StatefulChat(self.agents, self.lanes, inference)
 
-    def make(self, name: str = "a", **profile: Any) -> Agent:
-        return self.agents.create(Agent(name, 1.0, profile=AgentProfile(**profile)))
+    def make(self, **profile: Any) -> Agent:
+        return self.agents.create(Agent("a", 1.0, profile=AgentProfile(**profile)))
 
-    def limit_tokens(self, num_tokens: int, name: str = "a") -> None:
-        """Let an agent keep the bytes of so many tokens."""
-        assert self.device.model is not None
-        backend = self.device.model.backend
-        nbytes = backend.spec.bytes_per_context(num_tokens, backend.traits.state_bits)
-        self.agents.update("local", name, lambda agent: replace(agent, quota=Quota(nbytes)))
+    def start(self, quota_tokens: int | None = None, **profile: Any) -> StatefulChat:
+        """Make an agent that may keep the bytes of so many tokens, and a chat with it."""
+        self.make(**profile)
+        if quota_tokens is not None:
+            assert self.device.model is not None
+            backend = self.device.model.backend
+            nbytes = backend.spec.bytes_per_context(quota_tokens, backend.traits.state_bits)
+            self.agents.update("local", "a", lambda agent: replace(agent, quota=Quota(nbytes)))
+        return self.chat()
 
     def turns(self, name: str = "a") -> list[Turn]:
         return self.agents.turns(self.agents.get("local", name))
@@ -96,8 +99,7 @@ def said(turn: Turn) -> list[str]:
 
 
 async def test_a_conversation_that_is_too_long_is_refused(rig: Rig) -> None:
-    rig.make(system="be brief")
-    chat = rig.chat()
+    chat = rig.start(system="be brief")
     for text in "01234":
         await say(chat, text * 80)
 
@@ -109,8 +111,7 @@ async def test_a_conversation_that_is_too_long_is_refused(rig: Rig) -> None:
 
 
 async def test_the_oldest_messages_go_where_the_agent_permits_it(rig: Rig) -> None:
-    rig.make(system="be brief", overflow=Overflow.DROP_OLDEST)
-    chat = rig.chat()
+    chat = rig.start(system="be brief", overflow=Overflow.DROP_OLDEST)
     for text in "01234":
         await say(chat, text * 80)
 
@@ -131,8 +132,7 @@ async def test_the_oldest_messages_go_where_the_agent_permits_it(rig: Rig) -> No
 
 
 async def test_what_was_dropped_stays_dropped_and_the_rest_is_reused(rig: Rig) -> None:
-    rig.make(system="be brief", overflow=Overflow.DROP_OLDEST)
-    chat = rig.chat()
+    chat = rig.start(system="be brief", overflow=Overflow.DROP_OLDEST)
     for text in "01234x":
         await say(chat, text * 80)
     shortened = rig.turns()[0]
@@ -148,8 +148,7 @@ async def test_what_was_dropped_stays_dropped_and_the_rest_is_reused(rig: Rig) -
 
 
 async def test_a_long_reply_makes_room_for_itself(rig: Rig) -> None:
-    rig.make(overflow=Overflow.DROP_OLDEST)
-    chat = rig.chat()
+    chat = rig.start(overflow=Overflow.DROP_OLDEST)
     for text in "0123":
         await say(chat, text * 80)
 
@@ -161,8 +160,7 @@ async def test_a_long_reply_makes_room_for_itself(rig: Rig) -> None:
 
 @pytest.mark.parametrize("max_tokens", [LIMIT - 1, 10 * LIMIT])
 async def test_a_reply_that_never_fits_is_cut_to_the_room(rig: Rig, max_tokens: int) -> None:
-    rig.make(overflow=Overflow.DROP_OLDEST)
-    chat = rig.chat()
+    chat = rig.start(overflow=Overflow.DROP_OLDEST)
     await say(chat, "0" * 80)
 
     _, finished = await say(chat, "x" * 80, max_tokens=max_tokens)
@@ -174,8 +172,7 @@ async def test_a_reply_that_never_fits_is_cut_to_the_room(rig: Rig, max_tokens: 
 
 
 async def test_a_message_that_never_fits_is_refused_all_the_same(rig: Rig) -> None:
-    rig.make(overflow=Overflow.DROP_OLDEST)
-    chat = rig.chat()
+    chat = rig.start(overflow=Overflow.DROP_OLDEST)
     await say(chat, "hello")
 
     with pytest.raises(ContextLengthError):
@@ -189,9 +186,7 @@ async def test_a_message_that_never_fits_is_refused_all_the_same(rig: Rig) -> No
 
 
 async def test_the_oldest_messages_go_until_a_quota_of_bytes_is_kept(rig: Rig) -> None:
-    rig.make(system="be brief", overflow=Overflow.DROP_OLDEST)
-    rig.limit_tokens(330)
-    chat = rig.chat()
+    chat = rig.start(330, system="be brief", overflow=Overflow.DROP_OLDEST)
     await say(chat, "0" * 80)
     second, _ = await say(chat, "1" * 80)
 
@@ -205,9 +200,7 @@ async def test_the_oldest_messages_go_until_a_quota_of_bytes_is_kept(rig: Rig) -
 
 
 async def test_dropping_goes_on_until_context_and_quota_are_both_kept(rig: Rig) -> None:
-    rig.make(overflow=Overflow.DROP_OLDEST)
-    rig.limit_tokens(400)
-    chat = rig.chat()
+    chat = rig.start(400, overflow=Overflow.DROP_OLDEST)
     for text in "0123":
         await say(chat, text * 80)
 
@@ -218,9 +211,7 @@ async def test_dropping_goes_on_until_context_and_quota_are_both_kept(rig: Rig) 
 
 
 async def test_a_message_beyond_the_quota_is_refused_all_the_same(rig: Rig) -> None:
-    rig.make(overflow=Overflow.DROP_OLDEST)
-    rig.limit_tokens(100)
-    chat = rig.chat()
+    chat = rig.start(100, overflow=Overflow.DROP_OLDEST)
     await say(chat, "hello")
 
     with pytest.raises(StateQuotaError):
@@ -230,9 +221,7 @@ async def test_a_message_beyond_the_quota_is_refused_all_the_same(rig: Rig) -> N
 
 
 async def test_without_leave_to_drop_a_full_quota_refuses(rig: Rig) -> None:
-    rig.make()
-    rig.limit_tokens(100)
-    chat = rig.chat()
+    chat = rig.start(100)
     await say(chat, "x" * 60)
 
     with pytest.raises(StateQuotaError):
@@ -243,8 +232,7 @@ async def test_without_leave_to_drop_a_full_quota_refuses(rig: Rig) -> None:
 
 
 async def test_turns_wait_for_those_before_and_see_them(rig: Rig) -> None:
-    rig.make()
-    chat = rig.chat()
+    chat = rig.start()
 
     replies = await asyncio.gather(*(say(chat, f"q{i}") for i in range(5)))
 
@@ -254,8 +242,7 @@ async def test_turns_wait_for_those_before_and_see_them(rig: Rig) -> None:
 
 
 async def test_a_reply_that_nobody_reads_does_not_hold_up_the_next(rig: Rig) -> None:
-    rig.make()
-    chat = rig.chat()
+    chat = rig.start()
     await chat.generate(ME, "a", ask("unread"))
 
     await say(chat, "read")
@@ -264,8 +251,7 @@ async def test_a_reply_that_nobody_reads_does_not_hold_up_the_next(rig: Rig) -> 
 
 
 async def test_whoever_gives_up_leaves_the_queue(rig: Rig) -> None:
-    rig.make()
-    chat = rig.chat()
+    chat = rig.start()
     running = await chat.generate(ME, "a", ask("long", 200))
     waiting = asyncio.create_task(say(chat, "never"))
     await asyncio.sleep(0)
@@ -329,8 +315,7 @@ async def test_whoever_waits_for_an_agent_that_goes_is_told(rig: Rig) -> None:
 
 
 async def test_a_turn_is_not_logged_for_an_agent_that_went_elsewhere(rig: Rig) -> None:
-    rig.make()
-    chat = rig.chat()
+    chat = rig.start()
     await say(chat, "one")
     running = await chat.generate(ME, "a", ask("two"))
     rig.agents.rewind("local", "a", None)
