@@ -65,6 +65,7 @@ class Layout:
     def __init__(self, make_caches: Callable[[], list[Any]], caches: Sequence[Any]) -> None:
         """Read the parts from caches that hold one sequence's tokens."""
         self._make_caches = make_caches
+        self._nbytes: dict[int, int] = {}
         self.parts = tuple(_part_of(leaf) for leaf in leaves(caches))
 
     def release(self) -> None:
@@ -77,7 +78,9 @@ class Layout:
 
     def nbytes(self, capacity: int) -> int:
         """Bytes of one sequence."""
-        return sum(part.nbytes(capacity) for part in self.parts)
+        if capacity not in self._nbytes:  # asked for every sequence in every step
+            self._nbytes[capacity] = sum(part.nbytes(capacity) for part in self.parts)
+        return self._nbytes[capacity]
 
     def zeros(self, capacity: int) -> Arrays:
         """A sequence with nothing in it."""

@@ -4,6 +4,7 @@ Reads what newer configs say in other words than mlx-lm expects, and sees to it 
 library keeps are those the geometry describes.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -17,6 +18,8 @@ import mlx.core as mx
 from semantic.adapters.outbound.backends.mlx.caches import leaves, library
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda import pinned, prompts, tuning
+from semantic.adapters.outbound.backends.mlx.cuda.transfer import Transfer
+from semantic.adapters.outbound.backends.mlx.cuda.weights import WeightReader
 from semantic.adapters.outbound.backends.mlx.runtime import import_library
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import Compute, LayerKind, ModelCacheSpec
@@ -84,15 +87,15 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
     config = json.loads((directory / "config.json").read_text("utf-8"))
     utils = import_library("mlx_lm.utils")
     try:
-        model, _ = utils.load_model(
-            directory, lazy=True, model_config=config_overrides(config, spec)
-        )
+        with _fast_reading():
+            model, _ = utils.load_model(
+                directory, lazy=True, model_config=config_overrides(config, spec)
+            )
         is_expanded = "quantization" in config and _is_expanded(options.weights)
         if is_expanded:
             model = utils.dequantize_model(model)
         reason = _convert(model, options.dtype)
-        pinned.shared()  # which takes a while too
-        mx.async_eval(model.parameters())  # files are read while this thread goes on
+        mx.async_eval(model.parameters())
         layer = next((layer for layer in spec.layers if layer.kind is LayerKind.FULL), None)
         if layer is not None and cuda.is_in_use():
             prompts.plan(model, layer.num_kv_heads, layer.key_dim, spec.max_context)
@@ -103,6 +106,14 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
     except _UNREADABLE as error:
         raise refusal(spec, str(error)) from error
     return MlxModel(model, spec, make_caches, reason, is_expanded)
+
+
+def _fast_reading() -> contextlib.AbstractContextManager[None]:
+    """Weights come to a CUDA device by way of pinned memory; elsewhere as MLX brings them."""
+    memory = pinned.shared()
+    if memory is None:
+        return contextlib.nullcontext()
+    return WeightReader(memory, Transfer(memory)).in_use()
 
 
 def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:

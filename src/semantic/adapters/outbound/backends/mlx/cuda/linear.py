@@ -183,7 +183,7 @@ def multiply(
     is_bias = added is not None and added.ndim == 1
     eps = None if norm is None else norm.eps
     optional = [norm and norm.factors, added]
-    num_tiles = next(n for n in (1, 2, 4) if given.shape[0] <= n * _TILE_ROWS)
+    num_tiles = 1 if given.shape[0] <= _TILE_ROWS else MAX_ROWS // _TILE_ROWS
     (out,) = _kernel(eps, added is not None, is_bias, is_gated)(
         inputs=[given, weight, *(array for array in optional if array is not None)],
         template=[("T", weight.dtype), ("TILES", num_tiles)],

@@ -2,7 +2,7 @@
 
 For every new pair of lengths, of queries and of keys, the library makes a plan that takes some 80
 milliseconds: as long as 2,000 tokens take. So queries get rows before and after them, keys are
-rounded up, and few pairs are left, which are planned while weights are read. The word "causal" lets
+rounded up, and few pairs are left; most are planned before anybody asks. The word "causal" lets
 the last query see all keys and each one before it a key less; with as many rows after the queries
 as there are keys too many, each query still sees its own past alone.
 """
@@ -19,7 +19,8 @@ _LOG = logging.getLogger(__name__)
 
 # How many queries, and what the number of their keys is a multiple of.
 _SIZES = ((512, 512), (1024, 512), (2048, 2048), (4096, 2048))
-_LONGEST_PLANNED = 32_768
+# For how many keys a number of queries is prepared; others are when they first come.
+_PLANNED = {512: 16_384, 1024: 4096, 2048: 32_768, 4096: 32_768}
 _MAX_DIM = 128  # of a head; wider ones are not fused
 
 
@@ -75,13 +76,12 @@ def plan(model: Any, num_key_heads: int, dim: int, max_context: int) -> int:
     keys = mx.zeros((1, num_key_heads, 1, dim), dtype)
     if not num_heads or not can_attend(queries, keys, 1):
         return 0
-    longest = min(max_context, _LONGEST_PLANNED)
     pairs = [
         (size, length)
         for size, step in _SIZES
-        for length in range(-(-size // step) * step, longest + step, step)
+        for length in range(size, min(max_context, _PLANNED[size]) + 1, step)
     ]
-    _LOG.info("attention is prepared for %d lengths while weights are read", len(pairs))
+    _LOG.info("preparing attention for %d lengths", len(pairs))
     for size, length in pairs:
         wide = mx.zeros((1, num_heads, size, dim), dtype)
         long = mx.zeros((1, num_key_heads, length, dim), dtype)

@@ -22,10 +22,10 @@ from semantic.adapters.outbound.backends.mlx.cuda.device import make_kernel
 from semantic.adapters.outbound.backends.mlx.cuda.pinned import PinnedMemory
 from semantic.domain.errors import CacheCorruptionError
 
-_UNIT = 16  # bytes that a thread copies at once
+UNIT = 16  # bytes that a thread copies at once
 _BLOCKS = 32
 _THREADS = 512
-_MAX_UNDER_WAY = 32  # copies; by then the first of them is long done
+_MAX_UNDER_WAY = 256  # copies; by then the first of them is long done
 
 # By layer and head, one after the other; a head's tokens are in a row unless a ring wraps.
 _OUT = """
@@ -136,7 +136,7 @@ class Transfer:
 
     def can_copy(self, shape: Sequence[int], dtype: Any) -> bool:
         """Whether heads of this shape are copied: in whole units."""
-        return bool(shape[-1] * dtype.size % _UNIT == 0)
+        return bool(shape[-1] * dtype.size % UNIT == 0)
 
     def copy_out(self, arrays: Sequence[Array], span: Span, after: Array) -> ArrivingBytes | None:
         """Begin to copy tokens of some layers, layer by layer; None if there is no memory for it.
@@ -147,8 +147,8 @@ class Transfer:
             after: Computed before the copy begins, for kernels of ours write where MLX cannot see.
         """
         _, heads, room, dim = arrays[0].shape
-        width = dim * arrays[0].dtype.size // _UNIT
-        memory = self._memory.allocate(len(arrays) * heads * span.num_tokens * width * _UNIT)
+        width = dim * arrays[0].dtype.size // UNIT
+        memory = self._memory.allocate(len(arrays) * heads * span.num_tokens * width * UNIT)
         if memory is None:
             return None
         ring = span.ring or room
@@ -176,7 +176,7 @@ class Transfer:
         """
         layers, heads, dim = shape
         num_tokens = sum(piece.num_tokens for piece in pieces)
-        numbers = [layers * heads, len(pieces), num_tokens, dim * dtype.size // _UNIT]
+        numbers = [layers * heads, len(pieces), num_tokens, dim * dtype.size // UNIT]
         start = 0
         for piece in pieces:
             numbers += [_address(piece.data), piece.num_held, start, piece.num_tokens]
@@ -195,7 +195,7 @@ class Transfer:
     def pinned(self, data: memoryview) -> memoryview | None:
         """The same bytes where the device reads them, copied if need be; None if that fails."""
         address = _address(data)
-        if address % _UNIT == 0 and self._memory.holds(address, data.nbytes):
+        if address % UNIT == 0 and self._memory.holds(address, data.nbytes):
             return data
         memory = self._memory.allocate(data.nbytes)
         if memory is not None:
@@ -205,11 +205,11 @@ class Transfer:
     def prepare(self, counts: Sequence[int], dtype: Any) -> None:
         """Have the kernels compiled, for these numbers of layers."""
         for count in counts:
-            array = mx.zeros((1, 1, 1, _UNIT), dtype)
+            array = mx.zeros((1, 1, 1, UNIT), dtype)
             copy = self.copy_out([array] * count, Span(0, 0, 1), array)
             if copy is not None:
                 piece = HostPiece(copy.wait(), 1, 1)
-                mx.eval(self.copy_in([piece], (count, 1, _UNIT), dtype))
+                mx.eval(self.copy_in([piece], (count, 1, UNIT), dtype))
 
     def finish(self) -> None:
         """Wait for everything that was begun."""
