@@ -288,6 +288,13 @@ class ModelBackendPort(Protocol):
         """Finish a snapshot; the result may go to any thread, which may yet wait for its bytes."""
         ...
 
+    def flush(self) -> None:
+        """Begin what was asked for and put off: the engine calls this after every step.
+
+        Payloads may be waited for on other threads only after it.
+        """
+        ...
+
     def truncate(self, seq: SequenceId, num_tokens: int) -> int:
         """Cut a sequence's state back; mutates it.
 

@@ -156,10 +156,9 @@ class BlockPoolBatchEngine:
         if rows:
             self._launch(rows)
         num_ahead = self._backend.traits.pipeline_depth if rows else 0
-        is_busy = bool(rows or self._flights) or self._is_restoring()
+        is_busy = bool(rows or self._flights or self._embeddings) or self._is_restoring()
         while len(self._flights) > num_ahead:
             self._collect()
-        is_busy = is_busy or bool(self._embeddings)
         self._events += self._embeddings.step(self._backend, is_alone=not self._generations)
         self._hand_out()
         return is_busy
@@ -495,6 +494,7 @@ class BlockPoolBatchEngine:
         return GenerationTimeoutError("the request's deadline passed.")
 
     def _hand_out(self) -> None:
+        self._backend.flush()  # what is kept of a step may be waited for from here on
         if self._events:
             events, self._events = self._events, []
             self._emit(events)

@@ -16,9 +16,9 @@ from semantic.domain.errors import (
 )
 from semantic.domain.events import PrefillProgress
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
-from semantic.domain.spec import ModelCacheSpec
-from semantic.ports.backend import LAST_SAMPLED
-from tests.unit.application.engine_rig import GREEDY, alone, make_job, make_rig
+from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.ports.backend import LAST_SAMPLED, SequenceId, Ticket
+from tests.unit.application.engine_rig import GREEDY, FaultyBackend, alone, make_job, make_rig
 
 pytestmark = pytest.mark.unit
 
@@ -368,3 +368,27 @@ def test_abandon_answers_everyone_and_leaves_an_engine_that_works(depth: Depth) 
     after = make_job("after")
     rig.serve(after)
     rig.expect_alone(after)
+
+
+class PutsOff(FaultyBackend):
+    """Counts snapshots that were asked for and not begun."""
+
+    num_asked = num_put_off = 0
+
+    def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
+        self.num_asked += 1
+        self.num_put_off += 1
+        return super().snapshot(seq, start, end, kind)
+
+    def flush(self) -> None:
+        self.num_put_off = 0
+
+
+def test_what_is_put_off_is_begun_by_the_end_of_a_step() -> None:
+    backend = PutsOff(fake_spec(block_tokens=8))
+    rig = make_rig(backend=backend)
+    rig.engine.submit(make_job("a", "x" * 40, max_tokens=20))
+    while rig.engine.has_work:
+        rig.step()
+        assert not backend.num_put_off
+    assert backend.num_asked >= 5

@@ -106,6 +106,9 @@ class SequenceBackend(ABC, Generic[SequenceT]):
         """Drop a sequence."""
         self._sequences.pop(seq, None)
 
+    def flush(self) -> None:
+        """Nothing is put off."""
+
     # -- for backends ---------------------------------------------------------------------------
 
     @abstractmethod

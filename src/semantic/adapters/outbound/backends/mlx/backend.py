@@ -6,6 +6,7 @@ sequences, in groups of like length (`mlx.groups` says why). A step is only enqu
 tokens that the device draws feed the next step before anyone has seen them.
 """
 
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from semantic.ports.backend import (
     Traits,
 )
 
+_LOG = logging.getLogger(__name__)
 _CLEAR_INTERVAL = 256  # steps between two returns of unused buffers
 _DEVICE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, MemoryError)
 
@@ -184,6 +186,14 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         if not isinstance(ticket, SnapshotTicket):
             raise TypeError("not the ticket of a snapshot of this backend")
         return ticket.payload()
+
+    def flush(self) -> None:
+        """Let the device begin the copies that were asked for."""
+        if self._transfer is not None:
+            try:
+                self._transfer.flush()
+            except _DEVICE_ERRORS as error:
+                _LOG.warning("state could not be copied: %s", error)
 
     def close(self, seq: SequenceId) -> None:
         """Drop a sequence."""

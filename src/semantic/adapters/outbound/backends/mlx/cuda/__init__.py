@@ -8,6 +8,6 @@ for that of a prompt's tokens, and `transfer` for state on its way to the host a
 `decode` plans the calls of `attention`, whose kernel also norms and turns heads and keeps keys and
 values as `rope` says. `prompts` brings prompts into lengths that were met before; `transfer` copies
 state to host memory that `pinned` made the device's, on a stream of its own, and `weights` brings
-a model's weights the same way. Kernels are named by
-their source: MLX keeps what it compiled by name.
+a model's weights the same way. Kernels are named by their source: MLX keeps what it compiled by
+name.
 """

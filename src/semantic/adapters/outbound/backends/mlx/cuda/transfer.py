@@ -9,6 +9,7 @@ bytes.
 
 import contextlib
 import functools
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ class ArrivingBytes:
             wait: Returns when it is done; raises `RuntimeError` if it failed.
         """
         self._memory = memory
+        self._lock = threading.Lock()  # MLX lets one thread wait for an array
         self._wait: Callable[[], object] | None = wait
 
     @property
@@ -101,13 +103,13 @@ class ArrivingBytes:
 
     def wait(self) -> memoryview:
         """Wait for the copy; this lets other threads run."""
-        wait = self._wait
-        if wait is not None:
-            try:
-                wait()
-            except RuntimeError as error:
-                raise CacheCorruptionError(f"state was not copied: {error}") from error
-            self._wait = None
+        with self._lock:
+            if self._wait is not None:
+                try:
+                    self._wait()
+                except RuntimeError as error:
+                    raise CacheCorruptionError(f"state was not copied: {error}") from error
+                self._wait = None
         return self._memory
 
 
@@ -133,13 +135,19 @@ class Transfer:
         self._stream = mx.new_stream(mx.gpu)
         # The device writes to memory that nobody may want any more: it is not handed out before.
         self._under_way: deque[ArrivingBytes] = deque()
+        self._thread = threading.get_ident()
+        self._asked: list[Array] = []
+        self._are_begun = threading.Event()
 
     def can_copy(self, shape: Sequence[int], dtype: Any) -> bool:
         """Whether heads of this shape are copied: in whole units."""
         return bool(shape[-1] * dtype.size % UNIT == 0)
 
     def copy_out(self, arrays: Sequence[Array], span: Span, after: Array) -> ArrivingBytes | None:
-        """Begin to copy tokens of some layers, layer by layer; None if there is no memory for it.
+        """Copy tokens of some layers, layer by layer, from the next `flush` on.
+
+        Returns:
+            None if there is no memory for it.
 
         Args:
             arrays: One a layer, all of one shape.
@@ -162,12 +170,30 @@ class Transfer:
             output_dtypes=[mx.uint8],
             stream=self._stream,
         )
-        mx.async_eval(done)
-        arriving = ArrivingBytes(memory, lambda: memoryview(done))
+        self._asked.append(done)
+        are_begun = self._are_begun
+
+        def wait() -> None:
+            if threading.get_ident() == self._thread:
+                self.flush()
+            are_begun.wait()
+            memoryview(done)
+
+        arriving = ArrivingBytes(memory, wait)
         self._under_way.append(arriving)
         if len(self._under_way) > _MAX_UNDER_WAY:
             self._let_go(self._under_way.popleft())
         return arriving
+
+    def flush(self) -> None:
+        """Begin what was asked for, all of it at once: MLX has only so many calls under way."""
+        asked, are_begun = self._asked, self._are_begun
+        if asked:
+            self._asked, self._are_begun = [], threading.Event()
+            try:
+                mx.async_eval(asked)
+            finally:
+                are_begun.set()  # whoever waits sees what came of it
 
     def copy_in(self, pieces: Sequence[HostPiece], shape: Sequence[int], dtype: Any) -> Array:
         """Begin to copy a run of tokens to the device, as ``[layers, heads, tokens, dim]``.
@@ -213,9 +239,9 @@ class Transfer:
 
     def finish(self) -> None:
         """Wait for everything that was begun."""
-        while self._under_way:
-            self._let_go(self._under_way.popleft())
+        self.flush()
         mx.synchronize(self._stream)
+        self._under_way.clear()
 
     def _let_go(self, arriving: ArrivingBytes) -> None:
         with contextlib.suppress(CacheCorruptionError):  # whoever wants the bytes is told
