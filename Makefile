@@ -79,6 +79,14 @@ test-e2e: $(VENV)/.dev ## run whole flows as a user would
 chaos: $(VENV)/.dev ## kill servers under load, again and again, and check what they left (minutes)
 	@$(PYTEST) -s tests/chaos/chaos_kills.py $(ARGS)
 
+.PHONY: soak
+soak: $(VENV)/.dev ## let agents talk for MINUTES (60) over all protocols; fails on a wrong reply or on growth
+	@$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+.PHONY: stress
+stress: $(VENV)/.dev ## ten agents with fifty rapid requests each, with memory at 80, 90 and 100 % of need
+	@$(BIN)/python -m tests.chaos.stress $(ARGS)
+
 .PHONY: attack
 attack: $(VENV)/.dev ## attack servers of its own for MINUTES (10), and say what did not hold; SEED=... repeats
 	@$(BIN)/python -m tests.attack.campaign --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) $(ARGS)
