@@ -113,7 +113,7 @@ def test_a_row_of_zeros_gives_zeros() -> None:
 @needs_arm
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_row_has_one_result_in_any_company(bits: int) -> None:
-    """Up to float32's rounding, also beyond the rows that have a kernel."""
+    """Up to the rounding of its activations."""
     linear = GroupedLinear(GroupedWeight.quantised(torch.randn(96, 64), bits), torch.randn(96))
     linear.grouped.scales = linear.grouped.scales.bfloat16()
     linear.pack()

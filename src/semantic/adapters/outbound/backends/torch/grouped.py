@@ -5,11 +5,11 @@ is ``integer * scale + bias``. That is how mlx-lm writes models and how GGUF fil
 Linears multiply without ever holding the weights in full; where there is no kernel for them, or the
 weights are asked for in full, the model is loaded as if it had never been quantised.
 
-Few rows have kernels: on ARM KleidiAI's, elsewhere those of a CPU that computes in bfloat16. For
-many rows, as in a prompt, the weights of one linear at a time are expanded, which takes little of
-the time that multiplying them takes.
+On ARM the kernels are KleidiAI's, elsewhere those of a CPU that computes in bfloat16; the latter are
+for few rows: for many, as in a prompt, the weights of one linear at a time are expanded.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,9 +98,10 @@ class GroupedLinear(nn.Module):
         return self.grouped.bits, self.grouped.group
 
     def pack(self) -> None:
-        """Lay the weights as a kernel reads them, beside the file's form for many rows."""
+        """Lay the weights as a kernel reads them; the file's form stays if many rows need it."""
         if has_kleidi():
             self._kernel = _KleidiKernel(self.grouped)
+            del self.grouped
         elif self.out_features % _KERNEL_ROWS == 0:
             self._kernel = _Bfloat16Kernel(self.grouped)
 
@@ -170,7 +171,7 @@ class _KleidiKernel:
     multiplied with the sum of the group's activations.
     """
 
-    max_rows = 128  # more are faster in float32, with the weights expanded
+    max_rows = sys.maxsize
 
     def __init__(self, weight: GroupedWeight) -> None:
         parts = _Digits.of(weight)
@@ -210,7 +211,7 @@ class _KleidiKernel:
 class _Bfloat16Kernel:
     """PyTorch's own, for bfloat16."""
 
-    max_rows = 64
+    max_rows = 64  # more are faster with the weights expanded
 
     def __init__(self, weight: GroupedWeight) -> None:
         parts, self._group, self._is_double = _Digits.of(weight), weight.group, weight.bits == 8
