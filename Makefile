@@ -109,6 +109,10 @@ clients-openai: ## run real OpenAI clients (Codex and others; needs npm) against
 clients clients-openai: $(VENV)/.dev $(CLIENTS)/.ready
 	@CLIENTS_DIR=$(abspath $(CLIENTS)) $(PYTEST) $(TESTS) $(ARGS)
 
+.PHONY: page-tests
+page-tests: $(VENV)/.dev ## run the tests of the page in a real Chromium (apt-get install chromium, or CHROMIUM=...)
+	@PAGE_TESTS=1 $(PYTEST) -m page $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.dev ## check format, lint rules and spelling
 	@$(BIN)/ruff format --check

@@ -181,6 +181,14 @@ def test_blocks_are_listed_in_pages_and_then_as_they_change(http: httpx.Client) 
     assert get(http, "/v1/cache/blocks", since=last["mark"])["gone"] == []
 
 
+def test_nobody_is_answered_when_all_is_said(http: httpx.Client) -> None:
+    make(http, id="a")
+    say(http, "a", "one")
+    while (running := get(http, "/v1/running"))["data"]:
+        pass
+    assert running == {"object": "list", "data": []}
+
+
 @pytest.mark.parametrize("since", [0, 2**62])
 def test_who_was_away_for_long_reads_all_blocks_again(http: httpx.Client, since: int) -> None:
     assert get(http, "/v1/cache/blocks", since=since)["stale"]

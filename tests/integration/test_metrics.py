@@ -301,3 +301,18 @@ def test_openmetrics_is_spoken_to_those_who_ask_for_it(tmp_path: Path) -> None:
         reply = http.get("/metrics", headers=wanted)
     assert reply.headers["content-type"].startswith("application/openmetrics-text")
     assert reply.text.endswith("# EOF\n")
+
+
+def test_the_last_hour_is_kept_under_the_same_names(tmp_path: Path) -> None:
+    with run_server(make_settings(tmp_path)) as running, running.client() as http:
+        body = {"model": "fake", "prompt": "hi", "max_tokens": 4}
+        assert http.post("/v1/completions", json=body).status_code == 200
+        running.server.history.record()
+        told = http.get("/metrics/history").json()
+        text = http.get("/metrics").text
+
+    assert told["series"]["semantic_tokens_generated_total"][-1] == 4
+    for name, values in told["series"].items():
+        assert f"{name} " in text
+        assert len(values) == len(told["at"])
+    assert [name for name in told["series"] if name.startswith("semantic_time_to_first_token")]

@@ -10,6 +10,7 @@ from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys, own_key
 from semantic.adapters.outbound.blocks.directory import keep_private
 from semantic.adapters.outbound.blocks.tree import BLOCKS
+from semantic.adapters.outbound.telemetry.history import MetricsHistory
 from semantic.adapters.outbound.telemetry.metrics import Metrics
 from semantic.adapters.outbound.telemetry.tracing import RequestTracer
 from semantic.application.agents.cache_admin import CacheBudgets, CacheService
@@ -52,6 +53,7 @@ class Server:
     transfer: AgentTransfer
     feed: EventFeed
     metrics: Metrics
+    history: MetricsHistory
 
     def problems(self) -> list[str]:
         """What is wrong although requests are answered, for `/health`."""
@@ -127,6 +129,7 @@ def bootstrap(settings: Settings) -> Server:
         ),
         feed=feed,
         metrics=metrics,
+        history=MetricsHistory(lambda: metrics.plotted(watch)),
     )
 
 

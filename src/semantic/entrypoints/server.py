@@ -75,7 +75,9 @@ def create_app(server: Server) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         server.start()
+        recording = asyncio.create_task(server.history.run())
         yield
+        recording.cancel()
         server.request_stop()
         if not server.device.join(server.settings.shutdown_timeout_s):
             _log.warning("the device did not stop in time")
@@ -97,7 +99,7 @@ def create_app(server: Server) -> FastAPI:
     past = PastTurns(server.memory.agents.log)
     app.include_router(responses_router(server.inference, server.models, past, principal))
     app.include_router(health_router(server.models, lambda: _condition(server)))
-    app.include_router(metrics_router(server.metrics.render))
+    app.include_router(metrics_router(server.metrics.render, server.history.since))
     app.include_router(anthropic_router(server.inference, principal))
     app.include_router(AdminApi(server.models, server.device).router())
     _add_agents(app, server)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from semantic.domain.agents import Reuse
-from semantic.domain.events import Usage
+from semantic.domain.events import PrefillProgress, Usage
 
 
 class EvictionReason(enum.Enum):
@@ -129,6 +129,9 @@ class RequestTrace:
         sealing: It ended, and what is left of its state is being kept.
         sealed: That is done.
         restored_bytes: How much was loaded from sealed blocks.
+        max_tokens: The most tokens its reply may have.
+        progress: How much of its prompt is there; None before anything is known of it.
+        num_generated: Tokens of the reply so far.
         context: What a tracer keeps with it.
     """
 
@@ -141,6 +144,9 @@ class RequestTrace:
     sealing: float | None = None
     sealed: float | None = None
     restored_bytes: int = 0
+    max_tokens: int = 0
+    progress: PrefillProgress | None = None
+    num_generated: int = 0
     context: object = None
 
     def note_admitted(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from semantic.application.agents.feed import AgentAction, AgentChanged, EventFeed
 from semantic.application.agents.ledger import AgentLedger
-from semantic.application.agents.turns import TurnWatch
+from semantic.application.agents.turns import RunningTurn, TurnWatch
 from semantic.application.agents.upkeep import Housekeeping
 from semantic.application.cache.block_watch import BlockPage
 from semantic.application.cache.store import AgentCacheStore
@@ -171,6 +171,10 @@ class CacheService:
             unique.update(sizes)
             logical += sum(sizes.values())
         return Sharing(logical, sum(unique.values()), dict(tiers))
+
+    def running(self, principal: Principal) -> list[RunningTurn]:
+        """A tenant's requests that wait or run."""
+        return self._watch.running(principal.tenant)
 
     def blocks(self, after: str, limit: int) -> BlockPage:
         """List all blocks, a page at a time."""

@@ -21,7 +21,7 @@ from semantic.domain.agents import Agent, Principal, Reuse, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import Message, Role
 from semantic.domain.errors import GenerationTimeoutError, OverloadedError, SemanticError
-from semantic.domain.events import Failed, Finished, Started
+from semantic.domain.events import Failed, Finished, PrefillProgress, Started
 from semantic.ports.inbound import PastTurn, Reply
 from semantic.ports.storage import (
     LedgerPort,
@@ -222,6 +222,27 @@ class LiveTurns:
     num_agents: int
 
 
+@dataclass(frozen=True, slots=True)
+class RunningTurn:
+    """A request that waits or runs, and how far it is.
+
+    Attributes:
+        state: `queued`, `prefill` or `decoding`.
+        computed_tokens: Of the prompt, what is there: reused or computed.
+        age_s: Since it came.
+    """
+
+    agent_id: str
+    turn_id: str
+    state: str
+    prompt_tokens: int
+    reused_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    max_tokens: int
+    age_s: float
+
+
 class TurnWatch:
     """Tells the feed and telemetry when turns begin and end, and counts them. Thread-safe.
 
@@ -244,6 +265,12 @@ class TurnWatch:
         num_waiting = sum(trace.admitted is None for _, trace in turns)
         agents = {(turn.tenant, turn.agent_id) for turn, _ in turns}
         return LiveTurns(num_waiting, len(turns) - num_waiting, len(agents))
+
+    def running(self, tenant: str) -> list[RunningTurn]:
+        """A tenant's requests that wait or run, those that came first before the others."""
+        with self._lock:
+            turns = [known for known in self._live.values() if known[0].tenant == tenant]
+        return [_running(turn, trace) for turn, trace in turns]
 
     def begin(
         self, started: Started, tenant: str, agent_id: str, trace: RequestTrace
@@ -299,6 +326,22 @@ class TurnWatch:
             disk=counts.reuse.disk + more.disk,
             computed=counts.reuse.computed + more.computed,
         )
+
+
+def _running(turn: TurnStarted, trace: RequestTrace) -> RunningTurn:
+    progress = trace.progress or PrefillProgress(0, turn.prompt_tokens)
+    has_begun = trace.first_token is not None
+    return RunningTurn(
+        agent_id=turn.agent_id,
+        turn_id=turn.turn_id,
+        state="queued" if trace.admitted is None else "decoding" if has_begun else "prefill",
+        prompt_tokens=turn.prompt_tokens,
+        reused_tokens=progress.reused,
+        computed_tokens=progress.total if has_begun else progress.done,
+        generated_tokens=trace.num_generated,
+        max_tokens=trace.max_tokens,
+        age_s=time.monotonic() - trace.received,
+    )
 
 
 @dataclass(slots=True)

@@ -350,7 +350,7 @@ class BlockPoolBatchEngine:
             if not generation.is_reuse_reported:
                 generation.is_reuse_reported = True
                 generation.job.trace.prefilled = started
-                self._say(generation, generation.progress)
+                self._say(generation, generation.report_progress())
             generation.num_launched += chunk.num_tokens
             generation.num_rows += 1
             generation.num_draws += chunk.draw is not None
@@ -422,7 +422,7 @@ class BlockPoolBatchEngine:
         self._sharing.seal(generation)
         match row:
             case Computed():
-                self._say(generation, generation.progress)
+                self._say(generation, generation.report_progress())
             case Sampled():
                 self._accept(generation, row)
             case _:

@@ -165,6 +165,7 @@ class EngineWatch:
     def note_token(self, trace: RequestTrace, now: float) -> None:
         """Note that a reply has one more token."""
         self.counts.generated_tokens += 1
+        trace.num_generated += 1
         before, trace.last_token = trace.last_token, now
         if before is None:
             trace.first_token = now
@@ -280,11 +281,11 @@ class Generation:
         deadline = self.job.deadline
         return deadline is not None and now >= deadline and not self.is_done
 
-    @property
-    def progress(self) -> PrefillProgress:
-        """How much of the prompt is computed."""
+    def report_progress(self) -> PrefillProgress:
+        """Say how much of the prompt is computed; whoever watches the request sees it too."""
         done = min(self.num_computed, self.num_prompt)
-        return PrefillProgress(done, self.num_prompt, self.reuse.reused)
+        self.job.trace.progress = PrefillProgress(done, self.num_prompt, self.reuse.reused)
+        return self.job.trace.progress
 
     @property
     def reply_state(self) -> ReplyState:

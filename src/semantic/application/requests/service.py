@@ -146,7 +146,7 @@ class InferenceService:
             beginning=prepared.request.beginning,
         )
         self._hub.open(job.id, reply)
-        job.trace.queued = time.monotonic()
+        job.trace.queued, job.trace.max_tokens = time.monotonic(), job.max_tokens
         try:
             self._device.submit(job, model)
         except SemanticError:

@@ -17,6 +17,8 @@ from semantic.adapters.inbound.agents.views import (
     Json,
     PrefetchOut,
     ReuseOut,
+    RunningList,
+    RunningOut,
     StateOut,
     UsageOut,
 )
@@ -71,6 +73,7 @@ class CacheApi:
         add, one = router.add_api_route, "/agents/{agent_id}"
         add(f"{one}/prefetch", self.prefetch, methods=["POST"], responses=refusals(400, 404, 503))
         add(f"{one}/evict", self.evict, methods=["POST"], responses=refusals(400, 404, 503))
+        add("/running", self.running, methods=["GET"], responses=refusals(400))
         add("/cache", self.overview, methods=["GET"], responses=refusals(400, 503))
         add(
             "/cache/blocks",
@@ -111,6 +114,11 @@ class CacheApi:
     def overview(self) -> CacheOut:
         """Tiers, bytes, hit rates, sharing, queues and budgets."""
         return CacheOut.about(self._cache.overview())
+
+    def running(self) -> RunningList:
+        """Who waits and who is answered at the moment, and how far each is."""
+        turns = self._cache.running(self._principal())
+        return RunningList(data=[RunningOut.of(turn) for turn in turns])
 
     def blocks(
         self,

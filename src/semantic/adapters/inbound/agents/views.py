@@ -430,6 +430,29 @@ def _row(block: BlockView) -> list[str | int]:
     ]
 
 
+class RunningOut(View):
+    """A request that waits or runs, and how far it is."""
+
+    agent_id: str = Field(examples=["coder"])
+    turn_id: str = Field(examples=[_TURN])
+    state: Literal["queued", "prefill", "decoding"] = Field(examples=["decoding"])
+    prompt_tokens: int = Field(examples=[724])
+    reused_tokens: int = Field(examples=[701])
+    computed_tokens: int = Field(
+        description="of the prompt, what is there: reused or computed", examples=[724]
+    )
+    generated_tokens: int = Field(examples=[5])
+    max_tokens: int = Field(examples=[2048])
+    age_s: float = Field(description="since it came", examples=[0.31])
+
+
+class RunningList(View):
+    """Requests that wait or run, those that came first before the others."""
+
+    object: Literal["list"] = "list"
+    data: list[RunningOut]
+
+
 class EvictOut(View):
     """Where an agent's state is after it was evicted."""
 

@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Annotated, Protocol
 
-from fastapi import APIRouter, Header
+from fastapi import APIRouter, Header, Query
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel, Field
 
 from semantic import __version__
 from semantic.application.models.registry import ModelRegistry
@@ -89,11 +90,35 @@ def _state(model: ModelStatus, *, is_draining: bool) -> str:
     return "starting" if is_starting else model.state.value
 
 
-def metrics_router(render: Callable[[str], tuple[bytes, str]]) -> APIRouter:
-    """Serve `/metrics`.
+class ReadingsOut(BaseModel):
+    """Metrics over time: each series has a value for each moment of `at`."""
+
+    at: list[float] = Field(examples=[[1767225661.5]])
+    series: dict[str, list[float]] = Field(examples=[{"semantic_tokens_generated_total": [812.0]}])
+
+
+class Readings(Protocol):
+    """Metrics over time."""
+
+    @property
+    def at(self) -> list[float]:
+        """When they were read."""
+        ...
+
+    @property
+    def series(self) -> dict[str, list[float]]:
+        """Their values then."""
+        ...
+
+
+def metrics_router(
+    render: Callable[[str], tuple[bytes, str]], history: Callable[[float], Readings]
+) -> APIRouter:
+    """Serve `/metrics`, and the last hour of some of them.
 
     Args:
         render: Writes all metrics in a format of an `Accept` header; returns its content type too.
+        history: Finds the readings since a moment.
     """
     router = APIRouter(tags=["health"])
 
@@ -102,5 +127,13 @@ def metrics_router(render: Callable[[str], tuple[bytes, str]]) -> APIRouter:
         """Prometheus metrics."""
         text, content_type = await asyncio.to_thread(render, accept)
         return Response(text, headers={"content-type": content_type})
+
+    @router.get("/metrics/history")
+    async def recent(
+        since: Annotated[float, Query(ge=0, allow_inf_nan=False, description="an `at`")] = 0,
+    ) -> ReadingsOut:
+        """The last hour of the metrics that the page at `/` draws."""
+        readings = history(since)
+        return ReadingsOut(at=readings.at, series=readings.series)
 
     return router

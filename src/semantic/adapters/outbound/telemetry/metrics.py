@@ -112,6 +112,24 @@ class Metrics:
         """From now on also tell what these have counted and use."""
         self.registry.register(ServerCollector(self.counts, cache, watch, state))
 
+    def plotted(self, watch: TurnWatch) -> dict[str, float]:
+        """Read the metrics that are drawn over time; cheap."""
+        engine, reuse, live = self.counts.engine, self.counts.requests.reuse, watch.live
+        tiers = {"hot": reuse.hot, "pool": reuse.pool, "disk": reuse.disk}
+        values: dict[str, float] = {
+            "semantic_tokens_generated_total": engine.generated_tokens,
+            "semantic_tokens_prefilled_total": engine.prompt_tokens,
+            "semantic_requests_running": live.num_running,
+            "semantic_request_queue_depth": live.num_waiting,
+        }
+        for tier, count in tiers.items():
+            values[f'semantic_tokens_reused_total{{tier="{tier}"}}'] = count
+        for histogram in (self._first_token, self._measures[Measure.TOKEN]):
+            for sample in next(iter(histogram.collect())).samples:
+                if "le" in sample.labels:
+                    values[f'{sample.name}{{le="{sample.labels["le"]}"}}'] = sample.value
+        return values
+
     def render(self, accept: str) -> tuple[bytes, str]:
         """Write all metrics in a format that the client takes; returns its content type too."""
         encode, content_type = choose_encoder(accept)

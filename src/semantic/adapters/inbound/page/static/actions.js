@@ -1,10 +1,9 @@
 // What can be done to an agent, with a way back where there is one.
 import { html, useState } from "./vendor/preact-htm.js";
-import { ask, forgetAgent, get, known, putAgent, refreshAgent, refreshCache, say, sayFault, send, tell } from "./server.js";
+import { ask, forgetAgent, get, known, leaving, putAgent, refreshAgent, refreshCache, say, sayFault, send, tell } from "./server.js";
 import { Dialog, Field, bytes } from "./parts.js";
 
 const GRACE_MS = 7000;
-const leaving = new Map(); // agents that are deleted when nobody takes it back
 
 const at = (id, deed = "") => `v1/agents/${encodeURIComponent(id)}${deed}`;
 

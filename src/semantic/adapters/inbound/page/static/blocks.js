@@ -112,7 +112,7 @@ export async function refreshBlocks() {
   page.blocks.forEach((row) => put(row, now));
   if (page.blocks.length || page.gone.length) {
     map.version++;
-    countShares(now);
+    countSoon();
   }
   return page.blocks.length + page.gone.length > 0;
 }
@@ -123,6 +123,8 @@ export function forgetBlocks() {
 
 // -- who has which -----------------------------------------------------------------------------
 
+const missing = new Map(); // agents whose last block is not known, and were asked for again
+
 /** Count, for every block, the agents that reach it. */
 export function countShares(at) {
   const shares = new Map();
@@ -130,19 +132,33 @@ export function countShares(at) {
     const end = agent.state.block;
     if (!end) continue;
     if (!map.byName.has(end)) {
-      if (at) refreshAgent(agent.id); // its end was put into a longer block
+      if (mark !== null && missing.get(agent.id) !== end) refreshAgent(agent.id); // it went into a longer block
+      missing.set(agent.id, end);
       continue;
     }
     for (let block = map.byName.get(end); block; block = map.byName.get(block.parent)) {
       shares.set(block, (shares.get(block) ?? 0) + 1);
     }
   }
+  let isChanged = false;
   for (const block of map.byName.values()) {
     const share = shares.get(block) ?? 0;
+    if (share === block.share) continue;
     if (at && share > block.share && block.share > 0) map.flashes.set(block.slot, { what: "shared", at });
     block.share = share;
+    isChanged = true;
   }
-  map.version++;
+  if (isChanged) map.version++;
+}
+
+let counting = 0;
+
+/** Count soon, and not more often than that can be seen. */
+export function countSoon() {
+  counting ||= setTimeout(() => {
+    counting = 0;
+    countShares(performance.now());
+  }, 400);
 }
 
 /** The agents that reach a block. */
@@ -156,7 +172,7 @@ export function ownersOf(block) {
       }
     }
   }
-  return owners;
+  return owners.sort();
 }
 
 /** The blocks of one agent. */

@@ -2,7 +2,7 @@
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { known, listen, refreshCache, say, sayFault, send, usePolling, useTopics } from "./server.js";
 import { Bar, Button, ago, bytes, number, percent, short } from "./parts.js";
-import { chainOf, countShares, map, ownersOf, rearrange, refreshBlocks } from "./blocks.js";
+import { chainOf, countSoon, map, ownersOf, rearrange, refreshBlocks } from "./blocks.js";
 
 const FLASH_MS = 1600;
 const LEVELS = 4; // how strong: nobody's, one agent's, a few agents', many agents'
@@ -124,10 +124,7 @@ class Painter {
   }
 
   paintCell(slot) {
-    const { size, columns, context } = this;
-    context.fillStyle = this.ground;
-    context.fillRect((slot % columns) * size - 1, Math.floor(slot / columns) * size - 1, size + 1, size + 1);
-    for (const near of [slot - columns - 1, slot - columns, slot - 1, slot]) if (near >= 0) this.fill(near, this.colourOf(near));
+    this.fill(slot, this.colourOf(slot));
   }
 
   outline(slot) {
@@ -229,14 +226,14 @@ export function Memory() {
   const [, setSeen] = useState(0);
   const [agent, setAgent] = useState("");
   usePolling(async () => (await refreshBlocks()) && setSeen((count) => count + 1), 1000);
-  useEffect(() => listen(["agents"], () => countShares(performance.now())), []);
+  useEffect(() => listen(["agents"], countSoon), []);
   useEffect(() => listen(["linked"], () => refreshBlocks().catch(() => {})), []);
   const cache = known.cache;
   const counts = { dirty: 0, both: 0, disk: 0 };
   let shared = 0;
   for (const block of map.byName.values()) {
     counts[kindOf(block)]++;
-    if (block.share > 1) shared++;
+    shared += block.share > 1;
   }
   const collect = async () => {
     try {

@@ -85,11 +85,11 @@ export function Connect() {
   const [name, setName] = useState("");
   const [text, setText] = useState("");
   useEffect(() => void get("page/connect.json").then(setClients, sayFault), []);
-  const model = known.models[0];
-  const context = model?.max_context || model?.context_length || 8192;
+  const model = known.models.find((one) => one.id === name) ?? known.models[0];
+  const context = model?.max_context || known.models[0]?.max_context || 8192;
   const values = {
     url: location.origin + location.pathname.replace(/\/$/, ""),
-    model: name || model?.id || "…",
+    model: model?.id ?? "…",
     context,
     output: Math.floor(context / 4),
     key: hasKey() ? "YOUR-KEY" : "none",

@@ -94,7 +94,7 @@ const CHARTS = [
     show: seconds,
   },
   {
-    title: "Prompt tokens a second, by where they came from",
+    title: "Prompt tokens a second, by source",
     isStacked: true,
     lines: [
       ["hot", "--hot", () => rate(reused("hot"))],
@@ -147,13 +147,15 @@ function makePlot(chart, box, width) {
       legend: { show: false },
       cursor: { sync: { key: "now" }, points: { size: 6 }, y: false },
       scales: { x: { time: true, range: () => xRange() }, y: { range: (_, low, high) => [0, Math.max(high * 1.15, 1e-9)] } },
-      axes: [{ ...faint, size: 26, space: 60, font: "11px system-ui" }, axis],
+      axes: [{ ...faint, size: 26, space: 60, font: "11px system-ui", values: (_, splits) => splits.map(clock) }, axis],
       series: [{}, ...series],
     },
     dataOf(chart),
     box,
   );
 }
+
+const clock = (at) => new Date(at * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
 
 function xRange() {
   const last = history.at.at(-1) ?? Date.now() / 1000;
@@ -268,7 +270,7 @@ function Events() {
     ${events.map((event) => html`<li key=${`${event.at}${event.type}${event.agent_id}`}>
       <time>${ago(event.at / 1000)}</time>
       ${event.agent_id && html`<a href=${`#/agents/${event.agent_id}`}>${event.agent_id}</a>`}
-      <span>${SAID[event.type]?.(event) ?? event.type.replace("agent.", "").replace("model.", "model ")}${event.model ? ` ${event.model}` : ""}</span>
+      <span>${SAID[event.type]?.(event) ?? event.type.replace("agent.", "").replace("model.", "model ")}${event.model ? `: ${event.model}` : ""}</span>
       ${event.reuse && html`<${ReuseBar} reuse=${event.reuse} hasText=${false} />`}
     </li>`)}
   </ol>`;

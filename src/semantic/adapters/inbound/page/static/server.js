@@ -163,8 +163,11 @@ export function dropKey() {
 const stale = new Set();
 let refreshing = 0;
 
+export const leaving = new Map(); // agents that are deleted unless somebody takes it back
+
 const isListed = (agent) =>
-  known.agents.has(agent.id) || agent.settings.pin || agent.turns > 1 || !/^(anon|client)-/.test(agent.id);
+  !leaving.has(agent.id) &&
+  (known.agents.has(agent.id) || agent.settings.pin || agent.turns > 1 || !/^(anon|client)-/.test(agent.id));
 
 export function putAgent(agent) {
   if (isListed(agent)) known.agents.set(agent.id, agent);
@@ -203,7 +206,7 @@ async function loadAgents() {
     const page = await get(`v1/agents?${query}`);
     for (const agent of page.data) {
       seen.add(agent.id);
-      known.agents.set(agent.id, agent);
+      if (isListed(agent)) known.agents.set(agent.id, agent);
     }
     after = page.next;
     tell("agents");
@@ -215,19 +218,21 @@ async function loadAgents() {
 
 // -- figures -----------------------------------------------------------------------------------
 
-let cacheAskedAt = 0;
+let cacheDue = 0;
 let cacheTimer = 0;
 
 export function refreshCache(isUrgent = false) {
-  const wait = isUrgent ? 0 : Math.max(0, cacheAskedAt + 1500 - Date.now());
+  const wait = isUrgent ? 0 : Math.max(0, cacheDue - Date.now());
   cacheTimer ||= setTimeout(async () => {
-    cacheAskedAt = Date.now();
+    const asked = Date.now();
     try {
       known.cache = await get("v1/cache");
       known.cacheFault = "";
     } catch (error) {
       if (error.status) known.cacheFault = error.message;
     }
+    // Many agents take the server a while: it is asked as seldom as it is slow.
+    cacheDue = Date.now() + Math.max(1500, 20 * (Date.now() - asked));
     cacheTimer = 0;
     tell("cache");
   }, wait);
@@ -308,6 +313,9 @@ function hear(event) {
   else if (event.type === "turn.started" && agent) {
     known.agents.set(agent.id, { ...agent, busy: true });
     tell("agents");
+  } else if (event.type.startsWith("model.")) {
+    refreshModels().catch(() => {});
+    if (event.type === "model.ready") loadAgents().then(() => refreshCache(true), () => {});
   } else if (event.type === "turn.finished" || CHANGES.test(event.type)) {
     refreshAgent(event.agent_id);
     refreshCache();
