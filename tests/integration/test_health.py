@@ -2,13 +2,15 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from semantic.application.engine.model import LoadedModel
+from semantic.domain.errors import ModelSwapError
 from semantic.entrypoints.bootstrap import bootstrap
 from semantic.entrypoints.server import create_app
 from semantic.ports.backend import Step
@@ -51,6 +53,23 @@ async def test_starting(tmp_path: Path) -> None:
     server.memory.close(10)
     assert {p: a.status_code for p, a in answers.items()} == probed(503, 200, 503)
     assert answers["/health"].json()["state"] == "starting"
+
+
+def test_loading_and_a_load_that_fails(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def load(on_progress: Callable[[str], None]) -> LoadedModel:
+        on_progress("reading weights")
+        gate.wait(30)
+        raise ModelSwapError("the file ends too early.")
+
+    with run_server(make_settings(tmp_path)) as running, running.client() as http:
+        done = running.server.device.exchange(load, drain_s=0)
+        await_that(lambda: http.get("/health").json()["detail"] == "reading weights")
+        assert (told(http), statuses(http)) == (("loading", "unavailable"), probed(503, 200, 503))
+        gate.set()
+        assert isinstance(done.exception(10), ModelSwapError)
+        assert (told(http), statuses(http)) == (("failed", "unavailable"), probed(503, 503, 503))
 
 
 def test_ready_pressed_and_drained(tmp_path: Path) -> None:

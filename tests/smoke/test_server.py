@@ -92,6 +92,29 @@ def test_ctrl_c_in_mid_generation_stops_cleanly(tmp_path: Path) -> None:
     assert "shutting down" in lines[-2]
 
 
+def test_sigterm_refuses_new_work_and_lets_replies_end(tmp_path: Path) -> None:
+    config = tmp_path / "stop.toml"
+    config.write_text("shutdown_timeout_s = 60")
+    options = ("--backend", "fake", "--config", str(config))
+    body = {"model": "fake", "messages": QUESTION, "max_tokens": 3000, "ignore_eos": True}
+    path = "/v1/chat/completions"
+    with serve(tmp_path / "home", tmp_path / "log", *options) as server:
+        server.await_ready()
+        with (
+            httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http,
+            http.stream("POST", path, json={**body, "stream": True}) as answer,
+        ):
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            while http.get("/health/ready").status_code == 200:
+                time.sleep(0.01)
+            assert http.get("/health/live").json()["state"] == "draining"
+            assert http.post(path, json=body).status_code == 503
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert server.process.wait(60) == 0
+
+
 @pytest.mark.parametrize("timeout_s,num_signals", [(600, 2), (0.5, 1)])
 def test_clients_that_hold_up_a_stop_are_cut_off_by_a_second_ctrl_c_or_in_time(
     timeout_s: float, num_signals: int, tmp_path: Path
