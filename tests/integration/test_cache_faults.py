@@ -447,6 +447,6 @@ def test_blocks_that_cannot_be_written_any_more_are_told_once(
                 talk(running, said, question)
             await_that(lambda: store_of(running).counts.unwritten > 1)
             assert "Read-only" in http.get("/health").json()["problem"]
-    told = [line for line in caplog.messages if "is not written" in line]
+    told = [line for line in caplog.messages if "cannot be written" in line]
     assert len(told) == 1, told
     assert_right(reference, said)

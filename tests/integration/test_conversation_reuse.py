@@ -34,9 +34,8 @@ pytestmark = pytest.mark.integration
 async def server(
     request: pytest.FixtureRequest, tiny_starter_dir: Path, tmp_path: Path
 ) -> AsyncIterator[Server]:
-    settings = load_settings(
-        {"backend": request.param, "model": str(tiny_starter_dir), "home": str(tmp_path)}
-    )
+    model = "fake" if request.param == "fake" else str(tiny_starter_dir)
+    settings = load_settings({"backend": request.param, "model": model, "home": str(tmp_path)})
     made = bootstrap(settings)
     made.device.start()
     while made.device.state is ModelState.LOADING:

@@ -11,7 +11,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from semantic.adapters.inbound.http.streaming import CLIENT_LEFT, unless_disconnected
-from semantic.adapters.inbound.wire import Schema
+from semantic.adapters.inbound.wire import Schema, example
 from semantic.domain.agents import Principal
 from semantic.domain.errors import InvalidRequestError
 from semantic.ports.inbound import EmbeddingRequest, InferencePort
@@ -23,6 +23,8 @@ _Tokens = list[Annotated[int, Field(ge=0)]]
 
 class EmbeddingsRequest(Schema):
     """The body: one text or several, as text or as token ids."""
+
+    model_config = example({"input": ["a red apple", "a green pear"]})
 
     input: str | _Tokens | list[str] | list[_Tokens]
     model: str = ""

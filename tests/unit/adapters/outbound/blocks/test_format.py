@@ -106,14 +106,14 @@ def test_deleted(cache: SafetensorsCache, path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\0" * 8, b"\xff" * 100, b"hello" * 100])
 def test_not_a_block_at_all(cache: SafetensorsCache, path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    assert "no block" in refusal(cache)
+    assert "not a block" in refusal(cache)
     assert list(cache.scan()) == []
     assert not path.exists()
 
 
 def test_somebody_elses_tensors(cache: SafetensorsCache, path: Path) -> None:
     save_file({"keys": np.ones(100, np.float32)}, path)
-    assert "no block" in refusal(cache)
+    assert "not a block" in refusal(cache)
 
 
 def test_neither_a_directory_nor_a_pipe_nor_a_link(
@@ -125,7 +125,7 @@ def test_neither_a_directory_nor_a_pipe_nor_a_link(
     refusal(cache)
     path.rmdir()
     os.mkfifo(path)
-    assert "no block" in refusal(cache)
+    assert "not a block" in refusal(cache)
     path.unlink()
     path.symlink_to(elsewhere)
     assert "symbolic" in refusal(cache)
@@ -247,7 +247,7 @@ def test_a_file_beyond_measure(cache: SafetensorsCache, path: Path) -> None:
     """No memory is asked for before the size is judged; the file is one hole."""
     with path.open("r+b") as file:
         file.truncate(2**40)
-    assert "no block" in refusal(cache)
+    assert "not a block" in refusal(cache)
 
 
 def test_a_hostile_scan_of_token_ids(cache: SafetensorsCache, path: Path) -> None:

@@ -211,7 +211,7 @@ class MlxRunner:
 
     def release(self) -> None:
         """Drop the model."""
-        self._model = None
+        self._model = self._body = None
         self.latest = None
         self.layout.release()
 
