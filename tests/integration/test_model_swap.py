@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -235,3 +236,47 @@ def test_the_feed_tells_of_a_swap(running: RunningServer) -> None:
     told = [event["type"] for event in heard if event["type"].startswith("model.")]
     assert told[0] == "model.fetching"
     assert {event["model"] for event in heard if "model" in event} == {"fake-2"}
+
+
+def test_settings_change_while_it_runs(running: RunningServer) -> None:
+    server = running.server
+    with running.client() as http:
+        before = http.get("/admin/runtime").json()
+        assert (before["memory_budget_mb"], before["log_level"]) == (4096, "info")
+        changes = {
+            "batch_window_ms": 1,
+            "target_step_ms": 50,
+            "default_max_tokens": 3,
+            "memory_budget_mb": 64,
+            "disk_budget_mb": 100,
+            "write_queue_mb": 7,
+            "log_level": "warning",
+            "model_keep_alive_s": 60,
+        }
+        after = http.patch("/admin/runtime", json=changes)
+        assert after.json() == {**before, **changes} == http.get("/admin/runtime").json()
+        assert (server.device.limits.batch_window_ms, server.device.limits.target_step_ms) == (
+            1,
+            50,
+        )
+        assert server.models.policy.keep_alive_s == 60
+        shown = http.get("/v1/cache").json()
+        assert shown["memory"]["budget"] == 64 * 2**20
+        assert (shown["disk"]["budget"], shown["disk"]["queue_budget"]) == (100 * 2**20, 7 * 2**20)
+        assert logging.getLogger().level == logging.WARNING
+        answer = http.post("/v1/chat/completions", json={"messages": QUESTION, "ignore_eos": True})
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        swap(http, "fake-2")
+        assert http.get("/v1/cache").json()["memory"]["budget"] == 64 * 2**20
+        http.patch("/admin/runtime", json={"log_level": "info"}).raise_for_status()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"max_batch_size": 0}, {"log_level": "loud"}, {"port": 1}, {"max_queue": None}]
+)
+def test_a_wrong_setting_is_refused_by_its_name(
+    running: RunningServer, changes: dict[str, Any]
+) -> None:
+    with running.client() as http:
+        answer = http.patch("/admin/runtime", json=changes)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, *changes)

@@ -29,7 +29,7 @@ CHAPTERS = {
     "application/cache": (),
     "application/engine": ("cache",),
     "application/agents": ("cache", "engine", "prompt"),
-    "application/models": ("agents", "engine"),
+    "application/models": ("agents", "cache", "engine"),
     "application/requests": ("agents", "engine", "models", "prompt", "parsing"),
     "adapters/inbound/http": (),
     "adapters/inbound/anthropic": ("http",),

@@ -1,11 +1,12 @@
 """The only place where the parts are put together; `loading` has what loads models."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from semantic import __version__
 from semantic.adapters.config.keys import load_key_ring
+from semantic.adapters.config.logging import set_log_level
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys, own_key
 from semantic.adapters.outbound.blocks.directory import keep_private
@@ -13,7 +14,7 @@ from semantic.adapters.outbound.blocks.tree import BLOCKS
 from semantic.adapters.outbound.telemetry.history import MetricsHistory
 from semantic.adapters.outbound.telemetry.metrics import Metrics
 from semantic.adapters.outbound.telemetry.tracing import RequestTracer
-from semantic.application.agents.cache_admin import CacheBudgets, CacheService
+from semantic.application.agents.cache_admin import CacheService
 from semantic.application.agents.feed import EventFeed
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
@@ -23,6 +24,7 @@ from semantic.application.engine.request import EventSink
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.models.gate import ModelGate
 from semantic.application.models.registry import ModelRegistry, SwapPolicy
+from semantic.application.models.runtime import Runtime, RuntimeSettings
 from semantic.application.requests.access import Access
 from semantic.application.requests.limits import RateLimits
 from semantic.application.requests.reply import ReplyHub
@@ -46,6 +48,7 @@ class Server:
     device: DeviceThread
     inference: InferenceService
     models: ModelRegistry
+    runtime: Runtime
     memory: AgentMemory
     agents: AgentService
     lanes: TurnLanes
@@ -104,10 +107,7 @@ def bootstrap(settings: Settings) -> Server:
         watch=watch,
     )
     inference.limits = RateLimits(lambda: access.ring)
-    budgets = CacheBudgets(settings.disk_budget_mb * 2**20, settings.write_queue_mb * 2**20)
-    cache = CacheService(
-        lambda: memory.cache, memory.agents, device, watch, feed, memory.disk, budgets
-    )
+    cache = CacheService(lambda: memory.cache, memory.agents, device, watch, feed, memory.disk)
     metrics.read(cache, watch, lambda: device.state)
     lanes = TurnLanes(max_waiting=settings.max_queue, timeout_s=settings.request_timeout_s)
     chat = StatefulChat(memory.agents, lanes, inference)
@@ -119,6 +119,7 @@ def bootstrap(settings: Settings) -> Server:
         device=device,
         inference=inference,
         models=models,
+        runtime=_runtime(settings, memory, device, models),
         memory=memory,
         agents=AgentService(memory.agents, lanes, chat.generate, cache, feed, device),
         lanes=lanes,
@@ -253,6 +254,14 @@ def _registry(
         keep_alive_s=settings.model_keep_alive_s,
     )
     return models
+
+
+def _runtime(
+    settings: Settings, memory: AgentMemory, device: DeviceThread, models: ModelRegistry
+) -> Runtime:
+    names = [entry.name for entry in fields(RuntimeSettings)]
+    given = RuntimeSettings(**{name: getattr(settings, name) for name in names})
+    return Runtime(given, device, models, memory.disk, memory.resize, set_log_level)
 
 
 def _limits(settings: Settings) -> EngineLimits:

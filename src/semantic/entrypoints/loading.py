@@ -180,6 +180,8 @@ class ModelLoader:
 
 def _import_torch(settings: Settings) -> MakeBackend:
     _calm_openmp()
+    # Threads that read weights and end keep the memory of those that are freed later.
+    os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
     try:
         from semantic.adapters.outbound.backends.torch.backend import TorchBackend
         from semantic.adapters.outbound.backends.torch.loading import TorchOptions

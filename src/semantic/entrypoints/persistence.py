@@ -67,6 +67,7 @@ class AgentMemory:
             CachePersistenceError: what is there cannot be opened.
         """
         self._settings = settings
+        self._memory_bytes = settings.memory_budget_mb * 2**20
         self._disk_quota = disk_quota
         self._namings: set[tuple[str, str]] = set()  # of the models that were loaded
         self._telemetry = telemetry
@@ -154,7 +155,7 @@ class AgentMemory:
     def _open_cache(self, spec: ModelCacheSpec, roots: Sequence[BlockName]) -> None:
         """Make the store, which outlives the model whose geometry it is made with."""
         settings = self._settings
-        pool = BlockPool(spec, settings.memory_budget_mb * 2**20)
+        pool = BlockPool(spec, self._memory_bytes)
         store = AgentCacheStore(
             pool, self.disk, on_moved=self.agents.log.move, telemetry=self._telemetry
         )
@@ -176,6 +177,12 @@ class AgentMemory:
             if self.disk is not None:
                 self.disk.start(store.is_on_disk)
         housekeeping.start(settings.upkeep_interval_s, is_index_lost=self._is_index_lost)
+
+    def resize(self, nbytes: int) -> None:
+        """Give attention state another budget of memory."""
+        self._memory_bytes = nbytes
+        if self._cache is not None:
+            self._cache.store.resize(nbytes)
 
     def put_away(self) -> None:
         """Write what a model that is unloaded left in memory, and drop it there."""
@@ -236,9 +243,10 @@ class AgentMemory:
             self._lock.close()
 
     def _disk_limits(self) -> DiskLimits:
+        settings = self._settings
         return DiskLimits(
-            budget_bytes=self._settings.disk_budget_mb * 2**20,
-            queue_bytes=self._settings.write_queue_mb * 2**20,
+            budget_bytes=settings.disk_budget_mb * 2**20,
+            queue_bytes=settings.write_queue_mb * 2**20,
             tenant_bytes=self._tenant_bytes,
         )
 

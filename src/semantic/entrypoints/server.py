@@ -101,7 +101,7 @@ def create_app(server: Server) -> FastAPI:
     app.include_router(health_router(server.models, lambda: _condition(server)))
     app.include_router(metrics_router(server.metrics.render, server.history.since))
     app.include_router(anthropic_router(server.inference, principal))
-    app.include_router(AdminApi(server.models, server.device).router())
+    app.include_router(AdminApi(server.models, server.device, server.runtime).router())
     _add_agents(app, server)
     _add_middleware(app, server)
     return app

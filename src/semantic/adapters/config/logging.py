@@ -71,9 +71,14 @@ def configure_logging(level: str, log_format: str, files: LogFiles) -> None:
         handler.close()
     root.addHandler(stream)
     root.addHandler(file)
-    root.setLevel(level.upper())
+    set_log_level(level)
     # uvicorn's own lines are said by the banner and by our access log.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def set_log_level(level: str) -> None:
+    """Log what is at least as grave from now on: debug, info, warning or error."""
+    logging.getLogger().setLevel(level.upper())
 
 
 def _formatter(

@@ -33,14 +33,6 @@ class ModelCache:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheBudgets:
-    """How much may be kept, in bytes."""
-
-    disk: int
-    queue: int
-
-
-@dataclass(frozen=True, slots=True)
 class CacheUse:
     """How much is used now, in bytes; zeros before a model is loaded.
 
@@ -84,7 +76,6 @@ class CacheService:
         watch: TurnWatch,
         feed: EventFeed,
         disk: DiskTier | None,
-        budgets: CacheBudgets,
     ) -> None:
         self._cache = cache
         self._agents = agents
@@ -92,7 +83,6 @@ class CacheService:
         self._watch = watch
         self._feed = feed
         self._disk = disk
-        self._budgets = budgets
 
     def state(self, agent: Agent) -> StateView:
         """See where an agent's state is; nowhere before the model is loaded."""
@@ -153,7 +143,7 @@ class CacheService:
         disk = self._disk
         if disk is None:
             return CacheUse(memory, 0, 0, 0)
-        return CacheUse(memory, disk.used_bytes, self._budgets.disk, disk.queued_bytes)
+        return CacheUse(memory, disk.used_bytes, disk.limits.budget_bytes, disk.queued_bytes)
 
     def sharing(self) -> Sharing:
         """See what all agents reach; takes time for each of them.
@@ -199,11 +189,11 @@ class CacheService:
             memory_working=usage.working,
             pressure=pressure,
             num_blocks=usage.num_blocks,
-            disk_budget=self._budgets.disk if self._disk else 0,
+            disk_budget=self._disk.limits.budget_bytes if self._disk else 0,
             disk_used=sum(files),
             disk_other=self._disk.other_bytes if self._disk else 0,
             num_files=len(files),
-            queue_budget=self._budgets.queue if self._disk else 0,
+            queue_budget=self._disk.limits.queue_bytes if self._disk else 0,
             queue_used=self._disk.queued_bytes if self._disk else 0,
             tiers=tuple(shared.tiers.items()),
             logical_bytes=shared.logical_bytes,

@@ -18,6 +18,7 @@ from semantic.domain.errors import (
     ModelNotFoundError,
     ModelSwapError,
     OverloadedError,
+    PoolExhaustedError,
     SemanticError,
 )
 from semantic.domain.events import Failed, Finished
@@ -316,3 +317,16 @@ def test_limits_can_be_changed() -> None:
         assert made.thread.limits == new
         made.submit("a")
         assert made.reason("a") is FinishReason.MAX_TOKENS
+
+
+def test_memory_can_be_taken_away_as_far_as_nobody_runs_in_it() -> None:
+    with device() as made:
+        longest = made.thread.longest_sequence
+        made.stall("a")
+        refused = made.thread.resize(1)
+        made.backend.gate.set()
+        with pytest.raises(PoolExhaustedError):
+            refused.result(20)
+        made.reason("a")
+        made.thread.resize(1000).result(20)
+        assert made.thread.longest_sequence < longest

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from semantic.adapters.inbound.http.errors import refusals
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.models.registry import ModelRegistry, SwapReport
+from semantic.application.models.runtime import Runtime, RuntimeSettings
 from semantic.ports.inbound import ModelStatus
 
 _POLL_S = 0.02
@@ -116,12 +117,40 @@ class DrainOut(BaseModel):
     live_requests: int = Field(examples=[0])
 
 
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class RuntimePatch(_Body):
+    """What to change; everything else stays. Bounds are those of the settings."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"batch_window_ms": 5}, {}]}
+    )
+
+    batch_window_ms: float = Field(default=0, ge=0, le=1000)
+    target_step_ms: float | None = Field(default=None, gt=0)
+    max_batch_size: int = Field(default=1, ge=1, le=1024)
+    prefill_step_size: int = Field(default=1, ge=1)
+    max_queue: int = Field(default=0, ge=0)
+    max_idle: int = Field(default=0, ge=0)
+    default_max_tokens: int | None = Field(default=None, ge=1)
+    memory_budget_mb: int = Field(default=1, ge=1)
+    disk_budget_mb: int = Field(default=1, ge=1)
+    write_queue_mb: int = Field(default=1, ge=1)
+    log_level: LogLevel = "info"
+    drain_timeout_s: float = Field(default=0, ge=0)
+    swap_on_request: bool = False
+    min_residence_s: float = Field(default=0, ge=0)
+    model_keep_alive_s: float = Field(default=0, ge=0)
+
+
 class AdminApi:
     """Endpoints for the one who runs the server."""
 
-    def __init__(self, models: ModelRegistry, device: DeviceThread) -> None:
+    def __init__(self, models: ModelRegistry, device: DeviceThread, runtime: Runtime) -> None:
         self._models = models
         self._device = device
+        self._runtime = runtime
 
     def router(self) -> APIRouter:
         """Say which method answers where."""
@@ -133,7 +162,18 @@ class AdminApi:
         add("/models/unload", self.unload, methods=["POST"])
         add("/drain", self.drain, methods=["POST"])
         add("/drain", self.end_drain, methods=["DELETE"])
+        add("/runtime", self.runtime, methods=["GET"])
+        add("/runtime", self.change_runtime, methods=["PATCH"])
         return router
+
+    async def runtime(self) -> RuntimeSettings:
+        """The settings that may change while the server runs, as they are now."""
+        return self._runtime.read()
+
+    async def change_runtime(self, body: RuntimePatch) -> RuntimeSettings:
+        """Change some of them until the server stops; answers with all of them."""
+        changes = body.model_dump(exclude_unset=True)
+        return await asyncio.to_thread(self._runtime.change, changes)
 
     async def models(self) -> ModelsOut:
         """What is loaded, on its way, and on this machine."""

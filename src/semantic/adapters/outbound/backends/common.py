@@ -6,6 +6,9 @@ that cannot run fails alone and changes nothing. Looks at positions and kinds al
 and bytes are each backend's own business.
 """
 
+import contextlib
+import ctypes
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -315,3 +318,10 @@ def _check_ids(tokens: Sequence[int], vocab_size: int) -> None:
     """
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         raise InvalidRequestError(f"a token id is not in [0, {vocab_size})", param="tokens")
+
+
+def give_memory_back() -> None:
+    """Collect what a model has left, and return it to the system where the C library keeps it."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has it
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

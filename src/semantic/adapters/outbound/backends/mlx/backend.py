@@ -16,7 +16,7 @@ from typing import Self
 import mlx.core as mx
 
 from semantic.adapters.outbound import host_memory
-from semantic.adapters.outbound.backends.common import SequenceBackend, make_rows
+from semantic.adapters.outbound.backends.common import SequenceBackend, give_memory_back, make_rows
 from semantic.adapters.outbound.backends.mlx import loading, payloads
 from semantic.adapters.outbound.backends.mlx.caches import capacity_for, geometry_mismatch
 from semantic.adapters.outbound.backends.mlx.cuda import pinned
@@ -219,6 +219,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             self._transfer.finish()
         self._sources.clear()
         mx.synchronize()
+        give_memory_back()  # what refers to arrays in circles goes before what they held
         mx.clear_cache()
         if threading.current_thread() is not threading.main_thread():
             # Otherwise the process aborts if it ends soon after the thread.

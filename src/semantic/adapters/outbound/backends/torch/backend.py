@@ -6,6 +6,7 @@ sequence's keys and values to that sequence's buffers and attends within it alon
 """
 
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,6 +19,7 @@ from semantic.adapters.outbound.backends.common import (
     EagerBackend,
     PayloadTicket,
     StepTicket,
+    give_memory_back,
     make_rows,
 )
 from semantic.adapters.outbound.backends.sampler import Logits, sample
@@ -44,6 +46,7 @@ from semantic.ports.backend import (
 
 Bits: TypeAlias = npt.NDArray[np.integer[Any]]
 _BITS = {2: np.int16, 4: np.int32}
+_PURGE_S, _PURGE_BYTES = 0.15, 32 * 2**20
 _GROWTH = 256  # tokens by which a sequence's buffers grow
 
 
@@ -137,9 +140,16 @@ class TorchBackend(EagerBackend[TorchSequence]):
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def shutdown(self) -> None:
-        """Drop everything."""
+        """Drop everything, and give its memory back."""
         self._sequences.clear()
         self._model = None
+        give_memory_back()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            # PyTorch's allocator returns what was freed with the first large block after a while.
+            time.sleep(_PURGE_S)
+            torch.empty(_PURGE_BYTES, dtype=torch.uint8)
 
     # -- one step -------------------------------------------------------------------------------
 

@@ -1,0 +1,136 @@
+"""Models with real weights that are swapped while a server runs: what is refused, what stays."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from experiments.swapping import megabytes, other_model
+from tests.http_server import RunningServer, make_settings, run_server
+
+pytestmark = pytest.mark.integration
+
+TALK = [{"role": "user", "content": "Tell me of the rivers and the town. " * 30}]
+
+
+@pytest.fixture(scope="module")
+def home(tiny_starter_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tiny models that differ, and three that cannot be loaded."""
+    models = tmp_path_factory.mktemp("swaps") / "models"
+    shutil.copytree(tiny_starter_dir, models / "one")
+    for name in ("two", "cut", "odd", "huge"):
+        other_model(models / "one", models / name)
+    weights = models / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1_000_000])
+    config = json.loads((models / "odd" / "config.json").read_text())
+    (models / "odd" / "config.json").write_text(json.dumps({**config, "model_type": "odd"}))
+    with (models / "huge" / "more.safetensors").open("wb") as sparse:
+        sparse.truncate(2**34)
+    return models.parent
+
+
+@pytest.fixture(scope="module")
+def running(home: Path) -> Iterator[RunningServer]:
+    settings = make_settings(
+        home, backend="torch", dtype="float32", model="one", model_budget_mb=100, threads=1
+    )
+    with run_server(settings) as made:
+        yield made
+
+
+@pytest.fixture
+def http(running: RunningServer) -> Iterator[httpx.Client]:
+    with running.client() as made:
+        yield made
+
+
+def ask(http: httpx.Client, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    body = {"messages": messages, "temperature": 0, "max_tokens": 12}
+    made: dict[str, Any] = http.post("/v1/chat/completions", json=body).raise_for_status().json()
+    return made
+
+
+def said(reply: dict[str, Any]) -> tuple[str, str]:
+    return reply["model"], reply["choices"][0]["message"]["content"]
+
+
+def cached(reply: dict[str, Any]) -> int:
+    return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def swap(http: httpx.Client, model: str) -> httpx.Response:
+    return http.post("/admin/models/swap", json={"model": model})
+
+
+@pytest.mark.parametrize(
+    "model, status, reason",
+    [
+        ("cut", 503, "cut could not be loaded.*one is served again"),
+        ("odd", 503, "odd could not be loaded.*one is served again"),
+        ("huge", 400, "huge does not fit"),
+        ("/nowhere/at/all", 404, "there is no model"),
+        ("org/unknown", 404, "could not be fetched from Hugging Face"),
+    ],
+    ids=lambda value: str(value).replace("/", "-")[:12],
+)
+def test_a_model_that_cannot_be_loaded_leaves_the_one_before_it(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, model: str, status: int, reason: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    before = ask(http, TALK)
+    answer = swap(http, model)
+    assert answer.status_code == status, answer.text
+    assert re.search(reason, answer.json()["error"]["message"], re.S)
+    after = ask(http, TALK)
+    assert said(after) == said(before)
+    assert cached(after) > 200
+
+
+def test_what_is_on_this_machine_is_listed(http: httpx.Client) -> None:
+    listed = {model["id"]: model for model in http.get("/v1/models").json()["data"]}
+    assert listed["one"]["state"] == "loaded"
+    assert (listed["two"]["state"], listed["two"]["family"]) == ("on_disk", "llama")
+    assert listed["two"]["size_bytes"] == listed["one"]["size_bytes"] > 10**6
+    assert (listed["two"]["fits"], listed["huge"]["fits"]) == (True, False)
+    assert "smollm2-135m-instruct" in listed
+
+
+def test_a_conversation_goes_on_with_the_other_model_and_back_with_reuse(
+    http: httpx.Client,
+) -> None:
+    first = ask(http, TALK)
+    longer = [*TALK, first["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+    swap(http, "two").raise_for_status()
+    other = ask(http, longer)
+    assert (said(other)[0], cached(other)) == ("two", 0)
+    swap(http, "one").raise_for_status()
+    back = ask(http, longer)
+    assert said(back)[0] == "one"
+    assert cached(back) >= first["usage"]["total_tokens"] - 2
+    http.post("/v1/cache/gc", json={"orphan_age_s": 0})
+
+
+def test_the_same_tokens_as_computed_fresh(http: httpx.Client, home: Path, tmp_path: Path) -> None:
+    swap(http, "two").raise_for_status()
+    swap(http, "one").raise_for_status()
+    resumed = ask(http, TALK)
+    assert cached(resumed) > 200
+    settings = make_settings(
+        tmp_path, backend="torch", dtype="float32", model=str(home / "models/one"), threads=1
+    )
+    with run_server(settings) as fresh, fresh.client() as alone:
+        assert said(ask(alone, TALK)) == said(resumed)
+
+
+def test_twenty_swaps_take_no_more_memory_than_the_first(http: httpx.Client) -> None:
+    sizes = []
+    for turn in range(20):
+        swap(http, "one" if turn % 2 else "two").raise_for_status()
+        ask(http, TALK)
+        sizes.append(megabytes())
+    assert sizes[-1] <= 1.05 * max(sizes[:2])
