@@ -19,9 +19,8 @@ from datetime import date
 from semantic.application.prompt.compose import Composer, TemplateInput, num_leading_system
 from semantic.application.prompt.lru_cache import LruCache
 from semantic.application.prompt.replay import PromptDigest, TenantReplays, keys_to_look_up
-from semantic.application.prompt.special_text import SpecialText
+from semantic.application.prompt.special_text import RunEncoder, SpecialText, TokenWalk
 from semantic.application.prompt.template_probe import lost_generation_prompt, probe
-from semantic.application.prompt.token_walk import RunEncoder, TokenWalk
 from semantic.domain.blocks import common_prefix
 from semantic.domain.chat import ChatRequest, Message, Role, require_whole_characters
 from semantic.domain.errors import InvalidRequestError
