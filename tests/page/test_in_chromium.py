@@ -167,8 +167,8 @@ def test_the_map_lives(running: RunningServer, http: httpx.Client, browser: Brow
     pixel = f"[...{CANVAS}.getContext('2d').getImageData(8, 8, 1, 1).data].join()"
     page.hover(left + 600, top + 300)
     colour = page.look(pixel)
-    for name in ("a", "b"):
-        http.post(f"/v1/agents/{name}/evict")
+    http.delete("/v1/agents/b")  # what others share stays
+    http.post("/v1/agents/a/evict")
     page.await_true(f"{pixel} !== {colour!r}")
     page.await_true("document.querySelectorAll('.legend b')[2].innerText !== '0'")
 
