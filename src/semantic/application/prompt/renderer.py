@@ -111,11 +111,13 @@ class Renderer:
         """
         conversation = self._composer.compose(request, today)
         text = self._write(conversation)
-        walk = self._walk(text)
-        head = _head_digest(conversation)
+        # What was worked out for one tenant must not save time for another: that could be measured.
+        root = replays.root if replays else b""
+        walk = self._walk(text, root)
+        head = _head_digest(conversation, root)
         num_replayed = self._replay(walk, conversation, head, replays) if replays else 0
         num_kept = self._walk_to_end(walk, text, conversation)
-        num_head = min(self._num_head(request, today, head.digest()), len(walk.tokens))
+        num_head = min(self._num_head(request, today, head.digest(), root), len(walk.tokens))
         return Prompt(
             tuple(walk.tokens),
             tuple(sorted({num_head, num_kept, len(walk.tokens)} - {0})),
@@ -136,8 +138,8 @@ class Renderer:
         require_whole_characters(text, param="messages")
         return text
 
-    def _walk(self, text: str) -> TokenWalk:
-        return TokenWalk(text, self._special.split(text), self._runs)
+    def _walk(self, text: str, root: bytes) -> TokenWalk:
+        return TokenWalk(text, self._special.split(text), self._runs.of_tenant(root))
 
     def _walk_to_end(self, walk: TokenWalk, text: str, conversation: TemplateInput) -> int:
         """Encode the rest; returns how many tokens of the prompt later turns will keep."""
@@ -148,22 +150,24 @@ class Renderer:
         walk.advance(len(text))
         return num_tokens + common_prefix(list(cut), walk.tokens[num_tokens:])
 
-    def _num_head(self, request: ChatRequest, today: date | None, digest: bytes) -> int:
+    def _num_head(
+        self, request: ChatRequest, today: date | None, digest: bytes, root: bytes
+    ) -> int:
         """Return how many tokens are the same whatever the first message says."""
         num_head = self._heads.get(digest)
         if num_head is None:
             leading = request.messages[: num_leading_system(request.messages)]
             first, *others = (
-                self._tokens(replace(request, messages=(*leading, message)), today)
+                self._tokens(replace(request, messages=(*leading, message)), today, root)
                 for message in _BEGINNINGS
             )
             num_head = min(common_prefix(first, other) for other in others)
             self._heads.put(digest, num_head)
         return num_head
 
-    def _tokens(self, request: ChatRequest, today: date | None) -> list[int]:
+    def _tokens(self, request: ChatRequest, today: date | None, root: bytes) -> list[int]:
         text = self._write(self._composer.compose(request, today))
-        walk = self._walk(text)
+        walk = self._walk(text, root)
         walk.advance(len(text))
         return walk.tokens
 
@@ -247,8 +251,8 @@ class Renderer:
         return b"".join(map(self.tokenizer.token_bytes, tokens)).decode(errors="replace")
 
 
-def _head_digest(conversation: TemplateInput) -> "hashlib._Hash":
-    """Digest what comes before the first message, and what else the template gets."""
+def _head_digest(conversation: TemplateInput, root: bytes) -> "hashlib._Hash":
+    """Digest what comes before the first message, what else the template gets, and whose it is."""
     today = conversation.today and conversation.today.isoformat()
     head = [conversation.functions, conversation.head, today, conversation.is_thinking]
-    return hashlib.sha256(json.dumps(head).encode() + b"\n")
+    return hashlib.sha256(root + json.dumps(head).encode() + b"\n")

@@ -10,6 +10,7 @@ run alone, so those of earlier turns are remembered and a conversation that grew
 the encoding of that message.
 """
 
+import copy
 import itertools
 import re
 from array import array
@@ -147,13 +148,20 @@ class RunEncoder:
             max_characters: Text of this length in all is remembered, the latest used.
         """
         self._tokenizer = tokenizer
-        self._runs: LruCache[tuple[str, bool], array[int]] = LruCache(
-            max_characters, lambda key, _: len(key[0])
+        self._root = b""
+        self._runs: LruCache[tuple[bytes, str, bool], array[int]] = LruCache(
+            max_characters, lambda key, _: len(key[1])
         )
+
+    def of_tenant(self, root: bytes) -> "RunEncoder":
+        """The same for one tenant, who cannot tell by the time it takes what others encoded."""
+        made = copy.copy(self)
+        made._root = root
+        return made
 
     def encode(self, run: str, *, is_start: bool) -> "array[int]":
         """Return a run's tokens; not to be changed by the caller."""
-        key = (run, is_start)
+        key = (self._root, run, is_start)
         ids = self._runs.get(key)
         if ids is None:
             text = SpecialText.reveal(run)

@@ -1,0 +1,98 @@
+"""What another tenant has said cannot be told from what nobody said: both take the same work.
+
+Times are not asserted: what takes time is counted, on the device and in the tokenizer.
+`benchmarks/bench_tenant_timing.py` measures them.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer
+from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
+from semantic.application.agents.ledger import AgentLedger, write_at_once
+from semantic.application.engine.model import LoadedModel
+from semantic.application.prompt.replay import ReplayStore
+from semantic.application.requests.service import InferenceService
+from semantic.domain.agents import Principal
+from semantic.domain.chat import ChatRequest, Message, Role
+from semantic.domain.events import Finished
+from semantic.domain.sampling import SamplingParams, StopRules
+from semantic.ports.backend import LAST_SAMPLED, KVPayload, SequenceId, Step, Ticket
+from tests.unit.application.device_rig import gate_to, ready_device
+
+pytestmark = pytest.mark.unit
+
+Work = Counter[str]
+
+
+class CountingBackend(FakeBackend):
+    """Notes what it is asked to do, and how much of it."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.work = work
+
+    def launch(self, step: Step) -> Ticket:
+        for chunk in step.chunks:
+            self.work["computed"] += 1 if chunk.tokens is LAST_SAMPLED else len(chunk.tokens)
+        return super().launch(step)
+
+    def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
+        self.work["loaded"] += len(parts)
+        super().load(seq, parts, end)
+
+    def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
+        self.work["forked"] += num_tokens
+        return super().fork(src, dst, num_tokens)
+
+
+class CountingTokenizer(FakeTokenizer):
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.work = work
+
+    def encode_plain(self, text: str, *, is_start: bool = False) -> list[int]:
+        self.work["encoded"] += len(text)
+        return super().encode_plain(text, is_start=is_start)
+
+
+def said(word: str) -> ChatRequest:
+    """A long conversation; all words of five letters make equally long ones."""
+    system = Message.of(Role.SYSTEM, f"{word} " * 100)
+    question = Message.of(Role.USER, f"{word} " * 100)
+    stop = StopRules(max_tokens=1)
+    return ChatRequest("fake", (system, question), sampling=SamplingParams(seed=1), stop=stop)
+
+
+async def test_a_prompt_of_another_tenant_takes_the_same_work_as_a_cold_one() -> None:
+    work: Work = Counter()
+    ledger = SqliteLedger.in_memory()
+    agents = AgentLedger(ledger, ledger.load(), write_at_once(ledger))
+    victim, prober = Principal("victim", b"one salt"), Principal("prober", b"another")
+    model = LoadedModel("fake", CountingBackend(work), CountingTokenizer(work))
+
+    async def ask(who: Principal, word: str) -> tuple[Work, int]:
+        """Ask to the end; returns the work that took, and how many tokens were reused."""
+        work.clear()
+        events = [event async for event in await service.start(said(word), who)]
+        finished = events[-1]
+        assert isinstance(finished, Finished)
+        return work.copy(), finished.usage.cache_read_tokens
+
+    with ready_device(model) as device:
+        service = InferenceService(*device, agents, ReplayStore(), gate=gate_to(device[0]))
+        await ask(prober, "first")  # whatever is done once for a tenant
+        cold, num_cold = await ask(prober, "never")
+        await ask(victim, "plans")
+        probe, num_probed = await ask(prober, "plans")
+        own, num_own = await ask(prober, "plans")
+
+    # A few tokens of the template are the prober's own, from its first prompt.
+    assert num_probed == num_cold < 20
+    assert probe == cold
+    # The same prompt of one's own is another matter, or this would show nothing.
+    assert num_own > 400
+    assert own["computed"] < cold["computed"] / 2
+    assert own["encoded"] < cold["encoded"] / 2
