@@ -15,6 +15,7 @@ from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound.blocks.codec import KVCodec
 from semantic.adapters.outbound.blocks.directory import DirectoryLock, claim
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
+from semantic.adapters.outbound.cipher import load_cipher
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.cache_admin import ModelCache
 from semantic.application.agents.ledger import AgentLedger, write_at_once
@@ -79,10 +80,11 @@ class AgentMemory:
         self.disk: DiskTier | None = None
         self._cache: ModelCache | None = None
         directory = settings.effective_cache_dir if settings.durability != "none" else None
+        cipher = load_cipher(settings.encryption_key_file, settings.encryption_key_command)
         if directory is not None:
             claim(directory)
             self._lock = DirectoryLock(directory)
-        self.ledger: LedgerPort = SqliteLedger(directory)
+        self.ledger: LedgerPort = SqliteLedger(directory, cipher=cipher)
         try:
             state = self.ledger.load()
         except CachePersistenceError:
@@ -95,7 +97,7 @@ class AgentMemory:
         self._parts = state.parts  # until the store has them
         self._is_index_lost = state.is_index_lost
         if directory is not None:
-            self._files = SafetensorsCache(directory, self.codec)
+            self._files = SafetensorsCache(directory, self.codec, cipher)
             self.disk = DiskTier(
                 self._files,
                 self.ledger,

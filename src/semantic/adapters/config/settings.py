@@ -152,6 +152,13 @@ class Settings(BaseSettings):
         description="export keys of other servers, by name: their agents come with their state",
     )
 
+    encryption_key_file: Path | None = Field(
+        None, description="64 hexadecimal digits: encrypts what was said and attention state"
+    )
+    encryption_key_command: str | None = Field(
+        None, description="a command that prints them, such as a keyring's; run without a shell"
+    )
+
     memory_budget_mb: int = Field(4096, ge=1, description="memory for attention state")
     max_batch_size: int = Field(16, ge=1, le=1024, description="sequences that run at once")
     max_idle: int = Field(
@@ -243,6 +250,8 @@ class Settings(BaseSettings):
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key are given together, or neither is")
+        if self.encryption_key_file is not None and self.encryption_key_command is not None:
+            raise ValueError("give encryption_key_file or encryption_key_command, not both")
         return self
 
     @property

@@ -15,6 +15,7 @@ from semantic.adapters.outbound.blocks.agent_archive import own_key
 from semantic.adapters.outbound.blocks.directory import DirectoryLock, claim
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.blocks.tree import TEMPORARY
+from semantic.adapters.outbound.cipher import load_cipher
 from semantic.adapters.outbound.ledger.sqlite import LEDGER_FILE, SqliteLedger
 from semantic.adapters.outbound.models.fingerprint import known_models
 from semantic.application.agents.ledger import AgentLedger, write_at_once
@@ -53,10 +54,11 @@ def run_cache(action: str, settings: Settings, orphan_age_h: float | None = None
     claim(directory)
     with ExitStack() as stack:
         stack.enter_context(DirectoryLock(directory))
-        ledger = SqliteLedger(directory)
+        cipher = load_cipher(settings.encryption_key_file, settings.encryption_key_command)
+        ledger = SqliteLedger(directory, cipher=cipher)
         state = ledger.load()
         stack.callback(ledger.close)
-        cache = _Cache(settings, ledger, SafetensorsCache(directory), state, _say)
+        cache = _Cache(settings, ledger, SafetensorsCache(directory, cipher=cipher), state, _say)
         if action == "stats":
             return cache.stats()
         if action == "verify":

@@ -32,6 +32,7 @@ from semantic.adapters.outbound.blocks.tree import (
     size_of,
     tree_size,
 )
+from semantic.adapters.outbound.cipher import Cipher
 from semantic.domain.blocks import BlockName, BlockPart
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, SemanticError
 from semantic.ports.backend import KVPayload
@@ -53,16 +54,20 @@ class SafetensorsCache:
     Several threads may read at a time while one writes or deletes.
     """
 
-    def __init__(self, directory: Path, codec: KVCodec | None = None) -> None:
+    def __init__(
+        self, directory: Path, codec: KVCodec | None = None, cipher: Cipher | None = None
+    ) -> None:
         """Prepare; nothing is read or made yet.
 
         Args:
             directory: Where `blocks` is, and whatever else counts as used.
             codec: How payloads rest; files of other formats are still read.
+            cipher: Encrypts files; None writes them as they are.
         """
         self._directory = directory
         self._tree = BlockTree(directory)
         self._codec = codec or KVCodec()
+        self._cipher = cipher
         self._fingerprints: dict[BlockName, str] = {}
         self._lock = threading.Lock()
         self._used: int | None = None  # bytes of blocks and quarantine, once they were counted
@@ -78,6 +83,8 @@ class SafetensorsCache:
         fingerprint = self._fingerprints.get(part.root, "")
         pieces = block_format.compose(part, payload, self._codec, fingerprint)
         place = Place.of(part)
+        if self._cipher is not None:
+            pieces = block_format.seal(pieces, self._cipher, place.name.encode())
         with (
             _refusal("a block could not be written"),
             self._tree.shard(place, is_made=True, is_synced=is_synced) as directory,
@@ -187,14 +194,21 @@ class SafetensorsCache:
             _refusal("a block could not be read", CacheCorruptionError),
             self._tree.shard(place) as directory,
         ):
-            return _read_file(place.name, directory, part.nbytes)
+            content = _read_file(place.name, directory, part.nbytes)
+        if self._cipher is None:
+            return content
+        plain = block_format.open_sealed(content, self._cipher, place.name.encode())
+        # Into memory that begins with a page, as where nothing is encrypted.
+        opened = host_memory.allocate(len(plain))
+        opened[:] = plain
+        return opened
 
     def _identified(self, place: Place) -> BlockPart:
         if place.is_temporary:
             raise CacheCorruptionError("the file was not finished")
         try:
             with self._tree.shard(place) as directory:
-                part = _identify(place.name, directory)
+                part = _identify(place.name, directory, self._cipher)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
@@ -271,15 +285,23 @@ def _read_file(name: str, directory: int, expected: int) -> memoryview:
     return content
 
 
-def _identify(name: str, directory: int) -> BlockPart:
+def _identify(name: str, directory: int, cipher: Cipher | None) -> BlockPart:
     """Read a file's header and token ids, mostly at once."""
     file = os.open(name, _READ_FLAGS, dir_fd=directory)
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
             raise CacheCorruptionError("not a file")
-        size = status.st_size
+        size = whole = status.st_size
         content = memoryview(os.pread(file, _SCAN_BYTES, 0))
+        if cipher is not None:
+            _, end = block_format.sealed_head(content)
+            if end > len(content):
+                content = memoryview(os.pread(file, min(end, _MAX_FILE), 0))
+            content = block_format.open_head(content, cipher, name.encode())
+            size -= block_format.SEALED_OVERHEAD
+        elif block_format.is_sealed(content):
+            raise PermissionError(errno.EACCES, "the file is encrypted")  # which is no damage
         end = block_format.LENGTH_BYTES + block_format.header_length(content, size)
         if end > len(content):
             content = memoryview(os.pread(file, end, 0))
@@ -291,7 +313,7 @@ def _identify(name: str, directory: int) -> BlockPart:
             tokens = os.pread(file, min(place.end - place.start, _MAX_FILE), place.start)
     finally:
         os.close(file)
-    return block_format.identify(head, tokens, size, status.st_mtime)
+    return block_format.identify(head, tokens, whole, status.st_mtime)
 
 
 # -- what the system does for files -------------------------------------------------------------

@@ -15,12 +15,15 @@ from typing import Final, TypeAlias
 import xxhash
 
 from semantic.adapters.outbound.blocks.codec import KVCodec, StoredBuffer, tensor_names
+from semantic.adapters.outbound.cipher import OVERHEAD, Cipher
 from semantic.domain.blocks import TOKEN_BYTES, BlockName, BlockPart, packed_block_name
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload
 
 FORMAT: Final = "semantic.block.v1"
+SEALED: Final = b"SEMBLK\x00\x01"  # an encrypted file begins with this, and the length of its head
+SEALED_OVERHEAD: Final = len(SEALED) + 4 + 2 * OVERHEAD
 ALIGNMENT: Final = 64
 LENGTH_BYTES: Final = 8
 MAX_HEADER: Final = 2**20
@@ -120,6 +123,54 @@ def compose(part: BlockPart, payload: KVPayload, codec: KVCodec, fingerprint: st
     head = struct.pack("<Q", len(text)) + text
     digits = _checksum([head[:_SUM_START], head[_SUM_END:], *pieces]).encode()
     return [head[:_SUM_START] + digits + head[_SUM_END:], *pieces]
+
+
+def seal(pieces: Sequence[Piece], cipher: Cipher, context: bytes) -> list[Piece]:
+    """Encrypt a composed file: header and token ids by themselves, so that they can be read alone.
+
+    Args:
+        pieces: What `compose` made.
+        cipher: Encrypts.
+        context: Which file it is.
+    """
+    head = cipher.seal(b"".join(pieces[:2]), context + b" head")
+    body = cipher.seal(b"".join(pieces[2:]), context + b" body")
+    return [SEALED, struct.pack("<I", len(head)), head, body]
+
+
+def is_sealed(content: memoryview) -> bool:
+    """Whether a file's first bytes say that it is encrypted."""
+    return bytes(content[: len(SEALED)]) == SEALED
+
+
+def sealed_head(content: memoryview) -> tuple[int, int]:
+    """Where the encrypted head lies in a file's first bytes.
+
+    Raises:
+        CacheCorruptionError: they are not those of an encrypted file.
+    """
+    start = len(SEALED) + 4
+    if len(content) < start or not is_sealed(content):
+        raise CacheCorruptionError("the file is not encrypted")
+    (length,) = struct.unpack_from("<I", content, len(SEALED))
+    return start, start + length
+
+
+def open_head(content: memoryview, cipher: Cipher, context: bytes) -> memoryview:
+    """Decrypt header and token ids.
+
+    Raises:
+        CacheCorruptionError: it was changed, is another file's, or was sealed with another key.
+    """
+    start, end = sealed_head(content)
+    return memoryview(cipher.open(content[start:end], context + b" head"))
+
+
+def open_sealed(content: memoryview, cipher: Cipher, context: bytes) -> bytes:
+    """Undo `seal`; raises like `open_head`."""
+    _, end = sealed_head(content)
+    body = cipher.open(content[end:], context + b" body")
+    return bytes(open_head(content, cipher, context)) + body
 
 
 def _layout(

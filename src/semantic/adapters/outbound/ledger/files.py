@@ -13,7 +13,9 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
+from semantic.adapters.outbound.cipher import Cipher
 from semantic.adapters.outbound.ledger.schema import DamagedLedgerError
+from semantic.adapters.outbound.ledger.sealing import LedgerConnection
 from semantic.domain.errors import CachePersistenceError
 
 SIDECARS = ("-wal", "-shm", "-journal")
@@ -70,25 +72,34 @@ def refusal(path: Path, error: Exception) -> CachePersistenceError:
     return CachePersistenceError(f"{path} cannot be used: {_reason(error)}.")
 
 
-def connect(path: Path, timeout_s: float) -> sqlite3.Connection:
+def connect(path: Path, timeout_s: float, cipher: Cipher | None = None) -> sqlite3.Connection:
     """Open a database for writing, making it if need be; any one thread at a time may use it."""
     with suppress(FileExistsError):
         # SQLite gives the files beside it the same mode.
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, _OWNER_ONLY))
     if path.stat().st_mode & 0o077:
         path.chmod(_OWNER_ONLY)
-    return sqlite3.connect(path, timeout_s, isolation_level=None, check_same_thread=False)
+    made = sqlite3.connect(
+        path, timeout_s, isolation_level=None, check_same_thread=False, factory=LedgerConnection
+    )
+    made.cipher = cipher
+    return made
 
 
-def connect_read_only(path: Path, timeout_s: float) -> sqlite3.Connection:
+def connect_read_only(
+    path: Path, timeout_s: float, cipher: Cipher | None = None
+) -> sqlite3.Connection:
     """Open a database that is there; any one thread at a time may use it."""
-    return sqlite3.connect(
+    made = sqlite3.connect(
         f"file:{quote(str(path))}?mode=ro",
         timeout_s,
         isolation_level=None,
         check_same_thread=False,
         uri=True,
+        factory=LedgerConnection,
     )
+    made.cipher = cipher
+    return made
 
 
 def check_pages(connection: sqlite3.Connection) -> None:
@@ -188,8 +199,8 @@ def remove(path: Path) -> None:
 class Readers:
     """Connections that only read, lent to one thread at a time. Safe on any thread."""
 
-    def __init__(self, path: Path, timeout_s: float) -> None:
-        self._path, self._timeout_s = path, timeout_s
+    def __init__(self, path: Path, timeout_s: float, cipher: Cipher | None = None) -> None:
+        self._path, self._timeout_s, self._cipher = path, timeout_s, cipher
         self._idle: list[sqlite3.Connection] = []
         self._lock = threading.Lock()
         self._is_closed = False
@@ -204,7 +215,7 @@ class Readers:
         try:
             with self._lock:
                 connection = self._idle.pop() if self._idle else None
-            connection = connection or connect_read_only(self._path, self._timeout_s)
+            connection = connection or connect_read_only(self._path, self._timeout_s, self._cipher)
             try:
                 yield connection
             finally:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from semantic.adapters.outbound.cipher import Cipher
 from semantic.adapters.outbound.ledger.files import (
     READ_ERRORS,
     connect,
@@ -40,6 +41,7 @@ from semantic.adapters.outbound.ledger.schema import (
     set_num_logged,
     version_of,
 )
+from semantic.adapters.outbound.ledger.sealing import opened, sealed
 from semantic.domain.agents import Agent
 
 _Key = tuple[str, str]
@@ -58,6 +60,7 @@ class Rescue:
     ledger: Path
     backup: Path
     timeout_s: float
+    cipher: Cipher | None = None
 
     def run(self, reason: str, *, is_backup_newer: bool = False) -> str:
         """Put a whole ledger in place; returns what happened, for people.
@@ -72,7 +75,7 @@ class Rescue:
         fresh = self.ledger.with_name(f"{self.ledger.name}.rescue")
         remove(fresh)
         sources = (self.ledger, self.backup)
-        with closing(connect(fresh, self.timeout_s)) as target:
+        with closing(connect(fresh, self.timeout_s, self.cipher)) as target:
             target.execute("PRAGMA auto_vacuum = INCREMENTAL")
             target.execute("PRAGMA synchronous = OFF")
             migrate(target, 0)
@@ -90,7 +93,9 @@ class Rescue:
     def _fill(self, target: sqlite3.Connection, paths: Sequence[Path]) -> tuple[int, list[Path]]:
         """Copy all rows that can be had; returns how many agents lost turns, and what is bad."""
         with ExitStack() as stack:
-            opened = {p: stack.enter_context(_opened(p, self.timeout_s)) for p in paths}
+            opened = {
+                p: stack.enter_context(_opened(p, self.timeout_s, self.cipher)) for p in paths
+            }
             unsound = {path for path, source in opened.items() if source is None}
             target.execute("BEGIN")
             for table in CHECKED_TABLES:
@@ -139,17 +144,19 @@ def _num_logged(source: sqlite3.Connection | None) -> int:
         return 0
 
 
-def _opened(path: Path, timeout_s: float) -> AbstractContextManager[sqlite3.Connection | None]:
+def _opened(
+    path: Path, timeout_s: float, cipher: Cipher | None
+) -> AbstractContextManager[sqlite3.Connection | None]:
     """Open what may be a ledger; None if it is not."""
     if not path.exists() or not path.stat().st_size:
         return nullcontext()
     # Reading only leaves the files as they are, for whoever wants to look closer.
-    connection = connect_read_only(path, timeout_s)
+    connection = connect_read_only(path, timeout_s, cipher)
     try:
         version = version_of(connection)
         if 0 < version < latest_version():
             connection.close()
-            connection = connect(path, timeout_s)
+            connection = connect(path, timeout_s, cipher)
             migrate(connection, version)
     except (*READ_ERRORS, NewerLedgerError) as error:
         connection.close()
@@ -176,7 +183,7 @@ def _copy_rows(
     is_whole = True
     try:
         for row in source.execute(query):
-            if _is_good(table, row):
+            if _is_good(source, table, row):
                 target.execute(table.fill, row)
             else:
                 is_whole = False
@@ -187,11 +194,11 @@ def _copy_rows(
     return is_whole
 
 
-def _is_good(table: Table, row: Row) -> bool:
+def _is_good(source: sqlite3.Connection, table: Table, row: Row) -> bool:
     """Whether a row is as it was written, and would not stop the server from starting."""
     if table is AGENTS:
         try:
-            read_agent(row)
+            read_agent(opened(source, table, row))
         except DamagedLedgerError:
             return False
     return is_sound(table, row)
@@ -209,7 +216,7 @@ def _mend_agents(target: sqlite3.Connection, backup: sqlite3.Connection | None) 
         mended = older.get((agent.tenant, agent.id))
         if mended is None or not _is_rooted(mended, parents):
             mended = replace(agent, head=None, num_turns=0)
-        target.execute(AGENTS.insert, agent_row(mended))
+        target.execute(AGENTS.insert, sealed(target, AGENTS, agent_row(mended)))
     return len(cut)
 
 
@@ -218,8 +225,8 @@ def _agents(source: sqlite3.Connection) -> dict[_Key, Agent]:
     found: dict[_Key, Agent] = {}
     try:
         for row in source.execute(AGENTS.forwards):
-            if _is_good(AGENTS, row):
-                agent = read_agent(row)
+            if _is_good(source, AGENTS, row):
+                agent = read_agent(opened(source, AGENTS, row))
                 found[agent.tenant, agent.id] = agent
     except READ_ERRORS as error:
         if not is_damage(error):

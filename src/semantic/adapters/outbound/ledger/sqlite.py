@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from semantic.adapters.outbound.cipher import Cipher
 from semantic.adapters.outbound.ledger.files import (
     READ_ERRORS,
     Mark,
@@ -31,6 +32,8 @@ from semantic.adapters.outbound.ledger.files import (
 )
 from semantic.adapters.outbound.ledger.rescue import Rescue
 from semantic.adapters.outbound.ledger.schema import (
+    REPLAYS,
+    TURNS,
     DamagedLedgerError,
     NewerLedgerError,
     check_tables,
@@ -41,6 +44,7 @@ from semantic.adapters.outbound.ledger.schema import (
     set_num_logged,
     version_of,
 )
+from semantic.adapters.outbound.ledger.sealing import opened
 from semantic.adapters.outbound.ledger.statements import (
     forget_unreachable,
     is_logged,
@@ -90,20 +94,28 @@ class _CutLedgerError(Exception):
 class SqliteLedger:
     """`LedgerPort` over one directory. All methods are safe on any thread once `load` is done."""
 
-    def __init__(self, directory: Path | None, *, timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        directory: Path | None,
+        *,
+        timeout_s: float = _TIMEOUT_S,
+        cipher: Cipher | None = None,
+    ) -> None:
         """Prepare; nothing is opened yet.
 
         Args:
             directory: Holds the ledger and its backup; made if need be. None keeps it in memory.
             timeout_s: How long to wait for another program's lock.
+            cipher: Encrypts what was said; None writes it as it is.
         """
         self._is_in_memory = directory is None
         place = directory or Path()
         self._path, self._backup = place / LEDGER_FILE, place / BACKUP_FILE
         self._mark = Mark(place / MARK_FILE)
         self._suspect = suspect_file(self._path)
-        self._rescue = Rescue(self._path, self._backup, timeout_s)
+        self._rescue = Rescue(self._path, self._backup, timeout_s, cipher)
         self._timeout_s = timeout_s
+        self._cipher = cipher
         self._lock = threading.RLock()
         self._backup_lock = threading.Lock()
         self._opened: _Open | None = None
@@ -156,7 +168,7 @@ class SqliteLedger:
             row = connection.execute(
                 "SELECT * FROM turns WHERE id = ? AND tenant = ?", (turn_id, tenant)
             ).fetchone()
-            return read_turn(row) if row else None
+            return read_turn(opened(connection, TURNS, row)) if row else None
 
     def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
         """Read where a turn ended, without what was said in it."""
@@ -195,7 +207,7 @@ class SqliteLedger:
             row = connection.execute(
                 "SELECT * FROM replays WHERE tenant = ? AND key = ?", (tenant, key)
             ).fetchone()
-            return read_replay(row) if row else None
+            return read_replay(opened(connection, REPLAYS, row)) if row else None
 
     def forget_unreachable(self, *, before: float, replays_before: float) -> int:
         """Remove old turns that no agent reaches, and old replays; returns how many."""
@@ -274,7 +286,7 @@ class SqliteLedger:
         return problem
 
     def _open(self, problem: str) -> LedgerState:
-        writer = connect(self._path, self._timeout_s)
+        writer = connect(self._path, self._timeout_s, self._cipher)
         try:
             self._prepare(writer)
             lost = self._count_lost(writer, is_restored=bool(problem))
@@ -283,7 +295,7 @@ class SqliteLedger:
         except BaseException:
             writer.close()
             raise
-        readers = Readers(self._path, self._timeout_s)
+        readers = Readers(self._path, self._timeout_s, self._cipher)
         inode = self._path.stat().st_ino
         self._opened = _Open(writer, readers, inode, num_logged=number)
         self._mark.write(number)

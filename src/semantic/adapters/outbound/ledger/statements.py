@@ -20,6 +20,7 @@ from semantic.adapters.outbound.ledger.schema import (
     tenant_row,
     turn_row,
 )
+from semantic.adapters.outbound.ledger.sealing import opened, opened_part, sealed, sealed_part
 from semantic.domain.agents import Pointer, Turn
 from semantic.domain.blocks import BlockName
 from semantic.ports.storage import (
@@ -101,9 +102,19 @@ def read_state(connection: sqlite3.Connection, problem: str) -> LedgerState:
     """
     is_lost = connection.execute("SELECT value FROM facts WHERE name = 'is_index_lost'").fetchone()
     return LedgerState(
-        tenants=tuple(read_tenant(row) for row in connection.execute(TENANTS.forwards)),
-        agents=tuple(read_agent(row) for row in connection.execute(AGENTS.forwards)),
-        parts=tuple(read_parts(connection.execute("SELECT * FROM parts"))),
+        tenants=tuple(
+            read_tenant(opened(connection, TENANTS, row))
+            for row in connection.execute(TENANTS.forwards)
+        ),
+        agents=tuple(
+            read_agent(opened(connection, AGENTS, row))
+            for row in connection.execute(AGENTS.forwards)
+        ),
+        parts=tuple(
+            read_parts(
+                opened_part(connection, row) for row in connection.execute("SELECT * FROM parts")
+            )
+        ),
         is_index_lost=is_lost != (0,),
         problem=problem,
     )
@@ -125,7 +136,8 @@ def read_turns(
     if limit <= 0:
         return ()
     rows = connection.execute(_WALK, {"head": head, "tenant": tenant, "limit": limit})
-    turns_by_id = {turn.id: turn for turn in map(read_turn, rows.fetchall())}
+    turns = (read_turn(opened(connection, TURNS, row)) for row in rows.fetchall())
+    turns_by_id = {turn.id: turn for turn in turns}
     # SQL promises no order.
     log: list[Turn] = []
     next_id: str | None = head
@@ -155,7 +167,7 @@ def read_turns_at(
 ) -> tuple[Turn, ...]:
     """Read the turns that point at or into a block, the latest first."""
     rows = connection.execute(_TURNS_AT, (block, tenant, root)).fetchall()
-    return tuple(map(read_turn, rows))
+    return tuple(read_turn(opened(connection, TURNS, row)) for row in rows)
 
 
 def read_pointers(connection: sqlite3.Connection) -> tuple[Pointer, ...]:
@@ -176,20 +188,20 @@ def make_change(connection: sqlite3.Connection, change: LedgerChange) -> None:
         case PutPart() | DropPart() | TouchParts() | MarkIndexWhole():
             _change_index(connection, change)
         case PutTenant(tenant):
-            connection.execute(TENANTS.insert, tenant_row(tenant))
+            connection.execute(TENANTS.insert, sealed(connection, TENANTS, tenant_row(tenant)))
         case PutAgent(agent):
-            connection.execute(AGENTS.insert, agent_row(agent))
+            connection.execute(AGENTS.insert, sealed(connection, AGENTS, agent_row(agent)))
         case DropAgent(tenant_id, agent_id):
             key = (tenant_id, agent_id)
             connection.execute("DELETE FROM agents WHERE tenant = ? AND id = ?", key)
         case PutTurn(tenant_id, turn):
-            connection.execute(TURNS.insert, turn_row(tenant_id, turn))
+            connection.execute(TURNS.insert, sealed(connection, TURNS, turn_row(tenant_id, turn)))
         case MarkDurable(turn_id):
             connection.execute("UPDATE turns SET is_durable = 1 WHERE id = ?", (turn_id,))
         case Repoint(old, new):
             connection.execute("UPDATE turns SET block = ? WHERE block = ?", (new, old))
         case PutReplay():
-            connection.execute(REPLAYS.insert, replay_row(change))
+            connection.execute(REPLAYS.insert, sealed(connection, REPLAYS, replay_row(change)))
         case _:
             assert_never(change)
 
@@ -214,7 +226,7 @@ def forget_unreachable(connection: sqlite3.Connection, before: float, replays_be
 def _change_index(connection: sqlite3.Connection, change: _IndexChange) -> None:
     match change:
         case PutPart(part):
-            connection.execute(INSERT_PART, part_row(part))
+            connection.execute(INSERT_PART, sealed_part(connection, part_row(part)))
         case DropPart((name, kind)):
             key = (name, kind.value)
             connection.execute("DELETE FROM parts WHERE name = ? AND kind = ?", key)

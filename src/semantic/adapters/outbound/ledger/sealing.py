@@ -1,0 +1,137 @@
+"""Rows with their text encrypted: what was said, its tokens, system prompts, tenants' salts.
+
+Ids, names, times and sizes stay as they are: SQL looks things up by them. A sealed row is bound to
+its table and key. Its checksum is that of the row as it stands in the file, so damage is told from
+a wrong key, and rows can be rescued without one. It opens no connection.
+"""
+
+import sqlite3
+
+from semantic.adapters.outbound.cipher import Cipher, is_sealed
+from semantic.adapters.outbound.ledger.schema import (
+    AGENTS,
+    REPLAYS,
+    TENANTS,
+    TURNS,
+    Row,
+    Table,
+    is_sound,
+    with_checksum,
+)
+from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
+
+# The columns that a row is found by, and those that are encrypted.
+_COLUMNS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    TENANTS.name: ((0,), (1,)),
+    AGENTS.name: ((0, 1), (4,)),
+    TURNS.name: ((0, 1), (10, 11)),
+    REPLAYS.name: ((0, 1), (2,)),
+}
+_PART_KEY, _PART_TOKENS = (0, 1), 5
+_TEXT, _BYTES = b"t", b"b"
+
+
+class LedgerConnection(sqlite3.Connection):
+    """A connection that knows how its rows are encrypted; None if they are not."""
+
+    cipher: Cipher | None = None
+
+
+def sealed(connection: sqlite3.Connection, table: Table, row: Row) -> Row:
+    """A row as it is to be written."""
+    cipher = _cipher(connection)
+    if cipher is None:
+        return row
+    key, secret = _COLUMNS[table.name]
+    values = list(row[:-1])
+    for index in secret:
+        values[index] = cipher.seal(_packed(values[index]), _context(table.name, row, key, index))
+    return with_checksum(table, tuple(values))
+
+
+def opened(connection: sqlite3.Connection, table: Table, row: Row) -> Row:
+    """Undo `sealed`; a damaged row stays as it is, for whoever checks it.
+
+    Raises:
+        CachePersistenceError: the key is wrong or missing, or there should be none.
+    """
+    if not is_sound(table, row):
+        return row
+    cipher, (key, secret) = _cipher(connection), _COLUMNS[table.name]
+    if not _is_as_expected(cipher, row[secret[-1]]) or cipher is None:
+        return row
+    values = list(row[:-1])
+    for index in secret:
+        context = _context(table.name, row, key, index)
+        values[index] = _unpacked(_decrypted(cipher, values[index], context))
+    return with_checksum(table, tuple(values))
+
+
+def sealed_part(connection: sqlite3.Connection, row: Row) -> Row:
+    """The row of a part as it is to be written."""
+    cipher = _cipher(connection)
+    if cipher is None:
+        return row
+    context = _context("parts", row, _PART_KEY, _PART_TOKENS)
+    tokens = cipher.seal(row[_PART_TOKENS], context)
+    return (*row[:_PART_TOKENS], tokens, *row[_PART_TOKENS + 1 :])
+
+
+def opened_part(connection: sqlite3.Connection, row: Row) -> Row:
+    """Undo `sealed_part`.
+
+    Raises:
+        CachePersistenceError: the key is wrong or missing, or there should be none.
+    """
+    cipher = _cipher(connection)
+    if not _is_as_expected(cipher, row[_PART_TOKENS]) or cipher is None:
+        return row
+    context = _context("parts", row, _PART_KEY, _PART_TOKENS)
+    tokens = _decrypted(cipher, row[_PART_TOKENS], context)
+    return (*row[:_PART_TOKENS], tokens, *row[_PART_TOKENS + 1 :])
+
+
+def _cipher(connection: sqlite3.Connection) -> Cipher | None:
+    return connection.cipher if isinstance(connection, LedgerConnection) else None
+
+
+def _is_as_expected(cipher: Cipher | None, value: object) -> bool:
+    """Whether a value is encrypted if and only if there is a key.
+
+    Raises:
+        CachePersistenceError: it is not so; nothing was changed.
+    """
+    is_encrypted = isinstance(value, bytes) and is_sealed(value)
+    if is_encrypted and cipher is None:
+        raise CachePersistenceError(
+            "the cache is encrypted: give its key with encryption_key_file or "
+            "encryption_key_command, or choose another --cache-dir. Nothing was changed."
+        )
+    if not is_encrypted and cipher is not None:
+        raise CachePersistenceError(
+            "the cache is not encrypted, and a key was given: choose a new --cache-dir (agents can "
+            "be exported and imported), or leave the key out. Nothing was changed."
+        )
+    return True
+
+
+def _decrypted(cipher: Cipher, value: bytes, context: bytes) -> bytes:
+    try:
+        return cipher.open(value, context)
+    except CacheCorruptionError as error:
+        raise CachePersistenceError(
+            "the cache was encrypted with another key than was given. Nothing was changed."
+        ) from error
+
+
+def _context(table: str, row: Row, key: tuple[int, ...], column: int) -> bytes:
+    """What a sealed value is, so that it counts nowhere else."""
+    return repr((table, *(row[index] for index in key), column)).encode("utf-8", "surrogatepass")
+
+
+def _packed(value: str | bytes) -> bytes:
+    return _TEXT + value.encode() if isinstance(value, str) else _BYTES + value
+
+
+def _unpacked(content: bytes) -> str | bytes:
+    return content[1:].decode() if content[:1] == _TEXT else content[1:]
