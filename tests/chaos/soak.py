@@ -175,7 +175,7 @@ def sample(server: Server) -> dict[str, float]:
     disk = 0
     for path in server.cache.rglob("*"):
         with contextlib.suppress(OSError):  # it may go meanwhile
-            disk += path.stat().st_size
+            disk += path.stat().st_size if path.is_file() else 0
     return {
         "memory_mb": pages * 4096 / 2**20,
         "descriptors": len(list((process / "fd").iterdir())),
