@@ -27,7 +27,7 @@ from tests.attack.site import MAX_TOKENS, MODEL, SETTINGS, Server, Truth, client
 from tests.chaos.talk import Message, ask
 
 NUM_AGENTS = 8
-DISK_BUDGET_MB = 16
+DISK_BUDGET_MB = 256  # of which the ledger, that nothing is dropped from, takes a part
 OPTIONS = ("--disk-budget-mb", str(DISK_BUDGET_MB), "--memory-budget-mb", "2")
 WORDS = [
     "rivers",
@@ -156,7 +156,9 @@ class Talker(threading.Thread):
         match self._dice.randrange(4):
             case 0:
                 body = {"model": MODEL, "messages": list(said), "stream": True, "max_tokens": 500}
-                with http.stream("POST", "/v1/chat/completions", json=body) as stream:
+                headers = {"x-agent-id": agent}
+                path = "/v1/chat/completions"
+                with http.stream("POST", path, json=body, headers=headers) as stream:
                     next(stream.iter_lines())
                 self._tally.requests["left"] += 1
             case 1:

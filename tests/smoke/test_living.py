@@ -20,7 +20,7 @@ def test_agents_talk_over_all_protocols_and_nothing_grows(
 def test_growth_is_found(name: str) -> None:
     flat = dict.fromkeys(ALLOWED, 100.0) | {"disk_mb": DISK_BUDGET_MB / 2}
     assert growth([flat] * 40) == []
-    assert len(growth([flat] * 20 + [flat | {name: 200.0}] * 20)) == 1
+    assert len(growth([flat] * 20 + [flat | {name: 400.0}] * 20)) == 1
 
 
 def test_rapid_requests_beyond_memory_are_answered_or_refused(
