@@ -118,7 +118,9 @@ def make_mlx(
     from semantic.adapters.outbound.backends.mlx.backend import MlxBackend
     from semantic.adapters.outbound.backends.mlx.loading import MlxOptions
 
-    return MlxBackend.from_directory(model.directory, model.spec, MlxOptions(dtype=dtype))
+    return MlxBackend.from_directory(
+        model.directory, model.spec, MlxOptions(dtype=dtype, pinned=True)
+    )
 
 
 _NAMES = (

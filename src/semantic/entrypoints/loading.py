@@ -204,7 +204,7 @@ def _import_mlx(settings: Settings) -> MakeBackend:
         from semantic.adapters.outbound.backends.mlx.loading import MlxOptions
     except ModuleNotFoundError as error:
         raise _missing(error, "mlx") from error
-    options = MlxOptions(settings.dtype, settings.device, settings.weights)
+    options = MlxOptions(settings.dtype, settings.device, settings.weights, settings.pinned_copies)
     return lambda directory, spec: MlxBackend.from_directory(directory, spec, options)
 
 

@@ -118,6 +118,10 @@ class Settings(BaseSettings):
         le=1024,
         description="most CPU threads, fewer while cores are taken; 0: OMP_NUM_THREADS, else all",
     )
+    pinned_copies: bool = Field(
+        False,
+        description="mlx on CUDA: state travels through pinned memory; faster, not yet proven",
+    )
 
     home: Path = Field(Path("~/.semantic"), description="everything the server writes is in here")
     cache_dir: Path | None = Field(

@@ -19,7 +19,6 @@ from semantic.adapters.outbound import host_memory
 from semantic.adapters.outbound.backends.common import SequenceBackend, give_memory_back, make_rows
 from semantic.adapters.outbound.backends.mlx import loading, payloads
 from semantic.adapters.outbound.backends.mlx.caches import capacity_for, geometry_mismatch
-from semantic.adapters.outbound.backends.mlx.cuda import pinned
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import Transfer
 from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
 from semantic.adapters.outbound.backends.mlx.loading import MlxModel, MlxOptions
@@ -85,7 +84,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         super().__init__(spec, traits, MlxSequence)
         self._num_steps = 0
         self._sources: list[memoryview] = []
-        memory = pinned.shared()
+        memory = loaded.memory
         self._transfer = None if memory is None else Transfer(memory)
         if self._transfer is not None:
             counts = [len(places) for kind in LayerKind if (places := layout.of_kind(kind))]

@@ -17,7 +17,8 @@ import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.caches import leaves, library
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
-from semantic.adapters.outbound.backends.mlx.cuda import pinned, prompts, tuning
+from semantic.adapters.outbound.backends.mlx.cuda import prompts, tuning
+from semantic.adapters.outbound.backends.mlx.cuda.pinned import PinnedMemory, shared_memory
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import Transfer
 from semantic.adapters.outbound.backends.mlx.cuda.weights import WeightReader
 from semantic.adapters.outbound.backends.mlx.runtime import import_library
@@ -42,11 +43,13 @@ class MlxOptions:
         device: auto takes the GPU where there is one.
         weights: auto keeps quantised ones as they are on a GPU; on a CPU, whose kernels for them
             are slow, and with full they are expanded.
+        pinned: On CUDA, weights and attention state travel through pinned host memory.
     """
 
     dtype: DType = "auto"
     device: Device = "auto"
     weights: Literal["auto", "full"] = "auto"
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class MlxModel:
 
     Attributes:
         is_expanded: Its weights were quantised and are not any more.
+        memory: Where its attention state rests in pinned host memory, if it does.
     """
 
     model: Any
@@ -62,6 +66,7 @@ class MlxModel:
     make_caches: Callable[[], list[Any]]
     reason: str = ""
     is_expanded: bool = False
+    memory: PinnedMemory | None = None
 
 
 def choose_device(device: Device) -> None:
@@ -87,7 +92,8 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
     config = json.loads((directory / "config.json").read_text("utf-8"))
     utils = import_library("mlx_lm.utils")
     try:
-        with _fast_reading():
+        memory = shared_memory() if options.pinned else None
+        with _fast_reading(memory):
             model, _ = utils.load_model(
                 directory, lazy=True, model_config=config_overrides(config, spec)
             )
@@ -105,12 +111,11 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
         spec, make_caches = _agree(model, spec)
     except _UNREADABLE as error:
         raise refusal(spec, str(error)) from error
-    return MlxModel(model, spec, make_caches, reason, is_expanded)
+    return MlxModel(model, spec, make_caches, reason, is_expanded, memory)
 
 
-def _fast_reading() -> contextlib.AbstractContextManager[None]:
+def _fast_reading(memory: PinnedMemory | None) -> contextlib.AbstractContextManager[None]:
     """Weights come to a CUDA device by way of pinned memory; elsewhere as MLX brings them."""
-    memory = pinned.shared()
     if memory is None:
         return contextlib.nullcontext()
     return WeightReader(memory, Transfer(memory)).in_use()

@@ -135,7 +135,7 @@ class PinnedMemory:
 
 
 @functools.cache
-def shared() -> PinnedMemory | None:
+def shared_memory() -> PinnedMemory | None:
     """The process's own; None where MLX's device is not a CUDA one."""
     if not mx.cuda.is_available() or mx.default_device() != mx.Device(mx.gpu):
         return None

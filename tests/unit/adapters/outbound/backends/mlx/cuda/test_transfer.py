@@ -78,10 +78,10 @@ def test_a_copy_that_fails_is_a_miss() -> None:
         transfer.ArrivingBytes(memoryview(b"12"), wait).wait()
 
 
-@pytest.mark.skipif(pinned.shared() is None, reason="needs a CUDA device")
+@pytest.mark.skipif(pinned.shared_memory() is None, reason="needs a CUDA device")
 @pytest.mark.parametrize("span", [(1, 256, 256, 0), (0, 900, 300, 1024), (0, 0, 1, 0)])
 def test_state_leaves_and_comes_back(span: tuple[int, int, int, int]) -> None:
-    copies = transfer.Transfer(pinned.shared())
+    copies = transfer.Transfer(pinned.shared_memory())
     given = transfer.Span(*span)
     layers = [mx.random.normal((2, 4, 1024, 64)).astype(mx.bfloat16) for _ in range(3)]
     arriving = copies.copy_out(layers, given, mx.zeros(1))
