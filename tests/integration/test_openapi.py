@@ -1,5 +1,6 @@
 """Every documented endpoint under requests made from its document."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from schemathesis.checks import (
 
 from semantic.entrypoints.bootstrap import bootstrap
 from semantic.entrypoints.server import create_app
-from tests.http_server import RunningServer, make_settings
+from tests.http_server import RunningServer, make_settings, run_server
 
 pytestmark = pytest.mark.integration
 
@@ -78,16 +79,26 @@ def _shortened(body: Any) -> Any:
     return body
 
 
+@pytest.fixture(scope="module")
+def governed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server that may be drained, swapped and reconfigured while others are asked."""
+    with run_server(make_settings(tmp_path_factory.mktemp("governed"))) as server:
+        yield server
+
+
 @pytest.mark.parametrize("method, path", operations())
 def test_answers_are_as_documented(
-    running: RunningServer,
+    request: pytest.FixtureRequest,
     document: dict[str, Any],
     session: requests.Session,
     method: str,
     path: str,
 ) -> None:
     schema = schemathesis.openapi.from_dict(document)
+    name = "governed" if path.startswith("/admin") else "running"
+    running: RunningServer = request.getfixturevalue(name)
     with running.client() as http:
+        http.delete("/admin/drain")
         known = http.post("/v1/responses", json={"model": "fake", "input": "hi"}).json()["id"]
 
     @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))

@@ -46,7 +46,6 @@ def configure_logging(level: str, log_format: str, files: LogFiles) -> None:
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         wrapper_class=structlog.stdlib.BoundLogger,
         logger_factory=structlog.stdlib.LoggerFactory(),
-        cache_logger_on_first_use=True,
     )
     is_pretty = log_format == "pretty" or (log_format == "auto" and sys.stderr.isatty())
     stream = logging.StreamHandler(sys.stderr)

@@ -80,7 +80,9 @@ async def test_a_defect_in_a_started_answer_is_logged_with_the_status_sent() -> 
         return {"type": "http.disconnect"}
 
     with capture_logs() as lines:
-        await AccessLog(broken)({"type": "http", "method": "GET", "path": "/x"}, receive, send)
+        await AccessLog(broken)(
+            {"type": "http", "method": "GET", "path": "/x", "headers": []}, receive, send
+        )
     assert len(sent) == 1
     assert [(line["log_level"], line["status"]) for line in lines] == [("error", 200)]
 
