@@ -110,10 +110,10 @@ def crowd(running: RunningServer, http: httpx.Client) -> None:
     assert statuses == [200, 200, 200]
 
 
-def await_agent(running: RunningServer, tier: str) -> None:
+def await_agent(running: RunningServer, seen: Seen, tier: str) -> None:
     """Wait until the metrics say that an agent's state is there."""
     series = "semantic_agents", (("tier", tier),)
-    await_that(lambda: Seen().read(running.server)[series])
+    await_that(lambda: seen.read(running.server)[series])
 
 
 def use_everything(running: RunningServer, seen: Seen) -> None:
@@ -125,7 +125,7 @@ def use_everything(running: RunningServer, seen: Seen) -> None:
             ask(http, "kept", "What is kept is read again. " * 40)
             disk.flush(10)
             http.post("/v1/agents/kept/evict", json={"to": tier}).raise_for_status()
-            await_agent(running, "warm" if tier == "disk" else tier)
+            await_agent(running, seen, "warm" if tier == "disk" else tier)
         for _ in range(50):  # what is slower to read than to compute is computed
             http.post("/v1/agents/kept/evict", json={"to": "disk"}).raise_for_status()
             ask(http, "kept", "What is kept is read again. " * 40)

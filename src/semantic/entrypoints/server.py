@@ -201,11 +201,12 @@ class _HttpServer(uvicorn.Server):
                 asyncio.get_running_loop().call_soon_threadsafe(self._hang_up)
         else:
             self._is_stopping = True
-            _log.info("stopping", signal=signal.Signals(sig).name)
             self._server.device.is_draining = True
-            asyncio.get_running_loop().call_soon_threadsafe(self._wait_for_replies)
+            asyncio.get_running_loop().call_soon_threadsafe(self._wait_for_replies, sig)
 
-    def _wait_for_replies(self) -> None:
+    def _wait_for_replies(self, sig: int) -> None:
+        # Not in the signal's handler, which may interrupt the writing of another line.
+        _log.info("stopping", signal=signal.Signals(sig).name)
         self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
