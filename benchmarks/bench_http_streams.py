@@ -7,39 +7,19 @@ server's event loop occupied with short requests meanwhile.
 
 import argparse
 import asyncio
-import contextlib
 import json
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.common import interleaved, make_engine, make_job
+from benchmarks.common import interleaved, make_engine, make_job, serving
 from benchmarks.starter import backend, prompt_tokens, starter_directory
 from semantic.adapters.config.settings import STARTER_MODEL
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 
 NUM_STREAMS, NUM_TOKENS, ROUNDS = 8, 48, 3
-
-
-@contextlib.contextmanager
-def server() -> Iterator[int]:
-    """A server on a free port, ready."""
-    command = [sys.executable, "-m", "semantic", "serve", "--port", "0", "--log-level", "warning"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
-        port = 0
-        for line in process.stdout or ():
-            if "listening" in line:
-                port = int(line.split()[1].rsplit(":", 1)[1])
-            if "ready:" in line:
-                break
-        try:
-            yield port
-        finally:
-            process.send_signal(signal.SIGINT)
 
 
 async def read_stream(port: int, index: int, arrivals: list[float]) -> None:
@@ -109,7 +89,7 @@ def main() -> int:
     parser.add_argument("--busy", action="store_true", help="with other requests meanwhile")
     is_busy = parser.parse_args().busy
     directory = starter_directory()
-    with server() as port, backend(directory) as made:
+    with serving() as port, backend(directory) as made:
         calls: dict[str, Callable[[], float]] = {
             "engine alone": lambda: engine_run(made, directory),
             "over HTTP": lambda: asyncio.run(http_run(port, is_busy=is_busy)),

@@ -13,9 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +23,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import bare_loop
+from benchmarks.common import serving
 from benchmarks.random_models import SHAPES, make_model
 
 TEXT = (
@@ -106,28 +104,15 @@ class Served:
 @contextlib.contextmanager
 def served(options: argparse.Namespace, model: Path, home: Path) -> Iterator[Served]:
     """A server on a free port that has answered once."""
-    command = [sys.executable, "-m", "semantic", "serve", "--port", "0", "--log-level", "warning"]
-    command += ["--model", str(model), "--backend", options.backend, "--home", str(home)]
-    command += ["--memory-budget-mb", str(options.memory_mb), "--device", options.device]
-    command += ["--disk-budget-mb", str(2 * options.memory_mb)]
-    settings = {"max_batch_size": 32, "model_aliases": "any", "write_queue_mb": 8192}
-    given = dict(pair.split("=", 1) for pair in options.set)
-    names = {f"SEMANTIC_{name.upper()}": str(v) for name, v in {**settings, **given}.items()}
+    arguments = ["--model", str(model), "--backend", options.backend, "--home", str(home)]
+    arguments += ["--memory-budget-mb", str(options.memory_mb), "--device", options.device]
+    arguments += ["--disk-budget-mb", str(2 * options.memory_mb)]
+    settings = {"max_batch_size": "32", "model_aliases": "any", "write_queue_mb": "8192"}
+    settings |= dict(pair.split("=", 1) for pair in options.set)
     started = time.perf_counter()
-    with subprocess.Popen(  # noqa: S603 - our own server
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **names}
-    ) as process:
-        port = 0
-        for line in process.stdout or ():
-            if "listening" in line:
-                port = int(line.split()[1].rsplit(":", 1)[1])
-            if "ready:" in line:
-                break
-        try:
-            asyncio.run(Served(port, 0).ask(said("Good morning."), 1))
-            yield Served(port, time.perf_counter() - started)
-        finally:
-            process.send_signal(signal.SIGINT)
+    with serving(*arguments, settings=settings) as port:
+        asyncio.run(Served(port, 0).ask(said("Good morning."), 1))
+        yield Served(port, time.perf_counter() - started)
 
 
 def said(text: str, system: str = "") -> Messages:

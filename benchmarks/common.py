@@ -1,9 +1,13 @@
-"""What benchmarks share: the clock, rounds to compare, verdicts, and engines. It knows no torch."""
+"""What benchmarks share: clock, rounds, verdicts, engines and servers. It knows no torch."""
 
 import contextlib
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -162,3 +166,28 @@ def persistent_engine(
     engine = memory.make_engine(model, limits, emit, ready.set)
     yield PersistentEngine(memory, engine, model, events, ready)
     memory.close(60)
+
+
+@contextlib.contextmanager
+def serving(*arguments: str, settings: Mapping[str, str] | None = None) -> Iterator[int]:
+    """A server process on a free port, ready; yields its port.
+
+    Args:
+        arguments: More of its command line.
+        settings: Others than the command line has, by name.
+    """
+    command = [sys.executable, "-m", "semantic", "serve", "--port", "0", "--log-level", "warning"]
+    given = {f"SEMANTIC_{name.upper()}": value for name, value in (settings or {}).items()}
+    with subprocess.Popen(  # noqa: S603 - our own server
+        [*command, *arguments], stdout=subprocess.PIPE, text=True, env={**os.environ, **given}
+    ) as process:
+        port = 0
+        for line in process.stdout or ():
+            if "listening" in line:
+                port = int(line.split()[1].rsplit(":", 1)[1])
+            if "ready:" in line:
+                break
+        try:
+            yield port
+        finally:
+            process.send_signal(signal.SIGINT)

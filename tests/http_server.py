@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from semantic.adapters.config.keys import KeyFile, TenantEntry, edit_key_file
 from semantic.adapters.config.settings import Settings, load_settings
 from semantic.entrypoints.bootstrap import Server, bootstrap
 from semantic.entrypoints.server import create_app
@@ -37,6 +38,19 @@ def make_settings(home: Path, **overrides: Any) -> Settings:
     usual = {"port": 0, "batch_window_ms": 0, "backend": "fake", "default_max_tokens": 1024}
     given = {"home": home, **usual, **overrides}
     return load_settings(given, config_dir=home / "no-config")
+
+
+def add_key(home: Path) -> str:
+    """Give the tenant `acme` a key, in the file of a server's home; returns its secret."""
+    secrets: list[str] = []
+
+    def add(file: KeyFile) -> KeyFile:
+        file, _, secret = file.with_key("acme", TenantEntry())
+        secrets.append(secret)
+        return file
+
+    edit_key_file(home / "keys.json", add)
+    return secrets[0]
 
 
 @contextlib.contextmanager

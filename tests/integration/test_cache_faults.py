@@ -4,7 +4,6 @@ import contextlib
 import json
 import shutil
 import sqlite3
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from semantic.entrypoints.cli.app import main
 from tests.chaos.mounts import resize, small_disk
 from tests.chaos.talk import Message, ask
 from tests.http_server import RunningServer, make_settings, run_server
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.integration
 
@@ -57,14 +57,6 @@ def assert_right(reference: RunningServer, said: Conversation) -> None:
         for index, message in enumerate(said):
             if message["role"] == "assistant":
                 assert message["content"] == ask(http, reference.model, said[:index], LENGTH)
-
-
-def await_that(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError("it never came true")
 
 
 def store_of(running: RunningServer) -> Any:

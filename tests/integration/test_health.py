@@ -16,7 +16,8 @@ from semantic.entrypoints.server import create_app
 from semantic.ports.backend import Step
 from tests.chaos.mounts import small_disk
 from tests.http_server import RunningServer, make_settings, run_server
-from tests.integration.test_metrics import ENDLESS, ask, await_that
+from tests.integration.test_metrics import ENDLESS, ask
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.integration
 

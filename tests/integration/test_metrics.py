@@ -3,7 +3,6 @@
 import contextlib
 import json
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from semantic.ports.backend import Step, Ticket
 from semantic.ports.inbound import ModelState
 from tests.chaos.mounts import small_disk
 from tests.http_server import RunningServer, make_settings, run_server
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.integration
 
@@ -84,14 +84,6 @@ def ask(http: httpx.Client, agent: str, text: str, max_tokens: int = 8) -> httpx
         },
         headers={"x-agent-id": agent},
     )
-
-
-def await_that(condition: Callable[[], object]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never came true")
 
 
 def together(ask_as: Callable[[str], httpx.Response]) -> list[int]:

@@ -21,9 +21,8 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from semantic.adapters.config.keys import KeyFile, TenantEntry, edit_key_file
 from semantic.adapters.inbound.http.connections import ConnectionLimits, OpenConnections
-from tests.http_server import RunningServer, make_settings, run_server
+from tests.http_server import RunningServer, add_key, make_settings, run_server
 
 pytestmark = pytest.mark.integration
 
@@ -67,16 +66,9 @@ class Target:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     home = tmp_path_factory.mktemp("place") / "home"
-    secrets: list[str] = []
-
-    def add(file: KeyFile) -> KeyFile:
-        file, _, secret = file.with_key("acme", TenantEntry())
-        secrets.append(secret)
-        return file
-
-    edit_key_file(home / "keys.json", add)
+    secret = add_key(home)
     with run_server(make_settings(home, max_body_mb=1)) as running:
-        target = Target(running, home, secrets[0])
+        target = Target(running, home, secret)
         with target.http:
             yield target
 

@@ -7,23 +7,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from semantic.adapters.config.keys import KeyFile, TenantEntry, edit_key_file
 from tests.certificates import make_certificate
+from tests.http_server import add_key
 from tests.smoke.server_process import ServerProcess, StartFailedError, serve
 
 pytestmark = pytest.mark.smoke
-
-
-def add_key(home: Path) -> str:
-    secrets: list[str] = []
-
-    def add(file: KeyFile) -> KeyFile:
-        file, _, secret = file.with_key("acme", TenantEntry())
-        secrets.append(secret)
-        return file
-
-    edit_key_file(home / "keys.json", add)
-    return secrets[0]
 
 
 def client(server: ServerProcess, certificate: Path | None = None) -> httpx.Client:

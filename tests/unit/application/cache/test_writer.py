@@ -2,8 +2,6 @@
 
 import math
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,20 +30,13 @@ from tests.unit.application.memory_rig import (
     fetch,
     make_payload,
 )
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.unit
 
 BLOCK_BYTES = 4 * 8
 FILE_BYTES = BLOCK_BYTES + 4 * 4 + HEADER_BYTES
 ROOM = 4096 + BLOCK_BYTES + 16  # what must be free for one more file
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not come about")
 
 
 def stored(rig: MemoryRig) -> set[BlockName]:
@@ -66,7 +57,7 @@ def test_what_does_not_fit_the_queue_is_offered_again(make_rig: MakeRig) -> None
     rig.seal(list(range(20)))
     assert rig.disk.queued_bytes == 2 * BLOCK_BYTES
     rig.files.write_gate.set()
-    eventually(lambda: len(rig.files.files) == 5)
+    await_that(lambda: len(rig.files.files) == 5)
     rig.flush()
     assert len(rig.ledger.parts) == 5
     assert rig.store.usage().held == 0
@@ -460,7 +451,7 @@ def test_closing_while_parts_wait_to_be_read_ends_and_loses_none_of_them(
     assert isinstance(late.exception(10), DrainingError)
     rig.files.gate.set()
     assert all(reading.result(10) for reading in busy)
-    eventually(lambda: not rig.store.loader.is_busy)
+    await_that(lambda: not rig.store.loader.is_busy)
     assert rig.store.counts.corrupt == 0
     assert rig.files.files == before
 

@@ -27,6 +27,7 @@ from semantic.ports.backend import StepOutput, Ticket
 from semantic.ports.inbound import ModelState
 from tests.unit.application.device_rig import running_device
 from tests.unit.application.engine_rig import FaultyBackend, make_job
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.unit
 
@@ -55,16 +56,6 @@ class StallingBackend(FaultyBackend):
             self.num_defects -= 1
             raise SystemError("not an error of the device")
         return super().bytes_for(lengths)
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether the condition comes to hold within some seconds."""
-    pause = threading.Event()
-    for _ in range(1000):
-        if condition():
-            return True
-        pause.wait(0.01)
-    return False
 
 
 def load_fake(_: Callable[[str], None]) -> LoadedModel:

@@ -1,14 +1,13 @@
 """Pinned host memory, and copies to and from it where there is a GPU for them."""
 
 import gc
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from semantic.adapters.outbound.backends.mlx import runtime
 from semantic.domain.errors import CacheCorruptionError
+from tests.waiting import eventually
 
 runtime.prepare(num_threads=1)
 mx = pytest.importorskip("mlx.core")
@@ -18,14 +17,6 @@ transfer = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.tra
 pytestmark = pytest.mark.unit
 
 SLAB = 2**16
-
-
-def eventually(is_so: Callable[[], bool]) -> bool:
-    for _ in range(500):
-        if is_so():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def test_pieces_begin_with_a_page_and_come_back_joined() -> None:
