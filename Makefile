@@ -169,6 +169,12 @@ else
 		|| { echo "these are installed and not pinned"; exit 1; }
 endif
 
+.PHONY: deploy-check
+deploy-check: $(VENV)/.dev $(SECURITY)/.ready ## check the files of containers, and take the steps of their image without Docker
+	@$(SECURITY)/bin/hadolint deploy/Dockerfile
+	@$(SECURITY)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yml deploy/compose.cuda.yml
+	@$(PYTEST) tests/e2e/image_steps.py $(ARGS)
+
 .PHONY: licenses
 licenses: $(VENV)/.dev $(SECURITY)/.ready ## refuse dependencies under GPL, LGPL, AGPL, SSPL or EUPL
 	@$(SECURITY)/bin/pip-licenses --python=$(BIN)/python --ignore-packages $(LICENSE_EXCEPTIONS) --summary \

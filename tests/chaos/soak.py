@@ -23,11 +23,14 @@ from statistics import median
 
 import httpx
 
-from tests.attack.site import MAX_TOKENS, MODEL, SETTINGS, Server, Truth, client
+from tests.attack.site import MAX_TOKENS, MODEL, Server, Truth, client
 from tests.chaos.talk import Message, ask
 
 NUM_AGENTS = 8
-DISK_BUDGET_MB = 256  # of which the ledger, that nothing is dropped from, takes a part
+DISK_BUDGET_MB = 256  # of which the ledger takes a part
+# What nobody reaches any more goes after a minute instead of a week, so that the figures settle.
+SETTINGS = f"default_max_tokens = {MAX_TOKENS}\nupkeep_interval_s = 1\norphan_ttl_h = {1 / 60}\n"
+PATIENCE_S = 300.0  # others may use the machine, and it is not speed that is tried
 OPTIONS = ("--disk-budget-mb", str(DISK_BUDGET_MB), "--memory-budget-mb", "2")
 WORDS = [
     "rivers",
@@ -125,7 +128,7 @@ class Talker(threading.Thread):
         self._dice = random.Random(seed)  # noqa: S311 - chance, not secrets
 
     def run(self) -> None:
-        with client(self._url) as http, client(self._truth) as truth:
+        with client(self._url, PATIENCE_S) as http, client(self._truth, PATIENCE_S) as truth:
             conversation = 0
             while not self.is_over.is_set():
                 conversation += 1
@@ -214,10 +217,14 @@ def soak(work: Path, seconds: float, seed: int) -> int:
     while time.monotonic() < until and server.is_alive and not tally.findings:
         time.sleep(min(5.0, seconds / 20))
         samples.append(sample(server))
+        if len(samples) % 60 == 0:  # someone may watch
+            figures = " ".join(f"{name} {figure:.1f}" for name, figure in samples[-1].items())
+            sys.stdout.write(f"  {tally.requests.total()} replies, {figures}\n")
+            sys.stdout.flush()
     for talker in talkers:
         talker.is_over.set()
     for talker in talkers:
-        talker.join(60)
+        talker.join(PATIENCE_S)
     status = server.stop() if server.is_alive else -1
     truth.close()
     findings = [*tally.findings, *growth(samples)]

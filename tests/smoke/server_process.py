@@ -70,7 +70,7 @@ class ServerProcess:
     def stop(self) -> int:
         """Send Ctrl-C and return the exit status."""
         self.process.send_signal(signal.SIGINT)
-        return self.process.wait(20)
+        return self.process.wait(60)
 
 
 @contextlib.contextmanager

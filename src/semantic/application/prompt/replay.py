@@ -7,7 +7,6 @@ kept under the prompt they followed and the reply as the client saw it, in memor
 
 import hashlib
 import json
-import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -35,6 +34,8 @@ _DROPPED = True  # stands for thinking that was there and is not told
 # They are small, and their agents may have any age: kept for long after they were last of use.
 REPLAY_TTL_S = 30 * 24 * 3600.0
 _DAY_S = 24 * 3600.0
+_ENTRY_BYTES = 400  # that a reply takes in memory beside its tokens
+_MAX_WRITTEN = 20_000  # replies known to be written; others are written again when they are used
 # Keys depend on a tenant's root of names, so tenants cannot meet; the column tells them apart too.
 _TENANT = ""
 
@@ -50,15 +51,13 @@ class ReplayKey:
 class ReplayStore:
     """Tokens of replies, in memory. Safe on any thread; what it forgets costs time only."""
 
-    def __init__(self, max_tokens: int = 4_000_000) -> None:
-        """Start empty; of more tokens the least recently used go."""
-        self._replies: LruCache[ReplayKey, array[int]] = LruCache(
-            max_tokens, lambda _, tokens: len(tokens)
-        )
+    def __init__(self, max_bytes: int = 16 * 2**20) -> None:
+        """Start empty; of more bytes the least recently used go."""
+        self._replies: LruCache[ReplayKey, array[int]] = LruCache(max_bytes, _num_bytes)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all replies kept."""
+    def num_bytes(self) -> int:
+        """Memory that all replies kept take."""
         return self._replies.weight
 
     def remember(self, key: ReplayKey, tokens: Sequence[int]) -> None:
@@ -81,9 +80,7 @@ class LedgerReplayStore(ReplayStore):
         self._ledger = ledger
         self._write = write
         self._now = now
-        self._lock = threading.Lock()
-        self._day = now()
-        self._written: set[ReplayKey] = set()  # today
+        self._written: LruCache[ReplayKey, float] = LruCache(_MAX_WRITTEN)  # and when
 
     def remember(self, key: ReplayKey, tokens: Sequence[int]) -> None:
         """Keep a reply's tokens."""
@@ -109,16 +106,17 @@ class LedgerReplayStore(ReplayStore):
             return None  # it is rendered again then
 
     def _put(self, key: ReplayKey, tokens: Sequence[int]) -> None:
-        with self._lock:
-            self._written.add(key)
-        self._write(PutReplay(_TENANT, key.prompt + key.message, tuple(tokens), self._now()))
+        now = self._now()
+        self._written.put(key, now)
+        self._write(PutReplay(_TENANT, key.prompt + key.message, tuple(tokens), now))
 
     def _is_written_today(self, key: ReplayKey) -> bool:
-        with self._lock:
-            if self._now() - self._day >= _DAY_S:
-                self._day = self._now()
-                self._written.clear()
-            return key in self._written
+        written = self._written.get(key)
+        return written is not None and self._now() - written < _DAY_S
+
+
+def _num_bytes(_: ReplayKey, tokens: "array[int]") -> int:
+    return _ENTRY_BYTES + len(tokens) * tokens.itemsize
 
 
 @dataclass(frozen=True, slots=True)

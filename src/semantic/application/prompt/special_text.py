@@ -13,6 +13,7 @@ the encoding of that message.
 import copy
 import itertools
 import re
+import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
@@ -26,6 +27,8 @@ from semantic.ports.text import SpecialToken, TokenizerPort
 _MARK = "\ufdd0"
 _BREAK = _MARK + "\ufdd1"
 _LITERAL = _MARK + "\ufdd2"
+
+_ENTRY_BYTES = 300  # that a run takes in memory beside its text and tokens
 
 _ByCharacter: TypeAlias = dict[str, tuple[str, ...]]
 
@@ -140,17 +143,17 @@ def _partial(texts: Iterable[str]) -> tuple[_ByCharacter, _ByCharacter]:
 class RunEncoder:
     """Encodes runs of guarded text, and remembers them. Safe on any thread."""
 
-    def __init__(self, tokenizer: TokenizerPort, *, max_characters: int = 8_000_000) -> None:
+    def __init__(self, tokenizer: TokenizerPort, *, max_bytes: int = 24 * 2**20) -> None:
         """Start with nothing remembered.
 
         Args:
             tokenizer: Encodes what is not remembered.
-            max_characters: Text of this length in all is remembered, the latest used.
+            max_bytes: Text and tokens of this size in all are remembered, the latest used.
         """
         self._tokenizer = tokenizer
         self._root = b""
         self._runs: LruCache[tuple[bytes, str, bool], array[int]] = LruCache(
-            max_characters, lambda key, _: len(key[1])
+            max_bytes, lambda key, ids: _ENTRY_BYTES + sys.getsizeof(key[1]) + 4 * len(ids)
         )
 
     def of_tenant(self, root: bytes) -> "RunEncoder":

@@ -7,6 +7,7 @@ import pytest
 from semantic.adapters.outbound.backends.fake import END_TOKEN, FakeTokenizer
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.ledger import write_at_once
+from semantic.application.prompt import replay
 from semantic.application.prompt.replay import (
     REPLAY_TTL_S,
     LedgerReplayStore,
@@ -105,7 +106,7 @@ def test_a_digest_grows_with_its_prompt() -> None:
 
 
 def test_the_store_drops_what_was_used_least_recently() -> None:
-    store = ReplayStore(max_tokens=5)
+    store = ReplayStore(max_bytes=2 * 400 + 5 * 4)
     keys = [ReplayKey(bytes([i]), b"") for i in range(4)]
     store.remember(keys[0], [1, 2])
     store.remember(keys[1], [3, 4])
@@ -114,7 +115,7 @@ def test_the_store_drops_what_was_used_least_recently() -> None:
     assert [store.lookup(key) for key in keys[:3]] == [(1, 2), None, (5, 6)]
     store.remember(keys[2], [7, 8, 9])
     assert [store.lookup(key) for key in keys[:3]] == [(1, 2), None, (7, 8, 9)]
-    store.remember(keys[3], range(6))
+    store.remember(keys[3], range(200))
     assert [store.lookup(key) for key in keys] == [None] * 4
 
 
@@ -200,7 +201,10 @@ def test_a_reply_that_is_only_looked_at_gets_no_younger() -> None:
     assert shelf.replies.lookup(KEY, is_used=False) is None
 
 
-def test_it_is_written_once_a_day() -> None:
+def test_it_is_written_once_a_day_and_again_when_that_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replay, "_MAX_WRITTEN", 1)
     shelf, written = Shelf(), 0
 
     def write(*changes: object) -> object:
@@ -213,10 +217,13 @@ def test_it_is_written_once_a_day() -> None:
     for _ in range(3):
         shelf.replies.lookup(KEY)
     assert written == 1
+    shelf.replies.remember(OTHER, [2])
+    shelf.replies.lookup(KEY)
+    assert written == 3
     shelf.now += 25 * 3600
     for _ in range(3):
         shelf.replies.lookup(KEY)
-    assert written == 2
+    assert written == 4
 
 
 # -- two ways to write the same JSON ----------------------------------------------------------

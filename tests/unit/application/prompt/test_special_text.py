@@ -82,7 +82,7 @@ class CountingTokenizer(FakeTokenizer):
 
 def test_a_run_is_encoded_once_while_it_is_remembered() -> None:
     tokenizer = CountingTokenizer()
-    runs = RunEncoder(tokenizer, max_characters=5)
+    runs = RunEncoder(tokenizer, max_bytes=2 * 300 + 130)
     for run in ("abc", "abc", "de", "abc", "fg", "abc", "de"):
         assert list(runs.encode(run, is_start=False)) == list(run.encode())
     assert tokenizer.encoded == ["abc", "de", "fg", "de"]

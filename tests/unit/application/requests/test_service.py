@@ -527,12 +527,12 @@ async def test_only_who_was_answered_has_a_date_of_its_own(
         long = (*request.messages, Message.of(Role.USER, "x" * 140_000))
         with pytest.raises(ContextLengthError):
             await service.start(replace(request, messages=long), ME)
-        assert replays.num_tokens == 0
+        assert replays.num_bytes == 0
         final = finished(await ask(service, request))
         assert final.usage.prompt_tokens == num_prompt
-        num_kept = replays.num_tokens
+        num_kept = replays.num_bytes
         await service.count_tokens(request, ME)
-    assert replays.num_tokens == num_kept > 0
+    assert replays.num_bytes == num_kept > 0
 
 
 class StuckGrammar:
