@@ -25,6 +25,7 @@ from tests.contract.models import (
     family_config,
     write_model,
 )
+from tests.contract.sharded import fake_in_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ _FAKES = {
     "fake-pipelined": Subject(
         lambda: FakeBackend(fake_spec(block_tokens=BLOCK_TOKENS), pipeline_depth=1)
     ),
+    "fake-2-shards": Subject(lambda: fake_in_ranks(2)),
+    "fake-3-shards": Subject(lambda: fake_in_ranks(3, WINDOW), cuts_anywhere=False),
 }
 
 

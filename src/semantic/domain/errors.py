@@ -18,6 +18,7 @@
       CachePersistenceError             the reply still goes out; the turn is not durable
       CacheCorruptionError              a miss; never shown to a client
       BackendError                 500  the device failed this request
+        DeviceLostError                 all its sequences are gone; clients see a ModelSwapError
 
 Which HTTP status and body a protocol makes of an error is the adapters' business.
 """
@@ -170,3 +171,7 @@ class CacheCorruptionError(SemanticError):
 
 class BackendError(SemanticError):
     """The device failed while it computed this request."""
+
+
+class DeviceLostError(BackendError):
+    """The device is gone with all its sequences: the model has to be loaded again."""

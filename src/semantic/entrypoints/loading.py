@@ -143,6 +143,12 @@ class ModelLoader:
             return settings.model_budget_mb * 2**20
         return machine_memory() - settings.memory_budget_mb * 2**20
 
+    def _importer(self) -> Callable[[Settings], MakeBackend]:
+        name = self._backend_name
+        if self._settings.shards > 1 and name != "fake":
+            return functools.partial(_import_shards, name)
+        return _import_mlx if name == "mlx" else _import_torch
+
     def _load_fake(self, entry: ModelEntry, on_progress: OnProgress) -> LoadedModel:
         from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
 
@@ -161,7 +167,7 @@ class ModelLoader:
         models_dir = settings.home_dir / "models"
         directory = LocalModelSource(models_dir, STARTER_MODEL).resolve(entry.source, on_progress)
         on_progress(f"importing {self._backend_name}")
-        make = (_import_mlx if self._backend_name == "mlx" else _import_torch)(settings)
+        make = self._importer()(settings)
         on_progress(f"loading {directory.name}")
         config = json.loads((directory / "config.json").read_text("utf-8"))
         backend = make(directory, ModelCacheSpec.from_config(config))
@@ -206,6 +212,12 @@ def _import_mlx(settings: Settings) -> MakeBackend:
         raise _missing(error, "mlx") from error
     options = MlxOptions(settings.dtype, settings.device, settings.weights, settings.pinned_copies)
     return lambda directory, spec: MlxBackend.from_directory(directory, spec, options)
+
+
+def _import_shards(name: Literal["torch", "mlx"], settings: Settings) -> MakeBackend:
+    from semantic.entrypoints.shards import load_sharded
+
+    return lambda directory, spec: load_sharded(directory, spec, settings, name)
 
 
 def _missing(error: ModuleNotFoundError, backend_name: BackendName) -> InvalidRequestError:

@@ -118,6 +118,18 @@ class Settings(BaseSettings):
         le=1024,
         description="most CPU threads, fewer while cores are taken; 0: OMP_NUM_THREADS, else all",
     )
+    shards: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="processes that each hold a share of the model, on devices of their own",
+    )
+    shard_listen: str | None = Field(
+        None, description="HOST:PORT where shards on other machines join by `semantic shard`"
+    )
+    shard_key: str | None = Field(
+        None, repr=False, description="the secret that shards on other machines must know"
+    )
     pinned_copies: bool = Field(
         False,
         description="mlx on CUDA: state travels through pinned memory; faster, not yet proven",
@@ -225,7 +237,7 @@ class Settings(BaseSettings):
                 raise ValueError(f"{origin!r} is not an origin such as https://a.example, or *")
         return value
 
-    @field_validator("api_key", "admin_key")
+    @field_validator("api_key", "admin_key", "shard_key")
     @classmethod
     def _require_secret(cls, value: str | None) -> str | None:
         if value is None or _DIGEST.fullmatch(value):
@@ -254,6 +266,8 @@ class Settings(BaseSettings):
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key are given together, or neither is")
+        if (self.shard_listen is None) != (self.shard_key is None):
+            raise ValueError("shard_listen and shard_key are given together, or neither is")
         if self.encryption_key_file is not None and self.encryption_key_command is not None:
             raise ValueError("give encryption_key_file or encryption_key_command, not both")
         return self

@@ -35,6 +35,7 @@ from semantic.application.engine.request import EventBatch, EventSink
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.errors import (
     BackendError,
+    DeviceLostError,
     DrainingError,
     ModelSwapError,
     OverloadedError,
@@ -246,9 +247,6 @@ class DeviceThread:
             self._commands.put(exchange)
         return exchange.done
 
-    def _wake(self) -> None:
-        self._commands.put(Wake())
-
     def request_stop(self) -> None:
         """Refuse new work and end what runs; returns at once."""
         self._set_state(ModelState.STOPPED, "stopped")
@@ -270,14 +268,10 @@ class DeviceThread:
     def _run(self) -> None:
         exchange: Exchange | None = Exchange(self._load)
         while exchange is not None:
-            exchange = self._hold(exchange)
+            engine = self._open(exchange)
+            exchange = self._serve(engine) if engine else self._await_exchange()
         self._fail_live(BackendError("the device's thread has ended."))
         self._refuse_exchanges()
-
-    def _hold(self, exchange: Exchange) -> Exchange | None:
-        """Load a model and run it until the next one is to take its place; None at the end."""
-        engine = self._open(exchange)
-        return self._serve(engine) if engine else self._await_exchange()
 
     def _open(self, exchange: Exchange) -> BlockPoolBatchEngine | None:
         """Load a model; None if there is none to load, or it could not be loaded."""
@@ -289,18 +283,20 @@ class DeviceThread:
         try:
             model = exchange.load(lambda step: self._set_state(ModelState.LOADING, step))
             try:
-                engine = self._make_engine(model, self._limits, self._hand_out, self._wake)
+                engine = self._make_engine(
+                    model, self._limits, self._hand_out, lambda: self._commands.put(Wake())
+                )
             except BaseException:
                 model.backend.shutdown()
                 raise
         except Exception as error:  # noqa: BLE001 - whatever it was, health and clients hear of it
-            is_known = isinstance(error, SemanticError)
-            if not is_known:
+            if not isinstance(error, SemanticError):
                 _log.exception("the model could not be loaded")
-            reason = error.message if isinstance(error, SemanticError) else repr(error)
-            self._set_state(ModelState.FAILED, reason)
-            exchange.done.set_exception(error if is_known else ModelSwapError(reason))
+                error = ModelSwapError(repr(error))
+            self._set_state(ModelState.FAILED, error.message)
+            exchange.done.set_exception(error)
             return None
+        self._load = exchange.load
         with self._lock:
             self._model, self._longest_sequence = model, engine.longest_sequence
             self._idle_since = time.monotonic()
@@ -352,9 +348,7 @@ class DeviceThread:
                 case CloseIdle(_, done) | Resize(_, done):
                     done.set_result(None)
                 case Stop():
-                    return None
-                case _:
-                    pass  # whoever it was about has been answered
+                    return None  # others are about somebody who has been answered
 
     def _refuse_exchanges(self) -> None:
         """Answer those whose models will never be loaded."""
@@ -375,7 +369,7 @@ class DeviceThread:
             is_busy = engine.step()
         except Exception as error:  # noqa: BLE001 - nobody may wait forever because of our defect
             _log.exception("the engine failed")
-            failure = BackendError(f"the engine failed: {type(error).__name__}: {error}")
+            failure = self._failure_of(error)
             with self._lock:
                 affected = set(self._live)  # and not those who are sent while these are answered
             engine.abandon(failure)
@@ -389,12 +383,21 @@ class DeviceThread:
             self._await_command(_IDLE_POLL_S)
         return True
 
+    def _failure_of(self, error: Exception) -> SemanticError:
+        """What everyone is answered; a model whose device is lost is loaded again."""
+        if not isinstance(error, DeviceLostError):
+            return BackendError(f"the engine failed: {type(error).__name__}: {error}")
+        self._exchange = self._exchange or Exchange(self._load)
+        self._set_state(ModelState.SWAPPING, error.message)
+        return ModelSwapError(f"{error.message} Loading it again; try again.", retry_after_s=10)
+
     def _take_commands(self, engine: BlockPoolBatchEngine) -> bool:
         """Take what has come in, waiting for it if there is nothing to do; False means stop."""
         if not engine.has_work:
             if not self._taken:
                 self._await_command(None)
-            self._await_company()
+            # Requests that are sent together start together.
+            self._is_stopping.wait(self._limits.batch_window_ms / 1000)
         with contextlib.suppress(queue.Empty):
             while True:
                 self._taken.append(self._commands.get_nowait())
@@ -441,10 +444,6 @@ class DeviceThread:
     def _await_command(self, timeout_s: float | None) -> None:
         with contextlib.suppress(queue.Empty):
             self._taken.append(self._commands.get(timeout=timeout_s))
-
-    def _await_company(self) -> None:
-        """An idle engine waits a moment, so that requests sent together start together."""
-        self._is_stopping.wait(self._limits.batch_window_ms / 1000)
 
     def _hand_out(self, events: EventBatch) -> None:
         ended = {name for name, event in events if isinstance(event, Finished | Failed)}

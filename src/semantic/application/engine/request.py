@@ -11,7 +11,7 @@ from semantic.application.engine.restore import Restore
 from semantic.domain.agents import Reuse
 from semantic.domain.blocks import BlockName, PartKey, block_end, common_prefix
 from semantic.domain.chat import ServiceClass
-from semantic.domain.errors import BackendError, SemanticError
+from semantic.domain.errors import BackendError, DeviceLostError, SemanticError
 from semantic.domain.events import (
     Event,
     Failed,
@@ -363,7 +363,13 @@ class Flight:
 
 
 def as_backend_error(error: Exception) -> SemanticError:
-    """What a request that failed this way is answered with."""
+    """What a request that failed this way is answered with.
+
+    Raises:
+        DeviceLostError: that ends not one request but all, and is the thread's business.
+    """
+    if isinstance(error, DeviceLostError):
+        raise error
     if isinstance(error, SemanticError):
         return error
     return BackendError(f"the device failed this request: {type(error).__name__}: {error}")

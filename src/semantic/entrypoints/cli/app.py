@@ -20,7 +20,7 @@ from semantic.entrypoints.cli.models import models_app
 from semantic.entrypoints.cli.watch import bench, top
 
 _SERVE_FLAGS = (
-    *("host", "port", "model", "backend", "dtype", "device", "weights", "threads"),
+    *("host", "port", "model", "backend", "dtype", "device", "weights", "threads", "shards"),
     *("home", "cache_dir", "durability", "disk_budget_mb", "memory_budget_mb", "kv_bits"),
     *("tls_cert", "tls_key", "log_level", "allow_remote"),
 )
@@ -92,6 +92,16 @@ def serve(settings: Settings) -> int:
         settings.log_level, settings.log_format, LogFiles(logs, size, settings.log_files)
     )
     return serve(bootstrap(settings))
+
+
+@app.command()
+def shard(
+    server: Annotated[str, typer.Argument(help="HOST:PORT, the server's shard_listen")],
+) -> int:
+    """Hold a share of the model of a server on another machine; SEMANTIC_SHARD_KEY is its key."""
+    from semantic.entrypoints.shards import join
+
+    return join(server)
 
 
 @cache_app.command()

@@ -14,6 +14,7 @@ from semantic.application.engine.request import EngineEvent, EventBatch
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.errors import (
     BackendError,
+    DeviceLostError,
     DrainingError,
     ModelNotFoundError,
     ModelSwapError,
@@ -289,6 +290,33 @@ def test_a_defect_answers_also_those_whose_commands_were_not_taken() -> None:
         made.submit("next", max_tokens=2)
         made.final("next")
         assert made.num_sequences == before + 1, "requests that were answered ran on"
+
+
+@pytest.mark.parametrize("where", ["launch", "open"])
+def test_a_model_whose_device_is_lost_is_loaded_again(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends: list[StallingBackend] = []
+
+    def load(_: Callable[[str], None]) -> LoadedModel:
+        backends.append(StallingBackend())
+        return LoadedModel("fake", backends[-1], FakeTokenizer())
+
+    def fail(*_: object) -> None:
+        raise DeviceLostError("a shard has ended.")
+
+    with device(load=load) as made:
+        made.await_state(ModelState.READY)
+        monkeypatch.setattr(backends[0], where, fail)
+        made.submit("a")
+        error = made.error("a")
+        assert isinstance(error, ModelSwapError)
+        assert error.message == "a shard has ended. Loading it again; try again."
+        made.await_state(ModelState.READY)
+        made.submit("b")
+        assert made.reason("b") is FinishReason.MAX_TOKENS
+        assert len(backends) == 2
+        assert backends[0].num_open == 0
 
 
 def test_requests_sent_together_start_together() -> None:

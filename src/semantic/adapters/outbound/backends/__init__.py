@@ -8,4 +8,5 @@ The engine opens a sequence, loads what of its state was saved, launches steps a
 - `torch`: Hugging Face's models on a CPU or CUDA, a step computed at once.
 - `mlx`: mlx-lm's models on Apple Silicon, CUDA or a CPU, the next step launched before the last
   one's tokens are known.
+- `sharded`: a model of either in several processes, which it tells every call.
 """

@@ -44,12 +44,14 @@ class MlxOptions:
         weights: auto keeps quantised ones as they are on a GPU; on a CPU, whose kernels for them
             are slow, and with full they are expanded.
         pinned: On CUDA, weights and attention state travel through pinned host memory.
+        group: The processes of which each holds a share of the model; None holds all of it here.
     """
 
     dtype: DType = "auto"
     device: Device = "auto"
     weights: Literal["auto", "full"] = "auto"
     pinned: bool = False
+    group: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
         is_expanded = "quantization" in config and _is_expanded(options.weights)
         if is_expanded:
             model = utils.dequantize_model(model)
+        if options.group is not None:
+            _divide(model, options.group)
         reason = _convert(model, options.dtype)
         mx.async_eval(model.parameters())
         layer = next((layer for layer in spec.layers if layer.kind is LayerKind.FULL), None)
@@ -177,6 +181,13 @@ def _convert(model: Any, dtype: DType) -> str:
         model.set_dtype(mx.bfloat16)
         return "the model's float32 is wider than a GPU needs"
     return "the model's own"
+
+
+def _divide(model: Any, group: Any) -> None:
+    """Keep this process's share of a model; nothing is read from files yet."""
+    if not hasattr(model, "shard"):
+        raise ValueError("mlx-lm does not say how to shard it")
+    model.shard(group)
 
 
 def _is_expanded(weights: Literal["auto", "full"]) -> bool:

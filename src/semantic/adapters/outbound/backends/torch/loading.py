@@ -30,6 +30,7 @@ from semantic.adapters.outbound.backends.torch.grouped import (
     load_grouped,
     quantise_linears,
 )
+from semantic.adapters.outbound.backends.torch.shares import Share, load_share
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import Compute, LayerKind, ModelCacheSpec
 
@@ -53,12 +54,14 @@ class TorchOptions:
             for them and unless a dtype is asked for; full expands them. Fewer bits make few rows
             faster and less exact; a CPU in bfloat16 or with ARM's kernels only.
         num_threads: 0 takes OMP_NUM_THREADS, or as many as the process may use.
+        share: Which part of the model this process holds; None is all of it.
     """
 
     dtype: DType = "auto"
     device: Device = "auto"
     weights: WeightsOption = "auto"
     num_threads: int = 0
+    share: Share | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class Plan:
         is_kept: The weights stay in groups as the file has them.
         weights: What weights that are not in groups are quantised to.
         reason: Why this dtype.
+        share: Which part of the model is held; None is all of it.
     """
 
     device: torch.device
@@ -76,6 +80,7 @@ class Plan:
     is_kept: bool
     weights: Weights
     reason: str
+    share: Share | None = None
 
     @property
     def number_format(self) -> str:
@@ -88,7 +93,8 @@ class Plan:
     @property
     def is_packable(self) -> bool:
         """Whether linears are packed for bfloat16."""
-        return self.device.type == "cpu" and self.dtype == torch.bfloat16 and cpu.has_bfloat16()
+        is_fit = self.device.type == "cpu" and self.dtype == torch.bfloat16 and cpu.has_bfloat16()
+        return is_fit and self.share is None
 
     @property
     def has_arm_kernels(self) -> bool:
@@ -103,6 +109,8 @@ def make_plan(directory: Path, options: TorchOptions) -> Plan:
         InvalidRequestError: this machine has not what is asked for.
     """
     device = choose_device(options.device)
+    if options.share is not None:
+        return _plan_of_share(directory, options, device)
     weights: Weights = "full" if options.weights == "auto" else options.weights
     is_keepable = options.weights == options.dtype == "auto" and _is_grouped(directory)
     if is_keepable and device.type == "cpu" and has_kleidi():
@@ -117,6 +125,17 @@ def make_plan(directory: Path, options: TorchOptions) -> Plan:
             param="weights",
         )
     return replace(plan, is_kept=is_keepable and plan.is_packable)
+
+
+def _plan_of_share(directory: Path, options: TorchOptions, device: torch.device) -> Plan:
+    if options.weights not in ("auto", "full") or _is_grouped(directory):
+        raise InvalidRequestError(
+            "the torch backend shards models whose weights are in full only; "
+            "take the model as its makers published it, without --weights int8 or int4",
+            param="shards",
+        )
+    dtype, reason = choose_dtype(options.dtype, device)
+    return Plan(device, dtype, False, "full", reason, options.share)
 
 
 def _is_grouped(directory: Path) -> bool:
@@ -202,6 +221,8 @@ def load_model(directory: Path, spec: ModelCacheSpec, plan: Plan) -> Any:
 
 
 def _read_model(directory: Path, plan: Plan) -> Any:
+    if plan.share is not None:
+        return load_share(directory, plan.dtype, ATTENTION_NAME, plan.share)
     if _is_grouped(directory):
         return load_grouped(directory, plan.dtype, ATTENTION_NAME, is_kept=plan.is_kept)
     return AutoModelForCausalLM.from_pretrained(

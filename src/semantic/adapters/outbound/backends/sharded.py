@@ -1,0 +1,313 @@
+"""One model in several processes: each holds a share of its heads, and all do the same in order.
+
+The server tells every rank each call, and every rank answers. Inside a step ranks wait for each
+other to add up what their shares computed, so a rank that is gone ends the group: it is put away,
+and the model has to be loaded again. The first rank's tokens count. State rests rank by rank: a
+payload has each rank's buffers under the rank's number.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
+
+from semantic.adapters.outbound.backends.common import PayloadTicket, StepTicket
+from semantic.domain.errors import (
+    BackendError,
+    CacheCorruptionError,
+    DeviceLostError,
+    InvalidRequestError,
+)
+from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
+from semantic.ports.backend import (
+    LAST_SAMPLED,
+    Chunk,
+    HostBuffer,
+    KVPayload,
+    ModelBackendPort,
+    Sampled,
+    SequenceId,
+    Step,
+    StepOutput,
+    Ticket,
+    Traits,
+)
+
+Answer: TypeAlias = Any  # what a rank's call returned, or the exception it raised
+_REST_S = 60  # how long after the first answer the others may come
+_GONE = (EOFError, OSError)
+
+
+def share_of(spec: ModelCacheSpec, num_ranks: int) -> ModelCacheSpec:
+    """The geometry of what each rank keeps.
+
+    Raises:
+        InvalidRequestError: the model's attention cannot be divided so.
+    """
+    if any(_is_indivisible(layer, num_ranks) for layer in spec.layers):
+        heads = ", ".join(str(n) for n in sorted({layer.num_kv_heads for layer in spec.layers}))
+        raise InvalidRequestError(
+            f"{spec.model_type} cannot be divided into {num_ranks} shards: its layers have "
+            f"{heads} heads of keys and values. Choose a number that divides them.",
+            param="shards",
+        )
+    return _with_heads(spec, lambda heads: heads // num_ranks)
+
+
+def _is_indivisible(layer: LayerSpec, num_ranks: int) -> bool:
+    return layer.kind is LayerKind.STATE or layer.num_kv_heads % num_ranks != 0
+
+
+def _with_heads(spec: ModelCacheSpec, change: Callable[[int], int]) -> ModelCacheSpec:
+    layers = (replace(layer, num_kv_heads=change(layer.num_kv_heads)) for layer in spec.layers)
+    return replace(spec, layers=tuple(layers))
+
+
+class ShardedBackend:
+    """`ModelBackendPort` over ranks that mirror each call."""
+
+    def __init__(self, links: Sequence[Connection], end: Callable[[], None]) -> None:
+        """Take ranks that have loaded their shares.
+
+        Args:
+            links: To each rank, the first one first; `mirror` is at the other end.
+            end: Ends the ranks, whatever they are at.
+
+        Raises:
+            DeviceLostError: a rank is gone.
+        """
+        self._links = tuple(links)
+        self._end = end
+        self._lost = ""
+        self._last: dict[SequenceId, int] = {}  # what the first rank sampled last
+        self._bytes: dict[int, int] = {}  # of a sequence, by its length
+        share, traits = self._all("describe")[0]
+        self._spec = _with_heads(share, lambda heads: heads * len(links))
+        self._share_abi = traits.kv_abi
+        self._traits: Traits = replace(
+            traits, pipeline_depth=0, kv_abi=f"{traits.kv_abi}.shards{len(links)}"
+        )
+
+    @property
+    def spec(self) -> ModelCacheSpec:
+        """Geometry of the whole model's attention state."""
+        return self._spec
+
+    @property
+    def traits(self) -> Traits:
+        """What the engine must know."""
+        return self._traits
+
+    def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
+        """Begin a sequence."""
+        self._all("open", seq, tuple(tokens))
+
+    def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
+        """Give each rank its share of some payloads."""
+        shares = [self._divided(part) for part in parts]
+        arguments = [
+            (seq, [share[rank] for share in shares], end) for rank in range(len(self._links))
+        ]
+        self._each("load", arguments)
+        self._last.pop(seq, None)
+
+    def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
+        """Open a sequence with another's first tokens."""
+        return bool(self._all("fork", src, dst, num_tokens)[0])
+
+    def launch(self, step: Step) -> Ticket:
+        """Have every rank compute a step; waits for it."""
+        chunks = tuple(self._spelled_out(chunk) for chunk in step.chunks)
+        outputs: list[StepOutput] = self._all("step", Step(chunks))
+        if len({tuple(type(row) for row in output.rows) for output in outputs}) > 1:
+            raise self._lose("they disagree on which rows failed")
+        for row in outputs[0].rows:
+            if isinstance(row, Sampled):
+                self._last[row.seq] = row.token
+            else:
+                self._last.pop(row.seq, None)
+        return StepTicket(outputs[0])
+
+    def collect(self, ticket: Ticket) -> StepOutput:
+        """Return what `launch` computed."""
+        if not isinstance(ticket, StepTicket):
+            raise TypeError("not the ticket of a step of this backend")
+        return ticket.output
+
+    def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Add tokens; every rank has the whole sum."""
+        sums: tuple[float, ...] = self._all("embed", seq, start, tuple(tokens))[0]
+        return sums
+
+    def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
+        """Fetch each rank's share."""
+        shares: list[KVPayload] = self._all("save", seq, start, end, kind)
+        buffers = tuple(
+            replace(buffer, name=f"{rank}.{buffer.name}")
+            for rank, share in enumerate(shares)
+            for buffer in share.buffers
+        )
+        return PayloadTicket(replace(shares[0], abi=self._traits.kv_abi, buffers=buffers))
+
+    def payload(self, ticket: Ticket) -> KVPayload:
+        """Return what `snapshot` fetched."""
+        if not isinstance(ticket, PayloadTicket):
+            raise TypeError("not the ticket of a snapshot of this backend")
+        return ticket.payload
+
+    def flush(self) -> None:
+        """Nothing is put off."""
+
+    def truncate(self, seq: SequenceId, num_tokens: int) -> int:
+        """Cut a sequence back."""
+        length = int(self._all("truncate", seq, num_tokens)[0])
+        self._last.pop(seq, None)
+        return length
+
+    def close(self, seq: SequenceId) -> None:
+        """Drop a sequence; with the ranks gone it is dropped already."""
+        self._last.pop(seq, None)
+        with contextlib.suppress(DeviceLostError):
+            self._all("close", seq)
+
+    def bytes_for(self, lengths: Sequence[int]) -> int:
+        """Add up all ranks' bytes; what a length takes is asked for once."""
+        for length in lengths:
+            if length not in self._bytes:
+                self._bytes[length] = sum(self._all("bytes_for", [length]))
+        return sum(self._bytes[length] for length in lengths)
+
+    def memory(self) -> int:
+        """Add up what the ranks hold."""
+        return 0 if self._lost else sum(self._all("memory"))
+
+    def shutdown(self) -> None:
+        """End the ranks."""
+        with contextlib.suppress(DeviceLostError):
+            self._all("shutdown")
+        self._lost = "the model was shut down."
+        self._end()
+
+    # -- telling the ranks ----------------------------------------------------------------------
+
+    def _all(self, name: str, *arguments: object) -> list[Answer]:
+        return self._each(name, [arguments] * len(self._links))
+
+    def _each(self, name: str, arguments: Sequence[tuple[object, ...]]) -> list[Answer]:
+        """Have every rank do something, and wait for all.
+
+        Raises:
+            DeviceLostError: a rank is gone, or not all came to the same.
+        """
+        if self._lost:
+            raise DeviceLostError(self._lost)
+        try:
+            for link, args in zip(self._links, arguments, strict=True):
+                link.send((name, args))
+            answers = self._answers()
+        except _GONE as error:
+            raise self._lose("one of them has ended") from error
+        errors = [answer for answer in answers if isinstance(answer, Exception)]
+        if len({type(error) for error in errors}) > 1 or 0 < len(errors) < len(answers):
+            raise self._lose(f"they disagree: {errors[0]}") from errors[0]
+        if errors:
+            raise errors[0]
+        return answers
+
+    def _answers(self) -> list[Answer]:
+        answers: dict[Connection, Answer] = {}
+        while waiting := [link for link in self._links if link not in answers]:
+            ready = connection.wait(waiting, _REST_S if answers else None)
+            if not ready:
+                raise TimeoutError
+            for link in waiting:
+                if link in ready:
+                    answers[link] = link.recv()
+        return [answers[link] for link in self._links]
+
+    def _lose(self, reason: str) -> DeviceLostError:
+        """Give the group up; what this returns is to be raised."""
+        self._lost = f"the model's {len(self._links)} shards are lost: {reason}."
+        self._end()
+        return DeviceLostError(self._lost)
+
+    # -- what each is told ----------------------------------------------------------------------
+
+    def _spelled_out(self, chunk: Chunk) -> Chunk:
+        """A chunk with the token that counts, in place of what each rank may have sampled."""
+        token = self._last.get(chunk.seq)
+        if chunk.tokens is not LAST_SAMPLED or token is None:
+            return chunk
+        return replace(chunk, tokens=(token,))
+
+    def _divided(self, part: KVPayload) -> list[KVPayload]:
+        """Each rank's share of a payload; alike in form, so that all are taken or none.
+
+        Raises:
+            CacheCorruptionError: it is of another abi, or the shares are unlike.
+        """
+        if part.abi != self._traits.kv_abi:
+            raise CacheCorruptionError(f"a payload of {part.abi} cannot be loaded")
+        by_rank: list[list[HostBuffer]] = [[] for _ in self._links]
+        for buffer in part.buffers:
+            number, _, name = buffer.name.partition(".")
+            if not number.isdecimal() or int(number) >= len(by_rank):
+                raise CacheCorruptionError(f"no rank has a buffer {buffer.name}")
+            by_rank[int(number)].append(replace(_sendable(buffer), name=name))
+        forms = {tuple((b.name, b.shape, b.dtype, b.nbytes) for b in share) for share in by_rank}
+        if len(forms) > 1:
+            raise CacheCorruptionError("the ranks' shares of a payload are unlike")
+        return [replace(part, abi=self._share_abi, buffers=tuple(share)) for share in by_rank]
+
+
+def _sendable(buffer: HostBuffer) -> HostBuffer:
+    return replace(buffer, source=bytes(buffer.data))
+
+
+# -- a rank's side ---------------------------------------------------------------------------------
+
+
+def mirror(link: Connection, backend: ModelBackendPort) -> None:
+    """Do what the other end says, call by call, until it says to end or is gone."""
+    try:
+        while True:
+            name, arguments = link.recv()
+            if name == "shutdown":
+                break
+            link.send(_answer(backend, name, arguments))
+    except _GONE:
+        return
+    finally:
+        backend.shutdown()
+    with contextlib.suppress(*_GONE):
+        link.send(None)
+
+
+def _answer(backend: ModelBackendPort, name: str, arguments: tuple[Any, ...]) -> Answer:
+    try:
+        return _do(backend, name, arguments)
+    except (BackendError, InvalidRequestError, CacheCorruptionError) as error:
+        return error
+    except (ValueError, KeyError, TypeError) as error:
+        return type(error)(str(error))
+    except Exception as error:  # noqa: BLE001 - the other end decides what becomes of it
+        return BackendError(f"{type(error).__name__}: {error}")
+
+
+def _do(backend: ModelBackendPort, name: str, arguments: tuple[Any, ...]) -> Answer:
+    match name:
+        case "describe":
+            return backend.spec, backend.traits
+        case "step":
+            output = backend.collect(backend.launch(*arguments))
+            backend.flush()
+            return output
+        case "save":
+            ticket = backend.snapshot(*arguments)
+            backend.flush()
+            payload = backend.payload(ticket)
+            return replace(payload, buffers=tuple(_sendable(b) for b in payload.buffers))
+        case _:
+            return getattr(backend, name)(*arguments)

@@ -1,0 +1,129 @@
+"""Models in two processes that add up what their shares compute: the same text as in one."""
+
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Literal, cast
+
+import pytest
+
+from semantic.adapters.config.settings import load_settings
+from semantic.adapters.outbound.backends.sharded import ShardedBackend, share_of
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.domain.errors import DeviceLostError, InvalidRequestError
+from semantic.entrypoints import shards
+from semantic.entrypoints.shards import load_sharded
+from semantic.ports.backend import ModelBackendPort, SequenceId
+from tests.contract.conftest import make_mlx, require_mlx
+from tests.contract.driver import begin, finish, prompt, restored, step
+from tests.contract.mlx_models import write_mlx_model
+from tests.contract.models import TinyModel, family_config, write_model
+from tests.contract.sharded import fake_in_ranks
+
+pytestmark = pytest.mark.contract
+
+Library = Literal["torch", "mlx"]
+_IDS = itertools.count()
+
+
+def sharded(model: TinyModel, library: Library) -> ShardedBackend:
+    """A model in two processes."""
+    settings = load_settings({"shards": 2, "dtype": "float32", "threads": 1})
+    return load_sharded(model.directory, model.spec, settings, library)
+
+
+@pytest.fixture(scope="module", params=["torch-llama", "mlx-llama"])
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[ModelBackendPort, ShardedBackend]]:
+    """A model in one process, and in two."""
+    library, _, family = request.param.partition("-")
+    directory = tmp_path_factory.mktemp(request.param)
+    if library == "mlx":
+        require_mlx()
+        model = write_mlx_model(directory, family)
+        whole = make_mlx(model)
+    else:
+        model = write_model(directory, family_config(family))
+        whole = TorchBackend(model.directory, model.spec, TorchOptions(dtype="float32"))
+    divided = sharded(model, cast("Library", library))
+    yield whole, divided
+    divided.shutdown()
+    whole.shutdown()
+
+
+def test_the_same_text_as_in_one_process(both: tuple[ModelBackendPort, ShardedBackend]) -> None:
+    """Alone, together, forked, cut back, and restored from what the ranks saved."""
+    whole, divided = both
+    prompts = [prompt(n, seed=n) for n in (5, 23, 40)]
+    expected = [begin(whole, next(_IDS), tokens).finish() for tokens in prompts]
+    together = [begin(divided, next(_IDS), tokens) for tokens in prompts]
+    finish(together)
+    assert [run.reply for run in together] == expected
+    back = restored(together[1], next(_IDS))
+    fork = begin(divided, next(_IDS), prompts[2])
+    divided.close(fork.seq)
+    assert divided.fork(together[2].seq, fork.seq, len(prompts[2]) - 1)
+    fork.num_held = len(prompts[2]) - 1
+    back.tokens = prompts[1]
+    back.num_held = divided.truncate(back.seq, len(prompts[1]) - 1)
+    finish([back, fork])
+    assert [back.reply, fork.reply] == expected[1:]
+    for run in (*together, back, fork):
+        divided.close(run.seq)
+
+
+def test_each_process_keeps_its_share(both: tuple[ModelBackendPort, ShardedBackend]) -> None:
+    whole, divided = both
+    assert divided.spec == whole.spec
+    assert divided.bytes_for([300, 300]) == whole.bytes_for([300, 300])
+    assert divided.traits.kv_abi == f"{whole.traits.kv_abi}.shards2"
+    embedded = []
+    for backend in both:
+        seq = SequenceId(next(_IDS))
+        backend.open(seq, [])
+        embedded.append(backend.embed(seq, 0, prompt(9)))
+        backend.close(seq)
+    assert embedded[1] == pytest.approx(embedded[0], abs=1e-4)
+
+
+def test_a_killed_rank_ends_the_group_with_a_sentence(
+    both: tuple[ModelBackendPort, ShardedBackend],
+) -> None:
+    """The last test of each group."""
+    _, divided = both
+    ranks = cast("shards._Ranks", divided._end.__self__)  # type: ignore[attr-defined]
+    pids = [process.pid for process in ranks._processes]
+    run = begin(divided, next(_IDS), prompt(9))
+    os.kill(pids[-1], signal.SIGKILL)
+    with pytest.raises(DeviceLostError, match="2 shards are lost: one of them has ended"):
+        step(divided, run.chunk())
+    with pytest.raises(DeviceLostError):
+        divided.open(SequenceId(next(_IDS)), [])
+    divided.close(run.seq)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_ranks_that_disagree_are_given_up() -> None:
+    backend = fake_in_ranks(2)
+    seq = SequenceId(0)
+    backend._links[0].send(("open", (seq, ())))
+    backend._links[0].recv()
+    with pytest.raises(DeviceLostError, match="disagree"):
+        backend.open(seq, [])
+
+
+def test_what_cannot_be_divided_is_refused(tiny_model: Callable[[str], TinyModel]) -> None:
+    spec = tiny_model("llama").spec
+    with pytest.raises(InvalidRequestError, match="llama cannot be divided into 5 shards"):
+        share_of(spec, 5)
+
+
+def test_a_share_that_cannot_be_loaded_says_why(tiny_model: Callable[[str], TinyModel]) -> None:
+    model = tiny_model("gpt-oss")
+    with pytest.raises(InvalidRequestError, match="gpt_oss cannot be sharded: the library"):
+        sharded(model, "torch")

@@ -1,0 +1,58 @@
+"""A server whose model is in two processes, one of which is killed."""
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.smoke.server_process import ServerProcess, serve
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.smoke
+
+TALK = [{"role": "user", "content": "Tell me of the rivers. " * 60}]
+
+
+def _ranks(server: ServerProcess) -> list[int]:
+    """The server's children."""
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    return [pid for pid in pids if _parent(pid) == server.process.pid]
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it has ended meanwhile
+        return 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+def test_a_killed_rank_ends_in_an_error_a_restart_and_the_same_text(
+    tiny_starter_dir: Path, tmp_path: Path
+) -> None:
+    options = ("--backend", "torch", "--dtype", "float32", "--threads", "1", "--shards", "2")
+    body = {"messages": TALK, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    with serve(
+        tmp_path / "home", tmp_path / "log", "--model", str(tiny_starter_dir), *options
+    ) as server:
+        server.await_ready()
+        with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:
+            before = http.post("/v1/chat/completions", json=body).json()
+            ranks = _ranks(server)
+            assert len(ranks) == 2
+            os.kill(ranks[1], signal.SIGKILL)
+            lost = http.post("/v1/chat/completions", json=body)
+            if lost.status_code != 200:  # it may have waited for the model to be loaded again
+                assert lost.status_code == 503
+                assert "2 shards are lost" in lost.json()["error"]["message"]
+            assert eventually(lambda: http.get("/health/ready").status_code == 200, timeout_s=60)
+            after = http.post("/v1/chat/completions", json=body).json()
+            assert after["choices"][0]["message"] == before["choices"][0]["message"]
+            assert after["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+            again = _ranks(server)
+            assert len(again) == 2
+            assert not set(again) & set(ranks)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(30) == 0
