@@ -30,6 +30,23 @@ def _usual_umask() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def postgres_server() -> Iterator[str]:
+    """The URL of a PostgreSQL that is there for this test run."""
+    from tests.postgres import running_postgres
+
+    with running_postgres() as url:
+        yield url
+
+
+@pytest.fixture
+def database_url(postgres_server: str) -> str:
+    """The URL of an empty database."""
+    from tests.postgres import new_schema
+
+    return new_schema(postgres_server)
+
+
+@pytest.fixture(scope="session")
 def starter_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home directory with the starter model in it, as the first start makes it."""
     home = tmp_path_factory.mktemp("home")

@@ -1,7 +1,8 @@
 """What the core asks of the disk: files of attention state, and a ledger of everything else.
 
 Both belong to one directory and to one process. Attention state may be lost at any time without
-harm; the ledger's agents and turns may not.
+harm; the ledger's agents and turns may not. A ledger that several processes share leases agents to
+them: heads move only from where the writer saw them, and not by one whose lease was taken over.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -99,7 +100,7 @@ class LedgerState:
 
 @dataclass(frozen=True, slots=True)
 class PutTenant:
-    """Add a tenant."""
+    """Add a tenant, unless there is one of its name: its salt stays."""
 
     tenant: Tenant
 
@@ -109,6 +110,21 @@ class PutAgent:
     """Add an agent, or replace it as a whole."""
 
     agent: Agent
+
+
+@dataclass(frozen=True, slots=True)
+class AdvanceHead:
+    """Replace an agent if it is as the writer saw it; else all changes fail with `ConflictError`.
+
+    Attributes:
+        before: What it was: its head must still be there. None adds an agent that is not there.
+        epoch: Of the writer's lease, which must not be another's by now, and ends with this
+            change; None needs no lease.
+    """
+
+    agent: Agent
+    before: Agent | None
+    epoch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +198,7 @@ class PutReplay:
 LedgerChange: TypeAlias = (
     PutTenant
     | PutAgent
+    | AdvanceHead
     | DropAgent
     | PutTurn
     | MarkDurable
@@ -225,8 +242,21 @@ class LedgerPort(Protocol):
 
         Raises:
             CachePersistenceError: they cannot be written now; trying again may help.
+            ConflictError: an agent is not what an `AdvanceHead` says it was.
             ValueError: one of them cannot be stored at all, now or later.
         """
+        ...
+
+    def tenant(self, tenant_id: str) -> Tenant | None:
+        """Read a tenant."""
+        ...
+
+    def agent(self, tenant: str, agent_id: str) -> Agent | None:
+        """Read an agent."""
+        ...
+
+    def agents(self, tenant: str) -> tuple[Agent, ...]:
+        """Read all agents of a tenant."""
         ...
 
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
@@ -281,6 +311,29 @@ class LedgerPort(Protocol):
 
     def close(self) -> None:
         """Write what is pending and let go; the last call."""
+        ...
+
+
+class LeasePort(Protocol):
+    """Agents, each leased to one request at a time among all processes. Safe on any thread.
+
+    An epoch names a lease, and the later one is the greater. All methods raise
+    CachePersistenceError where the ledger cannot be reached.
+    """
+
+    def acquire(self, tenant: str, agent_id: str, *, ttl_s: float) -> int | None:
+        """Lease an agent, which need not be there yet; returns the epoch, None if another has it.
+
+        A lease that was neither renewed nor released for `ttl_s` may be taken over.
+        """
+        ...
+
+    def renew(self, tenant: str, agent_id: str, epoch: int, *, ttl_s: float) -> bool:
+        """Make a lease last on; False if it is over: released, or taken over."""
+        ...
+
+    def release(self, tenant: str, agent_id: str, epoch: int) -> None:
+        """End a lease; one that is over stays so."""
         ...
 
 

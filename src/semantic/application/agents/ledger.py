@@ -1,7 +1,8 @@
 """Agents and their turns: who exists, what they said, and where their attention state ends.
 
-All agents are in memory; turns are read when they are asked for. Changes are made in memory at
-once and written behind, in order.
+`sharing` says who exists; turns are read when they are asked for. Where one process has the agents
+to itself, changes are made in memory at once and written behind, in order; where several share
+them, a change is made when the ledger has it.
 """
 
 import secrets
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
+from semantic.application.agents.sharing import AgentTable, OwnAgents
 from semantic.application.agents.turns import TurnLog
 from semantic.domain.agents import (
     LOCAL_TENANT,
@@ -32,7 +34,6 @@ from semantic.ports.storage import (
     LedgerChange,
     LedgerPort,
     LedgerState,
-    PutAgent,
     PutTenant,
     Tenant,
     TurnPlace,
@@ -57,6 +58,7 @@ class Exchange:
         continuation: Which turn it goes on from, where the server kept the conversation.
         model: Which model replied.
         reason: Why the reply ended.
+        epoch: Of the lease of the agent; None where it needs none.
     """
 
     prompt: Sequence[int]
@@ -70,10 +72,11 @@ class Exchange:
     continuation: Continuation | None = None
     model: str = ""
     reason: FinishReason | None = None
+    epoch: int | None = None
 
 
 class AgentLedger:
-    """All agents of one directory. Thread-safe.
+    """All agents of one directory, or of one ledger that several share. Thread-safe.
 
     Attributes:
         log: Their turns.
@@ -85,6 +88,8 @@ class AgentLedger:
         state: LedgerState,
         write: WriteChanges,
         now: Callable[[], float] = time.time,
+        *,
+        table: AgentTable | None = None,
     ) -> None:
         """Take over what a ledger holds.
 
@@ -93,14 +98,15 @@ class AgentLedger:
             state: What it held at the start.
             write: Makes changes in order; its future tells when they are written.
             now: Seconds since the epoch.
+            table: Who exists; None is who the state says, and nobody else's.
         """
+        self._ledger = ledger
         self._write = write
         self._now = now
-        # Changes come one after another, and may read turns meanwhile. The other lock is held for a
-        # look into memory alone: the event loop takes it, and never waits for the disk.
+        # Changes come one after another, and may read turns meanwhile.
         self._changes = threading.RLock()
         self._lock = threading.Lock()
-        self._agents = {(agent.tenant, agent.id): agent for agent in state.agents}
+        self._agents: AgentTable = table or OwnAgents(state.agents)
         self._tenants = {tenant.id: tenant for tenant in state.tenants}
         self.log = TurnLog(ledger, write)
 
@@ -111,9 +117,10 @@ class AgentLedger:
         with self._lock:
             known = self._tenants.get(tenant)
             if known is None:
-                known = Tenant(tenant, secrets.token_bytes(_SALT_BYTES))
+                made = Tenant(tenant, secrets.token_bytes(_SALT_BYTES))
+                self._write(PutTenant(made))
+                known = self._ledger.tenant(tenant) or made  # another process may have been faster
                 self._tenants[tenant] = known
-                self._write(PutTenant(known))
             return Principal(known.id, known.salt)
 
     def principals(self) -> list[Principal]:
@@ -125,15 +132,12 @@ class AgentLedger:
 
     def agents(self, tenant: str) -> list[Agent]:
         """A tenant's agents, the most recently used first."""
-        with self._lock:
-            found = [agent for (owner, _), agent in self._agents.items() if owner == tenant]
+        found = self._agents.of_tenant(tenant)
         return sorted(found, key=lambda agent: agent.last_used, reverse=True)
 
     def recent(self, limit: int | None = None) -> list[Agent]:
-        """The agents of all tenants, the most recently used first."""
-        with self._lock:
-            found = list(self._agents.values())
-        return sorted(found, key=lambda agent: agent.last_used, reverse=True)[:limit]
+        """The agents of all tenants that this process knows, the most recently used first."""
+        return sorted(self._agents.known(), key=lambda agent: agent.last_used, reverse=True)[:limit]
 
     def get(self, tenant: str, agent_id: str) -> Agent:
         """Find an agent.
@@ -141,16 +145,14 @@ class AgentLedger:
         Raises:
             AgentNotFoundError: the tenant has none of this name.
         """
-        with self._lock:
-            agent = self._agents.get((tenant, agent_id))
+        agent = self._agents.find(tenant, agent_id)
         if agent is None:
             raise AgentNotFoundError(f"there is no agent {agent_id!r}.")
         return agent
 
     def find(self, tenant: str, agent_id: str) -> Agent | None:
         """Find an agent, if there is one of this name."""
-        with self._lock:
-            return self._agents.get((tenant, agent_id))
+        return self._agents.find(tenant, agent_id)
 
     def create(self, agent: Agent, turns: Sequence[Turn] = ()) -> Agent:
         """Add an agent, with the turns that lead to its head if they are not there yet.
@@ -163,7 +165,7 @@ class AgentLedger:
                 raise ConflictError(f"agent {agent.id!r} already exists.", param="id")
             for turn in turns:
                 self.log.put(agent.tenant, turn)
-            return self._put(agent)
+            return self._put(agent, None)
 
     def ensure(self, tenant: str, agent_id: str, *, is_anonymous: bool = False) -> Agent:
         """Find an agent, or make one with no past; one that nobody named expires."""
@@ -171,9 +173,7 @@ class AgentLedger:
             known = self.find(tenant, agent_id)
             if known is not None:
                 return known
-            now = self._now()
-            made = Agent(agent_id, now, tenant=tenant, last_used=now)
-            return self._put(as_anonymous(made) if is_anonymous else made)
+            return self._put(self._new(tenant, agent_id, is_anonymous=is_anonymous), None)
 
     def update(self, tenant: str, agent_id: str, edit: Callable[[Agent], Agent]) -> Agent:
         """Change an agent's settings; its id, owner and past stay.
@@ -184,7 +184,7 @@ class AgentLedger:
         with self._changes:
             known = self.get(tenant, agent_id)
             edited = edit(known)
-            return self._put(replace(edited, head=known.head, num_turns=known.num_turns))
+            return self._put(replace(edited, head=known.head, num_turns=known.num_turns), known)
 
     def fork(
         self, tenant: str, agent_id: str, new_ids: Sequence[str], turn_id: str | None = None
@@ -230,7 +230,7 @@ class AgentLedger:
                 if ahead is None:
                     raise
                 moved = ahead
-            return self._put(moved)
+            return self._put(moved, agent)
 
     def delete(self, tenant: str, agent_id: str) -> Agent:
         """Remove an agent; its turns and blocks go with the next collection of garbage.
@@ -240,13 +240,14 @@ class AgentLedger:
         """
         with self._changes:
             agent = self.get(tenant, agent_id)
-            with self._lock:
-                del self._agents[(tenant, agent_id)]
+            self._agents.drop(agent)
             self._write(DropAgent(tenant, agent_id))
             return agent
 
     def expire(self) -> list[Agent]:
-        """Remove the agents that outlived their time."""
+        """Remove the agents that outlived their time, unless others may have used them since."""
+        if self._agents.is_shared:
+            return []  # the collector removes them, by the ledger's clock
         now = self._now()
         with self._changes:
             late = [agent for agent in self.recent() if agent.is_expired(now)]
@@ -308,7 +309,8 @@ class AgentLedger:
         """Log a turn and move its agent there; the future tells when it is written.
 
         Where the client keeps the conversation, the turn continues the agent's latest one that the
-        prompt begins with: where the client went back, so does the agent.
+        prompt begins with: where the client went back, so does the agent. Where another process
+        took the agent meanwhile, the turn becomes that of a fork which nobody named.
 
         Args:
             tenant: Whose.
@@ -322,26 +324,44 @@ class AgentLedger:
             ConflictError: it does, and the agent moved to another turn meanwhile.
         """
         with self._changes:
-            if exchange.continuation is None:
-                agent = self.find(tenant, agent_id) or fork
-                agent = agent or self.ensure(tenant, agent_id, is_anonymous=is_anonymous)
-                parent, depth = self._continued(agent, exchange.prompt)
-            else:
+            if exchange.continuation is not None:
                 agent = self.get(tenant, agent_id)
-                parent, depth = self._named(agent, exchange.continuation), agent.num_turns
-            turn = self._turn(agent, parent, exchange)
-            back = agent.rewind(turn.parent, depth, at=agent.last_used)
-            agent = back.advance(turn.id, at=turn.created_at)
-            with self._lock:
-                self._agents[(tenant, agent.id)] = agent
-            return self.log.put(tenant, turn, agent)
+                parent = self._named(agent, exchange.continuation)
+                return self._append(agent, agent, exchange, (parent, agent.num_turns))
+            before = self.find(tenant, agent_id)
+            agent = before or fork or self._new(tenant, agent_id, is_anonymous=is_anonymous)
+            continued = self._continued(agent, exchange.prompt)
+            try:
+                return self._append(agent, before, exchange, continued)
+            except ConflictError:
+                own = as_anonymous(agent.fork(f"anon-{secrets.token_hex(8)}", at=self._now()))
+                return self._append(own, None, replace(exchange, epoch=None), continued)
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _put(self, agent: Agent) -> Agent:
-        with self._lock:
-            self._agents[(agent.tenant, agent.id)] = agent
-        self._write(PutAgent(agent))
+    def _new(self, tenant: str, agent_id: str, *, is_anonymous: bool) -> Agent:
+        """An agent with no past."""
+        now = self._now()
+        made = Agent(agent_id, now, tenant=tenant, last_used=now)
+        return as_anonymous(made) if is_anonymous else made
+
+    def _append(
+        self,
+        agent: Agent,
+        before: Agent | None,
+        exchange: Exchange,
+        continued: tuple[Turn | None, int],
+    ) -> tuple[Turn, Future[None]]:
+        """Log a turn that continues another, and move the agent, which was `before`, there."""
+        parent, depth = continued
+        turn = self._turn(agent, parent, exchange)
+        back = agent.rewind(turn.parent, depth, at=agent.last_used)
+        moved = back.advance(turn.id, at=turn.created_at)
+        change = self._agents.put(moved, before, exchange.epoch)
+        return self.log.put(agent.tenant, turn, change)
+
+    def _put(self, agent: Agent, before: Agent | None) -> Agent:
+        self._write(self._agents.put(agent, before, None))
         return agent
 
     def _rewound(self, agent: Agent, turn_id: str | None) -> Agent:

@@ -17,15 +17,15 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from semantic.application.agents.feed import EventFeed, TurnEnded, TurnStarted
-from semantic.domain.agents import Agent, Principal, Reuse, Turn
+from semantic.domain.agents import Principal, Reuse, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import Message, Role
 from semantic.domain.errors import GenerationTimeoutError, OverloadedError, SemanticError
 from semantic.domain.events import Failed, Finished, PrefillProgress, Started
 from semantic.ports.inbound import PastTurn, Reply
 from semantic.ports.storage import (
+    LedgerChange,
     LedgerPort,
-    PutAgent,
     PutTurn,
     Repoint,
     TurnPlace,
@@ -64,15 +64,18 @@ class TurnLog:
 
     # -- writing --------------------------------------------------------------------------------
 
-    def put(self, tenant: str, turn: Turn, agent: Agent | None = None) -> tuple[Turn, Future[None]]:
-        """Write a turn and the agent that has it now, if any; returns it as it is written."""
+    def put(self, tenant: str, turn: Turn, *changes: LedgerChange) -> tuple[Turn, Future[None]]:
+        """Write a turn, and with it other changes; returns it as it is written."""
         self._link(tenant, [(turn.id, turn.parent)])
         with self._lock:
             turn = self._located(turn)
             self._turns.pop((tenant, turn.id), None)
             self._turns[tenant, turn.id] = turn
-            changes = (PutTurn(tenant, turn), *((PutAgent(agent),) if agent else ()))
-            done = self._write(*changes)
+            try:
+                done = self._write(PutTurn(tenant, turn), *changes)
+            except BaseException:
+                del self._turns[tenant, turn.id]
+                raise
         done.add_done_callback(lambda written: self._forget(tenant, turn, written))
         return turn, done
 

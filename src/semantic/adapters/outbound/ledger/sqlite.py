@@ -8,6 +8,7 @@ have the same ledger in memory.
 
 import sqlite3
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -50,17 +51,20 @@ from semantic.adapters.outbound.ledger.statements import (
     is_logged,
     is_of_index,
     make_change,
+    read_agents,
     read_ancestry,
+    read_one_agent,
+    read_one_tenant,
     read_place,
     read_pointers,
     read_state,
     read_turns,
     read_turns_at,
 )
-from semantic.domain.agents import Pointer, Turn
+from semantic.domain.agents import Agent, Pointer, Turn
 from semantic.domain.blocks import BlockName
-from semantic.domain.errors import CachePersistenceError
-from semantic.ports.storage import LedgerChange, LedgerState, TurnPlace
+from semantic.domain.errors import CachePersistenceError, ConflictError
+from semantic.ports.storage import AdvanceHead, LedgerChange, LedgerState, Tenant, TurnPlace
 
 LEDGER_FILE, BACKUP_FILE, MARK_FILE = "ledger.db", "ledger.backup.db", "ledger.mark"
 _TIMEOUT_S = 5.0
@@ -91,8 +95,51 @@ class _CutLedgerError(Exception):
     """The ledger has seen less than its backup."""
 
 
+class _Leases:
+    """`LeasePort` of a ledger that one process has to itself: in memory, they end with it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._epoch = 0
+        self._held: dict[tuple[str, str], tuple[int, float]] = {}  # epoch, and until when
+
+    def acquire(self, key: tuple[str, str], ttl_s: float) -> int | None:
+        with self._lock:
+            now = time.monotonic()
+            if self._held.get(key, (0, now))[1] > now:
+                return None
+            self._epoch += 1
+            self._held[key] = (self._epoch, now + ttl_s)
+            return self._epoch
+
+    def renew(self, key: tuple[str, str], epoch: int, ttl_s: float) -> bool:
+        with self._lock:
+            if self._held.get(key, (0, 0.0))[0] != epoch:
+                return False
+            self._held[key] = (epoch, time.monotonic() + ttl_s)
+            return True
+
+    @contextmanager
+    def ended(self, changes: Sequence[LedgerChange]) -> Iterator[None]:
+        """End the leases of changes that are made inside, unless one of them is another's."""
+        moves = [c for c in changes if isinstance(c, AdvanceHead) and c.epoch is not None]
+        with self._lock:
+            for move in moves:
+                key = (move.agent.tenant, move.agent.id)
+                if self._held.get(key, (0, 0.0))[0] != move.epoch:
+                    raise ConflictError(f"agent {move.agent.id!r} was taken over meanwhile.")
+            yield
+            for move in moves:
+                del self._held[move.agent.tenant, move.agent.id]
+
+    def release(self, key: tuple[str, str], epoch: int) -> None:
+        with self._lock:
+            if self._held.get(key, (0, 0.0))[0] == epoch:
+                del self._held[key]
+
+
 class SqliteLedger:
-    """`LedgerPort` over one directory. All methods are safe on any thread once `load` is done."""
+    """`LedgerPort` and `LeasePort` over one directory; safe on any thread once `load` is done."""
 
     def __init__(
         self,
@@ -119,6 +166,7 @@ class SqliteLedger:
         self._lock = threading.RLock()
         self._backup_lock = threading.Lock()
         self._opened: _Open | None = None
+        self._leases = _Leases()
 
     @classmethod
     def in_memory(cls) -> Self:
@@ -152,7 +200,10 @@ class SqliteLedger:
     def apply(self, changes: Sequence[LedgerChange], *, is_synced: bool) -> None:
         """Make changes in their order, all or none of them."""
         num_new = sum(map(is_logged, changes))
-        with self._transaction(is_synced=is_synced) as connection:
+        with (
+            self._leases.ended(changes),
+            self._transaction(is_synced=is_synced) as connection,
+        ):
             for change in changes:
                 make_change(connection, change)
             if num_new:
@@ -161,6 +212,33 @@ class SqliteLedger:
             self._note_logged(num_new)
         if not all(is_of_index(change) for change in changes):
             self._current.num_changes += 1
+
+    def acquire(self, tenant: str, agent_id: str, *, ttl_s: float) -> int | None:
+        """Lease an agent; returns the epoch, None if another has it."""
+        return self._leases.acquire((tenant, agent_id), ttl_s)
+
+    def renew(self, tenant: str, agent_id: str, epoch: int, *, ttl_s: float) -> bool:
+        """Make a lease last on; False if it is over."""
+        return self._leases.renew((tenant, agent_id), epoch, ttl_s)
+
+    def release(self, tenant: str, agent_id: str, epoch: int) -> None:
+        """End a lease."""
+        self._leases.release((tenant, agent_id), epoch)
+
+    def tenant(self, tenant_id: str) -> Tenant | None:
+        """Read a tenant."""
+        with self._current.readers.lend() as connection:
+            return read_one_tenant(connection, tenant_id)
+
+    def agent(self, tenant: str, agent_id: str) -> Agent | None:
+        """Read an agent."""
+        with self._current.readers.lend() as connection:
+            return read_one_agent(connection, tenant, agent_id)
+
+    def agents(self, tenant: str) -> tuple[Agent, ...]:
+        """Read all agents of a tenant."""
+        with self._current.readers.lend() as connection:
+            return read_agents(connection, tenant)
 
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
         """Read one turn; None if the tenant has none of that id."""

@@ -21,9 +21,11 @@ from semantic.adapters.outbound.ledger.schema import (
     turn_row,
 )
 from semantic.adapters.outbound.ledger.sealing import opened, opened_part, sealed, sealed_part
-from semantic.domain.agents import Pointer, Turn
+from semantic.domain.agents import Agent, Pointer, Turn
 from semantic.domain.blocks import BlockName
+from semantic.domain.errors import ConflictError
 from semantic.ports.storage import (
+    AdvanceHead,
     DropAgent,
     DropPart,
     LedgerChange,
@@ -36,11 +38,13 @@ from semantic.ports.storage import (
     PutTenant,
     PutTurn,
     Repoint,
+    Tenant,
     TouchParts,
     TurnPlace,
 )
 
 _IndexChange: TypeAlias = PutPart | DropPart | TouchParts | MarkIndexWhole
+_AgentChange: TypeAlias = PutTenant | PutAgent | AdvanceHead | DropAgent
 # UNION ends a walk that comes back to where it was, which only a damaged ledger can make it do.
 _WALK = """
 WITH RECURSIVE walk (id, parent) AS (
@@ -120,6 +124,25 @@ def read_state(connection: sqlite3.Connection, problem: str) -> LedgerState:
     )
 
 
+def read_one_tenant(connection: sqlite3.Connection, tenant_id: str) -> Tenant | None:
+    """Read a tenant."""
+    row = connection.execute("SELECT * FROM tenants WHERE id = ?", (tenant_id,)).fetchone()
+    return read_tenant(opened(connection, TENANTS, row)) if row else None
+
+
+def read_one_agent(connection: sqlite3.Connection, tenant: str, agent_id: str) -> Agent | None:
+    """Read an agent."""
+    query = "SELECT * FROM agents WHERE tenant = ? AND id = ?"
+    row = connection.execute(query, (tenant, agent_id)).fetchone()
+    return read_agent(opened(connection, AGENTS, row)) if row else None
+
+
+def read_agents(connection: sqlite3.Connection, tenant: str) -> tuple[Agent, ...]:
+    """Read all agents of a tenant."""
+    rows = connection.execute("SELECT * FROM agents WHERE tenant = ?", (tenant,)).fetchall()
+    return tuple(read_agent(opened(connection, AGENTS, row)) for row in rows)
+
+
 def read_place(connection: sqlite3.Connection, tenant: str, turn_id: str) -> TurnPlace | None:
     """Read where a turn ended, without what was said in it."""
     row = connection.execute(_PLACE, (turn_id, tenant)).fetchone()
@@ -182,18 +205,14 @@ def make_change(connection: sqlite3.Connection, change: LedgerChange) -> None:
     """Make one change; mutates the ledger.
 
     Raises:
+        ConflictError: an agent is not what it should be.
         ValueError: it holds what cannot be stored.
     """
     match change:
         case PutPart() | DropPart() | TouchParts() | MarkIndexWhole():
             _change_index(connection, change)
-        case PutTenant(tenant):
-            connection.execute(TENANTS.insert, sealed(connection, TENANTS, tenant_row(tenant)))
-        case PutAgent(agent):
-            connection.execute(AGENTS.insert, sealed(connection, AGENTS, agent_row(agent)))
-        case DropAgent(tenant_id, agent_id):
-            key = (tenant_id, agent_id)
-            connection.execute("DELETE FROM agents WHERE tenant = ? AND id = ?", key)
+        case PutTenant() | PutAgent() | AdvanceHead() | DropAgent():
+            _change_agents(connection, change)
         case PutTurn(tenant_id, turn):
             connection.execute(TURNS.insert, sealed(connection, TURNS, turn_row(tenant_id, turn)))
         case MarkDurable(turn_id):
@@ -213,7 +232,7 @@ def is_of_index(change: LedgerChange) -> bool:
 
 def is_logged(change: LedgerChange) -> bool:
     """Whether a change is of those that are counted, so that their loss is noticed."""
-    return isinstance(change, PutTenant | PutAgent | DropAgent | PutTurn)
+    return isinstance(change, _AgentChange | PutTurn)
 
 
 def forget_unreachable(connection: sqlite3.Connection, before: float, replays_before: float) -> int:
@@ -221,6 +240,25 @@ def forget_unreachable(connection: sqlite3.Connection, before: float, replays_be
     turns = connection.execute(_FORGET_TURNS, (before,))
     replays = connection.execute("DELETE FROM replays WHERE at < ?", (replays_before,))
     return turns.rowcount + replays.rowcount
+
+
+def _change_agents(connection: sqlite3.Connection, change: _AgentChange) -> None:
+    match change:
+        case PutTenant(tenant):
+            connection.execute(TENANTS.fill, sealed(connection, TENANTS, tenant_row(tenant)))
+        case PutAgent(agent):
+            connection.execute(AGENTS.insert, sealed(connection, AGENTS, agent_row(agent)))
+        case AdvanceHead(agent, before):
+            known = read_one_agent(connection, agent.tenant, agent.id)
+            expected = before.head if before else None
+            if (known is None) != (before is None) or (known and known.head != expected):
+                raise ConflictError(f"agent {agent.id!r} moved to another turn meanwhile.")
+            connection.execute(AGENTS.insert, sealed(connection, AGENTS, agent_row(agent)))
+        case DropAgent(tenant_id, agent_id):
+            key = (tenant_id, agent_id)
+            connection.execute("DELETE FROM agents WHERE tenant = ? AND id = ?", key)
+        case _:
+            assert_never(change)
 
 
 def _change_index(connection: sqlite3.Connection, change: _IndexChange) -> None:

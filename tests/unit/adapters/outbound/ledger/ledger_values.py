@@ -11,6 +11,7 @@ from semantic.domain.events import Usage
 from semantic.domain.sampling import FinishReason
 from semantic.domain.spec import LayerKind
 from semantic.ports.storage import (
+    AdvanceHead,
     DropAgent,
     DropPart,
     LedgerChange,
@@ -99,8 +100,8 @@ class LedgerModel:
             case PutPart() | DropPart() | TouchParts() | MarkIndexWhole():
                 self.change_index(change)
             case PutTenant(tenant):
-                self.tenants[tenant.id] = tenant
-            case PutAgent(agent):
+                self.tenants.setdefault(tenant.id, tenant)
+            case PutAgent(agent) | AdvanceHead(agent):
                 self.agents[agent.tenant, agent.id] = agent
             case DropAgent(tenant_id, agent_id):
                 self.agents.pop((tenant_id, agent_id), None)

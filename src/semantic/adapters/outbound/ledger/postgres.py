@@ -1,0 +1,475 @@
+"""The ledger in PostgreSQL, which several servers share: agents, turns, tenants, replays, leases.
+
+A transaction is all or nothing, and an agent moves only from where its writer saw it, under a lease
+that nobody took over. Times that decide anything are the database's own. Which files of blocks are
+on this machine's disk is another ledger's business, which it asks.
+"""
+
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, LiteralString, TypeAlias
+
+import psycopg
+from psycopg import sql
+from psycopg_pool import ConnectionPool, PoolTimeout
+
+from semantic.adapters.outbound.ledger.schema import (
+    DamagedLedgerError,
+    Row,
+    agent_row,
+    read_agent,
+    read_pointer,
+    read_replay,
+    read_tenant,
+    read_turn,
+    replay_row,
+    tenant_row,
+    turn_row,
+)
+from semantic.adapters.outbound.ledger.statements import is_of_index
+from semantic.domain.agents import Agent, Pointer, Turn
+from semantic.domain.blocks import BlockName
+from semantic.domain.errors import CachePersistenceError, ConflictError
+from semantic.ports.storage import (
+    AdvanceHead,
+    DropAgent,
+    LedgerChange,
+    LedgerPort,
+    LedgerState,
+    MarkDurable,
+    PutAgent,
+    PutReplay,
+    PutTenant,
+    PutTurn,
+    Repoint,
+    Tenant,
+    TurnPlace,
+)
+
+_log = logging.getLogger(__name__)
+Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
+# Told the tenant, the agent and the turn that it has now; all are empty after a time of deafness.
+OnMoved: TypeAlias = Callable[[str, str, str], None]
+_TIMEOUT_S = 5.0
+_MAX_CONNECTIONS = 8
+_LISTEN_S = 1.0
+_RETRY_S = 1.0
+
+_FIRST: LiteralString = """
+CREATE SEQUENCE epochs;
+CREATE SEQUENCE turn_order;
+CREATE TABLE tenants (id TEXT PRIMARY KEY, salt BYTEA NOT NULL, crc BIGINT NOT NULL);
+CREATE TABLE agents (
+    tenant TEXT NOT NULL, id TEXT NOT NULL, head TEXT, last_used DOUBLE PRECISION NOT NULL,
+    body TEXT NOT NULL, crc BIGINT NOT NULL, ttl_s DOUBLE PRECISION,
+    stored_at TIMESTAMPTZ NOT NULL, PRIMARY KEY (tenant, id)
+);
+CREATE INDEX agents_by_ttl ON agents (stored_at) WHERE ttl_s IS NOT NULL;
+CREATE TABLE leases (
+    tenant TEXT NOT NULL, agent TEXT NOT NULL, epoch BIGINT NOT NULL,
+    expires_at TIMESTAMPTZ NOT NULL, PRIMARY KEY (tenant, agent)
+);
+CREATE TABLE turns (
+    id TEXT NOT NULL, tenant TEXT NOT NULL, parent TEXT, agent TEXT NOT NULL,
+    num_tokens BIGINT NOT NULL, created_at DOUBLE PRECISION NOT NULL,
+    root BYTEA, block BYTEA, pointer_tokens BIGINT, is_durable INTEGER NOT NULL,
+    tokens BYTEA NOT NULL, body TEXT NOT NULL, crc BIGINT NOT NULL,
+    place BIGINT NOT NULL DEFAULT nextval('turn_order'), PRIMARY KEY (id, tenant)
+);
+CREATE INDEX turns_by_block ON turns (block) WHERE block IS NOT NULL;
+CREATE TABLE replays (
+    tenant TEXT NOT NULL, key BYTEA NOT NULL, tokens BYTEA NOT NULL,
+    at DOUBLE PRECISION NOT NULL, crc BIGINT NOT NULL, PRIMARY KEY (tenant, key)
+);
+CREATE TABLE parts (
+    name BYTEA NOT NULL, kind TEXT NOT NULL, root BYTEA NOT NULL, parent BYTEA NOT NULL,
+    start BIGINT NOT NULL, tokens BYTEA NOT NULL, nbytes BIGINT NOT NULL,
+    used_at TIMESTAMPTZ NOT NULL, dead_since TIMESTAMPTZ, deleted_at TIMESTAMPTZ,
+    PRIMARY KEY (name, kind)
+);
+CREATE INDEX parts_by_parent ON parts (parent);
+"""
+# Each brings a ledger to the version that is its place in the row, counted from one.
+MIGRATIONS: tuple[LiteralString, ...] = (_FIRST,)
+
+_TURN: LiteralString = (
+    "turns.id, turns.tenant, turns.parent, turns.agent, turns.num_tokens, turns.created_at, "
+    "turns.root, turns.block, turns.pointer_tokens, turns.is_durable, turns.tokens, turns.body, "
+    "turns.crc"
+)
+_AGENT: LiteralString = "tenant, id, head, last_used, body, crc"
+_PUT_AGENT: LiteralString = """
+INSERT INTO agents VALUES (%s, %s, %s, %s, %s, %s, %s, clock_timestamp())
+ON CONFLICT (tenant, id) DO
+"""
+_REPLACE_AGENT: LiteralString = """
+UPDATE SET head = EXCLUDED.head, last_used = EXCLUDED.last_used, body = EXCLUDED.body,
+    crc = EXCLUDED.crc, ttl_s = EXCLUDED.ttl_s, stored_at = EXCLUDED.stored_at
+"""
+_ADVANCE: LiteralString = """
+UPDATE agents SET head = %s, last_used = %s, body = %s, crc = %s, ttl_s = %s,
+    stored_at = clock_timestamp()
+WHERE tenant = %s AND id = %s AND head IS NOT DISTINCT FROM %s
+"""
+_PUT_TURN: LiteralString = """
+INSERT INTO turns VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)
+ON CONFLICT (id, tenant) DO UPDATE SET parent = EXCLUDED.parent, agent = EXCLUDED.agent,
+    num_tokens = EXCLUDED.num_tokens, created_at = EXCLUDED.created_at, root = EXCLUDED.root,
+    block = EXCLUDED.block, pointer_tokens = EXCLUDED.pointer_tokens,
+    is_durable = EXCLUDED.is_durable, tokens = EXCLUDED.tokens, body = EXCLUDED.body,
+    crc = EXCLUDED.crc, place = EXCLUDED.place
+"""
+_PUT_REPLAY: LiteralString = """
+INSERT INTO replays VALUES (%s, %s, %s, %s, %s)
+ON CONFLICT (tenant, key) DO UPDATE SET tokens = EXCLUDED.tokens, at = EXCLUDED.at,
+    crc = EXCLUDED.crc
+"""
+_ACQUIRE: LiteralString = """
+INSERT INTO leases VALUES (
+    %s, %s, nextval('epochs'), clock_timestamp() + make_interval(secs => %s)
+) ON CONFLICT (tenant, agent) DO UPDATE
+    SET epoch = EXCLUDED.epoch, expires_at = EXCLUDED.expires_at
+    WHERE leases.expires_at <= clock_timestamp()
+RETURNING epoch
+"""
+_RENEW: LiteralString = """
+UPDATE leases SET expires_at = clock_timestamp() + make_interval(secs => %s)
+WHERE tenant = %s AND agent = %s AND epoch = %s
+"""
+_END_LEASE: LiteralString = "DELETE FROM leases WHERE tenant = %s AND agent = %s AND epoch = %s"
+_ANCESTRY: LiteralString = """
+WITH RECURSIVE walk (id, parent) AS (
+    SELECT id, parent FROM turns WHERE id = %(head)s AND tenant = %(tenant)s
+    UNION SELECT turns.id, turns.parent FROM walk
+        JOIN turns ON turns.id = walk.parent AND turns.tenant = %(tenant)s
+        WHERE walk.id <> %(until)s
+) SELECT id, parent FROM walk
+"""
+_REACHED: LiteralString = """
+WITH RECURSIVE reached (id, tenant) AS (
+    SELECT head, tenant FROM agents WHERE head IS NOT NULL
+    UNION SELECT id, tenant FROM turns WHERE created_at >= %s
+    UNION SELECT turns.parent, turns.tenant FROM reached
+        JOIN turns ON turns.id = reached.id AND turns.tenant = reached.tenant
+        WHERE turns.parent IS NOT NULL
+)
+"""
+_POINTERS: LiteralString = (
+    _REACHED
+    + """
+SELECT DISTINCT root, block, pointer_tokens FROM reached
+    JOIN turns ON turns.id = reached.id AND turns.tenant = reached.tenant
+    WHERE block IS NOT NULL
+"""
+)
+_FORGET_TURNS: LiteralString = "".join(
+    (
+        _REACHED,
+        """
+DELETE FROM turns WHERE NOT EXISTS (
+    SELECT 1 FROM reached WHERE reached.id = turns.id AND reached.tenant = turns.tenant
+)
+""",
+    )
+)
+
+
+class PostgresLedger:
+    """`LedgerPort` and `LeasePort` over a database. All methods are safe on any thread."""
+
+    def __init__(self, url: str, index: LedgerPort, *, timeout_s: float = _TIMEOUT_S) -> None:
+        """Prepare; nothing is opened yet.
+
+        Args:
+            url: Of the database, e.g. ``postgresql://user@host/name``.
+            index: Knows the files of blocks on this machine.
+            timeout_s: How long to wait for a connection.
+        """
+        self._index = index
+        self._url = url
+        self._origin = secrets.token_hex(8)  # tells what this process did from what others did
+        self._is_closed = threading.Event()
+        self._pool = ConnectionPool(
+            url, min_size=1, max_size=_MAX_CONNECTIONS, timeout=timeout_s, open=False
+        )
+
+    def load(self) -> LedgerState:
+        """Bring the database up to date; its agents are read when they are asked for.
+
+        Raises:
+            CachePersistenceError: it cannot be reached, or a newer server wrote it.
+        """
+        local = self._index.load()
+        with self._refusals():
+            self._pool.open()
+            with self._pool.connection() as connection:
+                _migrate(connection)
+                rows = connection.execute("SELECT id, salt, crc FROM tenants").fetchall()
+        tenants = tuple(map(read_tenant, rows))
+        return LedgerState(tenants, (), local.parts, local.is_index_lost, local.problem)
+
+    @contextmanager
+    def transaction(self, *, is_synced: bool = True) -> Iterator[Connection]:
+        """Lend a connection; what is done with it is all done, or none of it.
+
+        Raises:
+            CachePersistenceError: the database cannot be reached now.
+            ValueError: something cannot be stored at all.
+        """
+        with self._refusals(), self._pool.connection() as connection:
+            if not is_synced:
+                connection.execute("SET LOCAL synchronous_commit = off")
+            yield connection
+
+    def apply(self, changes: Sequence[LedgerChange], *, is_synced: bool) -> None:
+        """Make changes in their order; those of files in the index of this machine."""
+        local = [change for change in changes if is_of_index(change)]
+        if local:
+            self._index.apply(local, is_synced=is_synced)
+        shared = [change for change in changes if not is_of_index(change)]
+        if shared:
+            with self.transaction(is_synced=is_synced) as connection:
+                for change in shared:
+                    _make_change(connection, change)
+                self._announce(connection, shared)
+
+    # -- leases ---------------------------------------------------------------------------------
+
+    def acquire(self, tenant: str, agent_id: str, *, ttl_s: float) -> int | None:
+        """Lease an agent; returns the epoch, None if another has it."""
+        with self.transaction(is_synced=False) as connection:
+            row = connection.execute(_ACQUIRE, (tenant, agent_id, ttl_s)).fetchone()
+            return int(row[0]) if row else None
+
+    def renew(self, tenant: str, agent_id: str, epoch: int, *, ttl_s: float) -> bool:
+        """Make a lease last on; False if it is over."""
+        with self.transaction(is_synced=False) as connection:
+            return connection.execute(_RENEW, (ttl_s, tenant, agent_id, epoch)).rowcount > 0
+
+    def release(self, tenant: str, agent_id: str, epoch: int) -> None:
+        """End a lease."""
+        with self.transaction(is_synced=False) as connection:
+            connection.execute(_END_LEASE, (tenant, agent_id, epoch))
+
+    # -- readings -------------------------------------------------------------------------------
+
+    def tenant(self, tenant_id: str) -> Tenant | None:
+        """Read a tenant."""
+        row = self._one("SELECT id, salt, crc FROM tenants WHERE id = %s", (tenant_id,))
+        return read_tenant(row) if row else None
+
+    def agent(self, tenant: str, agent_id: str) -> Agent | None:
+        """Read an agent."""
+        query = " ".join(("SELECT", _AGENT, "FROM agents WHERE tenant = %s AND id = %s"))
+        row = self._one(query, (tenant, agent_id))
+        return read_agent(row) if row else None
+
+    def agents(self, tenant: str) -> tuple[Agent, ...]:
+        """Read all agents of a tenant."""
+        rows = self._all(" ".join(("SELECT", _AGENT, "FROM agents WHERE tenant = %s")), (tenant,))
+        return tuple(map(read_agent, rows))
+
+    def turn(self, tenant: str, turn_id: str) -> Turn | None:
+        """Read one turn."""
+        query = " ".join(("SELECT", _TURN, "FROM turns WHERE id = %s AND tenant = %s"))
+        row = self._one(query, (turn_id, tenant))
+        return read_turn(row) if row else None
+
+    def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
+        """Read where a turn ended, without what was said in it."""
+        query: LiteralString = (
+            "SELECT num_tokens, root, block, pointer_tokens FROM turns "
+            "WHERE id = %s AND tenant = %s"
+        )
+        row = self._one(query, (turn_id, tenant))
+        if row is None:
+            return None
+        num_tokens, *place = row
+        return TurnPlace(num_tokens, None if place[1] is None else read_pointer(tuple(place)))
+
+    def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
+        """Read the turns that led to `head`, the latest first, at most `limit`."""
+        ids = self.ancestry(tenant, head)[: max(limit, 0)]
+        query = " ".join(("SELECT", _TURN, "FROM turns WHERE id = ANY(%s) AND tenant = %s"))
+        turns = {turn.id: turn for turn in map(read_turn, self._all(query, (list(ids), tenant)))}
+        return tuple(turns[turn_id] for turn_id in ids if turn_id in turns)
+
+    def ancestry(self, tenant: str, head: str, *, until: str = "") -> tuple[str, ...]:
+        """Read the ids of the turns that led to `head`, the latest first, down to `until`."""
+        named = {"head": head, "tenant": tenant, "until": until}
+        parents: dict[str, str | None] = {row[0]: row[1] for row in self._all(_ANCESTRY, named)}
+        log: list[str] = []
+        next_id: str | None = head
+        while next_id is not None and next_id in parents:
+            log.append(next_id)
+            next_id = parents.pop(next_id)
+        return tuple(log)
+
+    def turns_at(self, tenant: str, root: BlockName, block: BlockName) -> tuple[Turn, ...]:
+        """Read the turns that point at or into a block, the latest first."""
+        where = "FROM turns WHERE block = %s AND tenant = %s AND root = %s"
+        query = " ".join(("SELECT", _TURN, where, "ORDER BY created_at DESC, place DESC"))
+        return tuple(map(read_turn, self._all(query, (block, tenant, root))))
+
+    def pointers(self) -> tuple[Pointer, ...]:
+        """Where all turns that an agent reaches end, of all servers' agents."""
+        return tuple(map(read_pointer, self._all(_POINTERS, (float("inf"),))))
+
+    def replay(self, tenant: str, key: bytes) -> tuple[int, ...] | None:
+        """Read the ids of a reply."""
+        query: LiteralString = "SELECT * FROM replays WHERE tenant = %s AND key = %s"
+        row = self._one(query, (tenant, key))
+        return read_replay(row) if row else None
+
+    # -- upkeep ---------------------------------------------------------------------------------
+
+    def forget_unreachable(self, *, before: float, replays_before: float) -> int:
+        """Remove old turns that no agent reaches, and old replays; returns how many."""
+        with self.transaction(is_synced=False) as connection:
+            turns = connection.execute(_FORGET_TURNS, (before,))
+            replays = connection.execute("DELETE FROM replays WHERE at < %s", (replays_before,))
+            return turns.rowcount + replays.rowcount
+
+    def back_up(self) -> None:
+        """Back up the index of this machine; the database is its keeper's to back up."""
+        self._index.back_up()
+
+    def close(self) -> None:
+        """Let go of the database and of the index."""
+        self._is_closed.set()
+        self._pool.close(timeout=_TIMEOUT_S)
+        self._index.close()
+
+    # -- what others do -------------------------------------------------------------------------
+
+    def listen(self, on_moved: OnMoved) -> None:
+        """Tell, from a thread of its own, which agents other processes move and delete."""
+        listener = threading.Thread(
+            target=self._listen, args=(on_moved,), name="semantic-listener", daemon=True
+        )
+        listener.start()
+
+    def _listen(self, on_moved: OnMoved) -> None:
+        while not self._is_closed.is_set():
+            try:
+                with psycopg.connect(self._url, autocommit=True) as connection:
+                    channel = sql.Identifier(_channel(connection))
+                    connection.execute(sql.SQL("LISTEN {}").format(channel))
+                    on_moved("", "", "")  # what happened before was not heard
+                    while not self._is_closed.is_set():
+                        for notice in connection.notifies(timeout=_LISTEN_S):
+                            origin, tenant, agent, turn = json.loads(notice.payload)
+                            if origin != self._origin:
+                                on_moved(tenant, agent, turn)
+            except psycopg.Error as error:
+                _log.warning("other servers cannot be heard for now: %s", error)
+                self._is_closed.wait(_RETRY_S)
+
+    def _announce(self, connection: Connection, changes: Sequence[LedgerChange]) -> None:
+        for change in changes:
+            match change:
+                case AdvanceHead(agent) | PutAgent(agent):
+                    moved = [self._origin, agent.tenant, agent.id, agent.head or ""]
+                case DropAgent(tenant, agent_id):
+                    moved = [self._origin, tenant, agent_id, ""]
+                case _:
+                    continue
+            notify = "SELECT pg_notify('semantic_' || current_schema(), %s)"
+            connection.execute(notify, (json.dumps(moved),))
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _one(self, query: LiteralString, values: Sequence[object]) -> Row | None:
+        with self._refusals(), self._pool.connection() as connection:
+            return connection.execute(query, values).fetchone()
+
+    def _all(
+        self, query: LiteralString, values: Sequence[object] | Mapping[str, object]
+    ) -> list[Row]:
+        with self._refusals(), self._pool.connection() as connection:
+            return connection.execute(query, values).fetchall()
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Raise the domain's errors in place of the database's."""
+        try:
+            yield
+        except (psycopg.DataError, psycopg.IntegrityError) as error:
+            raise ValueError(f"a change cannot be stored: {error}") from error
+        except (psycopg.Error, PoolTimeout, DamagedLedgerError) as error:
+            raise CachePersistenceError(f"the database does not answer: {error}") from error
+
+
+def _channel(connection: Connection) -> str:
+    row = connection.execute("SELECT 'semantic_' || current_schema()").fetchone()
+    assert row is not None  # noqa: S101 - it always answers
+    return str(row[0])
+
+
+def _migrate(connection: Connection) -> None:
+    """Bring the database from its version to the latest, one server at a time.
+
+    Raises:
+        CachePersistenceError: it is of a newer server.
+    """
+    connection.execute("SELECT pg_advisory_xact_lock(hashtext('semantic migrate'))")
+    connection.execute("CREATE TABLE IF NOT EXISTS versions (version INTEGER PRIMARY KEY)")
+    row = connection.execute("SELECT coalesce(max(version), 0) FROM versions").fetchone()
+    version = int(row[0]) if row else 0
+    if version > len(MIGRATIONS):
+        raise CachePersistenceError(
+            f"the database was written by a newer Semantic (format {version}, this one knows "
+            f"{len(MIGRATIONS)}). Upgrade, or choose another database_url."
+        )
+    for number, script in enumerate(MIGRATIONS[version:], start=version + 1):
+        connection.execute(script)
+        connection.execute("INSERT INTO versions VALUES (%s)", (number,))
+
+
+def _make_change(connection: Connection, change: LedgerChange) -> None:
+    match change:
+        case PutTenant(tenant):
+            add = "INSERT INTO tenants VALUES (%s, %s, %s) ON CONFLICT DO NOTHING"
+            connection.execute(add, tenant_row(tenant))
+        case PutAgent(agent):
+            connection.execute(_PUT_AGENT + _REPLACE_AGENT, (*agent_row(agent), agent.ttl_s))
+        case AdvanceHead():
+            _advance(connection, change)
+        case DropAgent(tenant_id, agent_id):
+            drop = "DELETE FROM agents WHERE tenant = %s AND id = %s"
+            connection.execute(drop, (tenant_id, agent_id))
+        case PutTurn(tenant_id, turn):
+            connection.execute(_PUT_TURN, turn_row(tenant_id, turn))
+        case PutReplay():
+            connection.execute(_PUT_REPLAY, replay_row(change))
+        case MarkDurable(turn_id):
+            connection.execute("UPDATE turns SET is_durable = 1 WHERE id = %s", (turn_id,))
+        case Repoint(old, new):
+            connection.execute("UPDATE turns SET block = %s WHERE block = %s", (new, old))
+        case _:
+            raise AssertionError(f"{change} is of the index")
+
+
+def _advance(connection: Connection, change: AdvanceHead) -> None:
+    """Move an agent; whoever moves it too waits here, and finds it moved.
+
+    Raises:
+        ConflictError: it is not what it was, or the lease is another's.
+    """
+    agent, before = change.agent, change.before
+    if change.epoch is not None:
+        ended = connection.execute(_END_LEASE, (agent.tenant, agent.id, change.epoch))
+        if not ended.rowcount:
+            raise ConflictError(f"agent {agent.id!r} was taken over meanwhile.")
+    ttl_s = None if agent.is_pinned else agent.ttl_s
+    row = (*agent_row(agent), ttl_s)
+    if before is None:
+        moved = connection.execute(_PUT_AGENT + "NOTHING", row)
+    else:
+        moved = connection.execute(_ADVANCE, (*row[2:], agent.tenant, agent.id, before.head))
+    if not moved.rowcount:
+        raise ConflictError(f"agent {agent.id!r} moved to another turn meanwhile.")

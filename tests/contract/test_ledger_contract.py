@@ -1,0 +1,333 @@
+"""What every ledger keeps to, whether one process has it or several share it."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import pytest
+
+from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
+from semantic.domain.agents import Agent
+from semantic.domain.errors import CachePersistenceError, ConflictError
+from semantic.ports.storage import (
+    AdvanceHead,
+    DropAgent,
+    LeasePort,
+    LedgerPort,
+    MarkDurable,
+    PutAgent,
+    PutPart,
+    PutReplay,
+    PutTenant,
+    PutTurn,
+    Repoint,
+    Tenant,
+    TurnPlace,
+)
+from tests.unit.adapters.outbound.ledger.ledger_values import (
+    ROOT,
+    agent_of,
+    name_of,
+    part_of,
+    turn_of,
+)
+from tests.waiting import await_that
+
+pytestmark = pytest.mark.contract
+
+
+class Ledger(LedgerPort, LeasePort, Protocol):
+    """Both in one, as adapters are."""
+
+
+Open: TypeAlias = Callable[[], Ledger]
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def open_ledger(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    """Opens what is there, again and again, as servers do one after another."""
+    url = request.getfixturevalue("database_url") if request.param == "postgres" else None
+    with ExitStack() as opened:
+
+        def open_it() -> Ledger:
+            made = postgres_ledger(url) if url else SqliteLedger(tmp_path)
+            made.load()
+            opened.callback(made.close)
+            return made
+
+        yield open_it
+
+
+@pytest.fixture
+def ledger(open_ledger: Open) -> Ledger:
+    return open_ledger()
+
+
+def postgres_ledger(url: str) -> Ledger:
+    pytest.importorskip("psycopg")
+    from semantic.adapters.outbound.ledger.postgres import PostgresLedger
+
+    return PostgresLedger(url, SqliteLedger(None))
+
+
+def advance(agent: Agent, turn_id: str, epoch: int | None = None) -> list[PutTurn | AdvanceHead]:
+    moved = agent.advance(turn_id, at=2.0)
+    return [PutTurn("local", turn_of(turn_id, agent.head)), AdvanceHead(moved, agent, epoch)]
+
+
+# -- what is kept -----------------------------------------------------------------------------
+
+
+def test_everything_is_there_for_the_next_server(open_ledger: Open) -> None:
+    first = open_ledger()
+    agent, turn = agent_of("coder", "t1"), turn_of("t1", text="h\u00e9 \x00", block=name_of(1, 2))
+    replay = PutReplay("local", b"key", (7, 8), at=1.0)
+    tenant = Tenant("local", b"salt")
+    first.apply(
+        [PutTenant(tenant), PutTurn("local", turn), PutAgent(agent), replay], is_synced=True
+    )
+    first.apply([PutPart(part_of(1))], is_synced=True)
+    assert first.load().parts == (part_of(1),)
+    first.close()
+
+    second = open_ledger()
+
+    assert second.load().tenants == (tenant,)
+    assert second.agent("local", "coder") == agent
+    assert second.agents("local") == (agent,)
+    assert second.turn("local", "t1") == turn
+    assert second.place("local", "t1") == TurnPlace(3, turn.pointer)
+    assert second.replay("local", b"key") == (7, 8)
+    assert second.pointers() == (turn.pointer,)
+    others = (second.turn("acme", "t1"), second.agent("acme", "coder"))
+    assert (*others, second.replay("acme", b"key"), second.place("local", "t9")) == (None,) * 4
+
+
+def test_a_log_is_read_from_its_head_backwards(ledger: Ledger) -> None:
+    log = [turn_of(f"t{i}", f"t{i - 1}" if i else None, at=float(-i)) for i in range(9)]
+    ledger.apply([PutTurn("local", turn) for turn in log[::-1]], is_synced=False)
+
+    assert ledger.turns("local", "t8", limit=1000) == tuple(log[::-1])
+    assert ledger.turns("local", "t5", limit=2) == (log[5], log[4])
+    assert ledger.turns("local", "t5", limit=0) == ledger.turns("acme", "t5", limit=1) == ()
+    assert ledger.ancestry("local", "t8", until="t6") == ("t8", "t7", "t6")
+
+
+def test_turns_follow_their_blocks_and_unreachable_ones_go(ledger: Ledger) -> None:
+    kept, lost = turn_of("t1", block=name_of(1)), turn_of("t2", "t1", block=name_of(1))
+    ledger.apply([PutTurn("local", kept), PutTurn("local", lost)], is_synced=False)
+    ledger.apply([PutAgent(agent_of("coder", "t1"))], is_synced=False)
+    ledger.apply([Repoint(name_of(1), name_of(1, 2)), MarkDurable("t1")], is_synced=False)
+
+    latest, earlier = ledger.turns_at("local", ROOT, name_of(1, 2))
+    assert (latest.id, earlier.id, earlier.is_durable) == ("t2", "t1", True)
+    assert ledger.forget_unreachable(before=0.5, replays_before=0.0) == 0
+    assert ledger.forget_unreachable(before=99.0, replays_before=0.0) == 1
+    assert ledger.turn("local", "t2") is None
+    ledger.apply([DropAgent("local", "coder")], is_synced=False)
+    assert (ledger.agents("local"), ledger.pointers()) == ((), ())
+
+
+def test_the_first_salt_of_a_tenant_stays(open_ledger: Open) -> None:
+    first, second = open_ledger(), open_ledger()
+    first.apply([PutTenant(Tenant("acme", b"first"))], is_synced=False)
+    second.apply([PutTenant(Tenant("acme", b"second"))], is_synced=False)
+
+    assert first.tenant("acme") == second.tenant("acme") == Tenant("acme", b"first")
+
+
+# -- heads ------------------------------------------------------------------------------------
+
+
+def test_a_head_moves_only_from_where_its_writer_saw_it(ledger: Ledger) -> None:
+    new = agent_of("coder", None, 0)
+    ledger.apply([AdvanceHead(new, None)], is_synced=True)
+    ledger.apply(advance(new, "t1"), is_synced=True)
+    stale = (
+        advance(new, "t2"),
+        [AdvanceHead(new, None)],
+        [AdvanceHead(agent_of("gone", "t1"), agent_of("gone", None))],
+    )
+    for changes in stale:
+        with pytest.raises(ConflictError):
+            ledger.apply(changes, is_synced=True)
+
+    moved = ledger.agent("local", "coder")
+    assert moved
+    assert (moved.head, moved.num_turns) == ("t1", 1)
+    assert ledger.turn("local", "t2") is None  # all or none
+    assert ledger.agents("local") == (moved,)
+
+
+def test_of_two_that_move_an_agent_at_once_one_wins_each_time(open_ledger: Open) -> None:
+    ledgers = [open_ledger(), open_ledger()]
+    ledgers[0].apply([AdvanceHead(agent_of("coder", None, 0), None)], is_synced=False)
+    wins: list[str] = []
+
+    def run(number: int) -> None:
+        for count in range(15):
+            known = ledgers[number].agent("local", "coder")
+            assert known
+            try:
+                ledgers[number].apply(advance(known, f"t{number}-{count}"), is_synced=False)
+            except ConflictError:
+                continue
+            wins.append(f"t{number}-{count}")
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    agent = ledgers[0].agent("local", "coder")
+    assert agent
+    assert agent.head
+    assert agent.num_turns == len(wins)
+    assert set(ledgers[1].ancestry("local", agent.head)) == set(wins)
+
+
+# -- leases -----------------------------------------------------------------------------------
+
+
+def test_an_agent_is_leased_to_one_at_a_time(ledger: Ledger) -> None:
+    first = ledger.acquire("local", "coder", ttl_s=60)
+    assert first is not None
+    assert ledger.acquire("local", "coder", ttl_s=60) is None
+    assert ledger.acquire("acme", "coder", ttl_s=60) is not None
+
+    assert ledger.renew("local", "coder", first, ttl_s=60)
+    ledger.release("local", "coder", first)
+    assert not ledger.renew("local", "coder", first, ttl_s=60)
+
+    second = ledger.acquire("local", "coder", ttl_s=60)
+    assert second is not None
+    assert second > first
+    ledger.release("local", "coder", first)  # it is over, and ends no other's
+    assert ledger.acquire("local", "coder", ttl_s=60) is None
+
+
+def test_a_lease_that_was_taken_over_moves_nothing(ledger: Ledger) -> None:
+    agent = agent_of("coder", None, 0)
+    ledger.apply([AdvanceHead(agent, None)], is_synced=False)
+    stale = ledger.acquire("local", "coder", ttl_s=0.01)
+    assert stale is not None
+    time.sleep(0.02)
+    fresh = ledger.acquire("local", "coder", ttl_s=60)
+    assert fresh is not None
+
+    with pytest.raises(ConflictError):
+        ledger.apply(advance(agent, "t1", stale), is_synced=False)
+    assert not ledger.renew("local", "coder", stale, ttl_s=60)
+    ledger.apply(advance(agent, "t2", fresh), is_synced=False)
+
+    assert ledger.agent("local", "coder") == agent.advance("t2", at=2.0)
+    assert ledger.acquire("local", "coder", ttl_s=60) is not None  # it ended with the turn
+
+
+def test_a_lease_that_ran_out_and_nobody_took_still_holds(ledger: Ledger) -> None:
+    agent = agent_of("coder", None, 0)
+    epoch = ledger.acquire("local", "coder", ttl_s=0.01)
+    assert epoch is not None
+    time.sleep(0.02)
+
+    ledger.apply([AdvanceHead(agent, None, epoch)], is_synced=False)
+
+    assert ledger.agent("local", "coder") == agent
+
+
+# -- what only several servers can do to each other -----------------------------------------------
+
+
+_TURNS_UNTIL_KILLED = """
+import os, signal, sys
+from semantic.adapters.outbound.ledger.postgres import PostgresLedger
+from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
+from tests.contract.test_ledger_contract import advance
+ledger = PostgresLedger(sys.argv[1], SqliteLedger(None))
+ledger.load()
+epoch = ledger.acquire("local", "coder", ttl_s=0.2)
+agent = ledger.agent("local", "coder")
+with ledger.transaction() as connection:
+    connection.execute("INSERT INTO tenants VALUES ('half', '', 0)")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_server_that_is_killed_in_a_turn_leaves_its_agent_to_others(database_url: str) -> None:
+    survivor = postgres_ledger(database_url)
+    survivor.load()
+    agent = agent_of("coder", None, 0)
+    survivor.apply([AdvanceHead(agent, None)], is_synced=True)
+
+    command = [sys.executable, "-c", _TURNS_UNTIL_KILLED, database_url]
+    done = subprocess.run(command, timeout=60, check=False)  # noqa: S603 - our own
+    assert done.returncode == -9
+
+    epochs: list[int] = []
+    await_that(lambda: bool(_leased(survivor, epochs)))
+    survivor.apply(advance(agent, "t1", epochs[0]), is_synced=True)
+    assert survivor.tenant("half") is None
+    assert survivor.agent("local", "coder") == agent.advance("t1", at=2.0)
+    survivor.close()
+
+
+def _leased(ledger: Ledger, epochs: list[int]) -> list[int]:
+    epoch = ledger.acquire("local", "coder", ttl_s=60)
+    epochs += [] if epoch is None else [epoch]
+    return epochs
+
+
+def test_servers_hear_what_others_do_and_not_themselves(database_url: str) -> None:
+    pytest.importorskip("psycopg")
+    from semantic.adapters.outbound.ledger.postgres import PostgresLedger
+
+    mine = PostgresLedger(database_url, SqliteLedger(None))
+    theirs = PostgresLedger(database_url, SqliteLedger(None))
+    heard: list[tuple[str, str, str]] = []
+    for ledger in (mine, theirs):
+        ledger.load()
+    mine.listen(lambda *moved: heard.append(moved))
+    await_that(lambda: heard == [("", "", "")])
+
+    mine.apply([PutAgent(agent_of("own", "t0"))], is_synced=False)
+    theirs.apply([PutAgent(agent_of("coder", "t1"))], is_synced=False)
+    theirs.apply([DropAgent("local", "coder")], is_synced=False)
+
+    await_that(lambda: len(heard) == 3)
+    assert heard[1:] == [("local", "coder", "t1"), ("local", "coder", "")]
+    mine.close()
+    theirs.close()
+
+
+def test_a_database_that_is_gone_or_newer_says_so(database_url: str) -> None:
+    pytest.importorskip("psycopg")
+    from semantic.adapters.outbound.ledger.postgres import PostgresLedger
+
+    ledger = PostgresLedger(database_url, SqliteLedger(None))
+    ledger.load()
+    with ledger.transaction() as connection:
+        connection.execute("INSERT INTO versions VALUES (99)")
+    with pytest.raises(CachePersistenceError, match="newer Semantic"):
+        ledger.load()
+    ledger.close()
+    with pytest.raises(CachePersistenceError, match="database"):
+        ledger.agent("local", "coder")
+    nowhere = PostgresLedger("postgresql://nobody@127.0.0.1:1/x", SqliteLedger(None), timeout_s=0.2)
+    with pytest.raises(CachePersistenceError, match="database"):
+        nowhere.load()
+    nowhere.close()
+
+
+def test_an_agent_keeps_what_it_is_when_it_moves(ledger: Ledger) -> None:
+    agent = replace(agent_of("coder", None, 0), labels=(("a", "b"),), ttl_s=9.0)
+    ledger.apply([AdvanceHead(agent, None)], is_synced=False)
+    ledger.apply(advance(agent, "t1"), is_synced=False)
+
+    assert ledger.agents("local") == (agent.advance("t1", at=2.0),)
