@@ -46,6 +46,7 @@ def write_grouped(directory: Path, config: object, bits: dict[str, int]) -> Path
             continue
         owner = name.removesuffix(".weight")
         weight = GroupedWeight.quantised(tensor, bits.get(owner.split(".")[-1], 4))
+        assert weight.biases is not None
         tensors[name] = weight.packed.view(torch.uint32)
         tensors[f"{owner}.scales"] = weight.scales.bfloat16()
         tensors[f"{owner}.biases"] = weight.biases.bfloat16()
@@ -94,6 +95,7 @@ def test_a_kernel_multiplies(
     """Weights whose bias is not the middle of their integers, and an activation far off."""
     random = torch.randn(48, 128) + 0.5
     weight = GroupedWeight.quantised(random, bits)
+    assert weight.biases is not None
     weight.scales, weight.biases = weight.scales.bfloat16(), weight.biases.bfloat16()
     x = torch.randn(num_rows, 128).to(dtype)
     x[:, 7] *= 50

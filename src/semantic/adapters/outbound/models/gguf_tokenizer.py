@@ -148,6 +148,7 @@ def _splitting(vocabulary: GgufVocabulary) -> _Splitting:
         "qwen2": _Splitting(_split_qwen2, is_nfc=True),
         "llama-bpe": _Splitting(_split_llama3, ignores_merges=True, adds_bos=True),
         "tekken": _Splitting(_split_tekken, ignores_merges=True, adds_bos=True),
+        "gpt-4o": _Splitting(_split_gpt4o),
     }
     if vocabulary.model != "gpt2":
         why = f"its tokenizer is of kind {vocabulary.model!r}; 'gpt2' and 'llama' are supported"
@@ -172,11 +173,20 @@ def _split_llama3() -> PreTokenizer:
 
 
 def _split_tekken() -> PreTokenizer:
+    return _split_by_case(r"\p{N}")
+
+
+def _split_gpt4o() -> PreTokenizer:
+    return _split_by_case(r"\p{N}{1,3}", _CONTRACTION)
+
+
+def _split_by_case(numbers: str, ending: str = "") -> PreTokenizer:
+    """A capital letter after small ones begins a word."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-    start = r"[^\r\n\p{L}\p{N}]?"
-    words = rf"{start}{upper}*{lower}+|{start}{upper}+{lower}*"
+    start, end = r"[^\r\n\p{L}\p{N}]?", f"{ending}?" if ending else ""
+    words = rf"{start}{upper}*{lower}+{end}|{start}{upper}+{lower}*{end}"
     rest = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    return _split_by(rf"{words}|\p{{N}}|{rest}")
+    return _split_by(rf"{words}|{numbers}|{rest}")
 
 
 def _split_by(pattern: str) -> PreTokenizer:

@@ -4,9 +4,12 @@ The form is MLX's, which mlx-lm reads as it is: integers of 4 or 8 bits packed i
 each 32 of a row a scale and a bias, ``weight = integer * scale + bias``. Q4_0, Q4_1, Q4_K and Q8_0
 are of that kind, so their integers are carried over and only scales are rounded, to bfloat16. What
 has other groups or other steps (Q6_K, Q5_K, IQ4_NL...) is quantised anew to 8 bits, the nearest.
+MXFP4, in which GPT-OSS's experts are published, stays as it is: numbers of 4 bits, and for each 32
+an exponent instead of scale and bias.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import gguf
 import numpy as np
@@ -19,24 +22,29 @@ GROUP = 32
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
-Stored = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+Stored = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 _Groups = tuple[Bytes, Floats, Floats]
 
 _PLAIN = {Kind.F64, Kind.F32, Kind.F16, Kind.BF16}
 _VALUES_AT_ONCE = 1 << 22
 _SMALLEST_SCALE = np.float32(1e-8)
-_NAMES = {np.dtype(np.uint16): "bfloat16", np.dtype(np.uint32): "uint32"}
+_FOUR_BITS = (Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.MXFP4)
+_NAMES: dict[np.dtype[Any], str] = {
+    np.dtype(np.uint8): "uint8",
+    np.dtype(np.uint16): "bfloat16",
+    np.dtype(np.uint32): "uint32",
+}
 
 
 def is_grouped(tensor: gguf.ReaderTensor) -> bool:
-    """Whether a tensor stays quantised: a matrix whose rows are made of whole groups."""
-    is_matrix = len(tensor.shape) == 2 and int(tensor.shape[0]) % GROUP == 0
+    """Whether a tensor stays quantised: matrices whose rows are made of whole groups."""
+    is_matrix = len(tensor.shape) > 1 and int(tensor.shape[0]) % GROUP == 0
     return is_matrix and tensor.tensor_type not in _PLAIN
 
 
 def group_bits(tensor: gguf.ReaderTensor) -> int:
     """How many bits an integer of a grouped tensor takes."""
-    return 4 if tensor.tensor_type in (Kind.Q4_0, Kind.Q4_1, Kind.Q4_K) else 8
+    return 4 if tensor.tensor_type in _FOUR_BITS else 8
 
 
 def read_tensor(tensor: gguf.ReaderTensor) -> dict[str, Stored]:
@@ -45,22 +53,26 @@ def read_tensor(tensor: gguf.ReaderTensor) -> dict[str, Stored]:
     Raises:
         NotImplementedError: it is stored in a way that cannot be read.
     """
-    num_rows, num_columns = len(tensor.data), int(tensor.shape[0])
-    at_once = max(1, _VALUES_AT_ONCE // num_columns) if len(tensor.shape) > 1 else num_rows
+    if len(tensor.shape) == 1:
+        return _read_rows(tensor, tensor.data)
+    rows = tensor.data.reshape(-1, tensor.data.shape[-1])
+    at_once = max(1, _VALUES_AT_ONCE // int(tensor.shape[0]))
     # Some rows at a time: a whole embedding in float32 can take more memory than the rest.
-    pieces = [
-        _read_rows(tensor, slice(start, start + at_once)) for start in range(0, num_rows, at_once)
-    ]
-    return {end: np.concatenate([piece[end] for piece in pieces]) for end in pieces[0]}
+    starts = range(0, len(rows), at_once)
+    pieces = [_read_rows(tensor, rows[start : start + at_once]) for start in starts]
+    return {
+        end: np.concatenate([piece[end] for piece in pieces]).reshape(*tensor.data.shape[:-1], -1)
+        for end in pieces[0]
+    }
 
 
-def read_floats(tensor: gguf.ReaderTensor, rows: slice = slice(None)) -> Floats:
+def read_floats(tensor: gguf.ReaderTensor) -> Floats:
     """A tensor's numbers.
 
     Raises:
         NotImplementedError: it is stored in a way that cannot be read.
     """
-    return np.asarray(dequantize(tensor.data[rows], tensor.tensor_type))
+    return np.asarray(dequantize(tensor.data, tensor.tensor_type))
 
 
 def to_bfloat16(values: Floats) -> npt.NDArray[np.uint16]:
@@ -78,24 +90,31 @@ def tensor_spec(array: Stored) -> TensorSpec:
     return TensorSpec(dtype=name, shape=array.shape, data_ptr=address, data_len=array.nbytes)
 
 
-def _read_rows(tensor: gguf.ReaderTensor, rows: slice) -> dict[str, Stored]:
+def _read_rows(tensor: gguf.ReaderTensor, rows: npt.NDArray[Any]) -> dict[str, Stored]:
+    kind = tensor.tensor_type
     if not is_grouped(tensor):
-        return {"weight": to_bfloat16(read_floats(tensor, rows))}
-    split = _SPLITTERS.get(tensor.tensor_type)
-    if split is None:
-        integers, scales, biases = _quantise(read_floats(tensor, rows))
+        return {"weight": to_bfloat16(np.asarray(dequantize(rows, kind)))}
+    if kind == Kind.MXFP4:
+        blocks = rows.reshape(len(rows), -1, 1 + GROUP // 2)
+        scales = np.ascontiguousarray(blocks[..., 0])
+        return {"weight": _words(_two_halves(blocks[..., 1:]), 4), "scales": scales}
+    if split := _SPLITTERS.get(kind):
+        integers, scales, biases = split(np.ascontiguousarray(rows).view(np.uint8))
     else:
-        stored = np.ascontiguousarray(tensor.data[rows]).view(np.uint8)
-        integers, scales, biases = split(stored.reshape(-1, tensor.data.shape[-1]))
-    num_rows = len(integers)
-    integers = integers.reshape(num_rows, -1)
-    if group_bits(tensor) == 4:
-        integers = integers[:, ::2] | (integers[:, 1::2] << np.uint8(4))
+        integers, scales, biases = _quantise(np.asarray(dequantize(rows, kind)))
     return {
-        "weight": np.ascontiguousarray(integers).view(np.uint32),
-        "scales": to_bfloat16(scales.reshape(num_rows, -1)),
-        "biases": to_bfloat16(biases.reshape(num_rows, -1)),
+        "weight": _words(integers, group_bits(tensor)),
+        "scales": to_bfloat16(scales.reshape(len(rows), -1)),
+        "biases": to_bfloat16(biases.reshape(len(rows), -1)),
     }
+
+
+def _words(integers: Bytes, bits: int) -> npt.NDArray[np.uint32]:
+    """Each row's integers as words, the first in the lowest bits."""
+    flat = integers.reshape(len(integers), -1)
+    if bits == 4:
+        flat = flat[:, ::2] | (flat[:, 1::2] << np.uint8(4))
+    return np.ascontiguousarray(flat).view(np.uint32)
 
 
 # -- blocks of each kind to integers [row, group, 32], scales and biases [row, group] -------------

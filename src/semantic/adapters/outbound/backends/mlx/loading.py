@@ -101,6 +101,8 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
             )
         is_expanded = "quantization" in config and _is_expanded(options.weights)
         if is_expanded:
+            if options.dtype == "float32" or _is_on_cpu():
+                model.set_dtype(mx.float32)  # of scales, whose format the expanded weights get
             model = utils.dequantize_model(model)
         if options.group is not None:
             _divide(model, options.group)
@@ -157,7 +159,7 @@ def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def describe(dtype: str, reason: str) -> Compute:
     """Say how a model that was loaded is computed."""
-    if mx.default_device() == mx.Device(mx.cpu):
+    if _is_on_cpu():
         threads = os.environ.get("OPENBLAS_NUM_THREADS", "")
         num_threads = int(threads) if threads.isdigit() else os.cpu_count() or 1
         return Compute("cpu", dtype, num_threads, "MLX", reason)
@@ -174,7 +176,7 @@ def _convert(model: Any, dtype: DType) -> str:
     if dtype != "auto":
         model.set_dtype(getattr(mx, dtype))
         return "it was asked for"
-    if mx.default_device() == mx.Device(mx.cpu):
+    if _is_on_cpu():
         model.set_dtype(mx.float32)
         return "MLX is slow in the others on a CPU"
     if _is_wide(model):
@@ -190,8 +192,12 @@ def _divide(model: Any, group: Any) -> None:
     model.shard(group)
 
 
+def _is_on_cpu() -> bool:
+    return bool(mx.default_device() == mx.Device(mx.cpu))
+
+
 def _is_expanded(weights: Literal["auto", "full"]) -> bool:
-    return weights == "full" or mx.default_device() == mx.Device(mx.cpu)
+    return weights == "full" or _is_on_cpu()
 
 
 def _is_wide(model: Any) -> bool:

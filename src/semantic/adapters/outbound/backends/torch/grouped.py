@@ -2,6 +2,8 @@
 
 A row's weights are integers of 4 or 8 bits; each group of them has a scale and a bias, and a weight
 is ``integer * scale + bias``. That is how mlx-lm writes models and how GGUF files are imported.
+GPT-OSS's experts are in MXFP4 instead: four bits that stand for uneven steps of a power of two,
+which are multiples of the least of them, and so integers of eight bits without any loss.
 Linears multiply without ever holding the weights in full; where there is no kernel for them, or the
 weights are asked for in full, the model is loaded as if it had never been quantised.
 
@@ -30,26 +32,40 @@ _BITS = (4, 8)
 _GROUP = 32  # of what is quantised here; the kernels' groups are multiples of it
 _KERNEL_ROWS = 16  # the bfloat16 kernel reads past the end of matrices of other sizes
 _SMALLEST_STEP = 1e-30
+# What the codes of MXFP4 stand for, in halves, from -12 on.
+_MXFP4 = torch.tensor(
+    [12 + half for half in (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)],
+    dtype=torch.uint8,
+)
 
 
 class GroupedWeight:
     """A matrix as integers with a scale and a bias for each group of a row."""
 
     def __init__(
-        self, packed: torch.Tensor, scales: torch.Tensor, biases: torch.Tensor, num_columns: int
+        self,
+        packed: torch.Tensor,
+        scales: torch.Tensor,
+        biases: torch.Tensor | None,
+        num_columns: int,
     ) -> None:
         """Take the arrays of a file.
 
         Args:
             packed: Words or bytes, the first integer in the lowest bits.
-            scales: ``[rows, groups]``.
-            biases: ``[rows, groups]``.
+            scales: ``[rows, groups]``; of MXFP4 their exponents, in bytes.
+            biases: ``[rows, groups]``; MXFP4 has none.
             num_columns: Of the matrix.
         """
-        self.packed = packed.view(torch.uint8)
-        self.scales, self.biases, self.num_columns = scales, biases, num_columns
-        self.bits = self.packed.shape[1] * 8 // num_columns
+        self.packed, self.num_columns = packed.view(torch.uint8), num_columns
+        self.scales, self.biases = scales, biases
+        self.bits = 8 if biases is None else self.packed.shape[1] * 8 // num_columns
         self.group = num_columns // scales.shape[1]
+
+    @property
+    def kind(self) -> tuple[int, int, bool]:
+        """What matrices must share to be joined."""
+        return self.bits, self.group, self.biases is None
 
     @staticmethod
     def quantised(weight: torch.Tensor, bits: int) -> "GroupedWeight":
@@ -65,20 +81,31 @@ class GroupedWeight:
     @staticmethod
     def joined(weights: Sequence["GroupedWeight"]) -> "GroupedWeight":
         """The rows of several matrices of one kind."""
-        arrays = [(weight.packed, weight.scales, weight.biases) for weight in weights]
-        packed, scales, biases = (torch.cat(of_all) for of_all in zip(*arrays, strict=True))
-        return GroupedWeight(packed, scales, biases, weights[0].num_columns)
+        packed = torch.cat([weight.packed for weight in weights])
+        scales = torch.cat([weight.scales for weight in weights])
+        biases = [weight.biases for weight in weights if weight.biases is not None]
+        joined = torch.cat(biases) if biases else None
+        return GroupedWeight(packed, scales, joined, weights[0].num_columns)
 
     def integers(self, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
         """The integers of some rows, a byte each."""
         packed = self.packed[rows]
-        if self.bits == 8:
+        if self.bits == 8 and self.biases is not None:
             return packed
-        return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+        digits = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+        return digits if self.biases is not None else _MXFP4[digits.int()]
+
+    def steps(self, rows: slice | torch.Tensor = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales and biases of some rows, in float32."""
+        scales = self.scales[rows].float()
+        if self.biases is not None:
+            return scales, self.biases[rows].float()
+        halves = torch.exp2(scales - 128)
+        return halves, -12 * halves
 
     def expanded(self, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
         """The weights of some rows, in float32."""
-        scales, biases = self.scales[rows].float(), self.biases[rows].float()
+        scales, biases = self.steps(rows)
         groups = self.integers(rows).view(*scales.shape, -1).float()
         return torch.addcmul(biases[..., None], groups, scales[..., None]).flatten(-2)
 
@@ -93,9 +120,9 @@ class GroupedLinear(nn.Module):
         self._kernel: _KleidiKernel | _Bfloat16Kernel | None = None
 
     @property
-    def kind(self) -> tuple[int, int]:
+    def kind(self) -> tuple[int, int, bool]:
         """What linears must share to be joined."""
-        return self.grouped.bits, self.grouped.group
+        return self.grouped.kind
 
     def pack(self) -> None:
         """Lay the weights as a kernel reads them; the file's form stays if many rows need it."""
@@ -129,6 +156,35 @@ class GroupedEmbedding(nn.Module):
         return found if self.scale is None else found * self.scale.to(self.dtype)
 
 
+class GroupedExperts(nn.Module):
+    """GPT-OSS's experts as grouped linears; only those that were chosen for a row see it."""
+
+    def __init__(
+        self, original: Any, inner: Sequence[GroupedLinear], down: Sequence[GroupedLinear]
+    ) -> None:
+        """Take for each expert gate and up as one, and down."""
+        super().__init__()
+        self.alpha, self.limit = original.alpha, original.limit
+        self.inner, self.down = nn.ModuleList(inner), nn.ModuleList(down)
+
+    def forward(
+        self, hidden_states: torch.Tensor, router_indices: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Add up what each row's experts say of it."""
+        result = torch.zeros_like(hidden_states)
+        for expert in sorted(set(router_indices.flatten().tolist())):
+            rows, places = torch.where(router_indices == expert)
+            said = self._ask(expert, hidden_states[rows]) * weights[rows, places, None]
+            result.index_add_(0, rows, said.to(result.dtype))
+        return result
+
+    def _ask(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        gate, up = self.inner[expert](rows).chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        result: torch.Tensor = self.down[expert]((up + 1) * gate * torch.sigmoid(gate * self.alpha))
+        return result
+
+
 # -- kernels --------------------------------------------------------------------------------------
 
 
@@ -151,10 +207,10 @@ class _Digits:
 
     @staticmethod
     def of(weight: GroupedWeight) -> "_Digits":
-        digits, scales = weight.integers(), weight.scales.float()
+        digits, (scales, biases) = weight.integers(), weight.steps()
         if weight.bits == 4:
-            return _Digits(digits, scales, weight.biases.float() + 8 * scales)
-        rest = weight.biases.float() + (16 * 8 + 8) * scales
+            return _Digits(digits, scales, biases + 8 * scales)
+        rest = biases + (16 * 8 + 8) * scales
         digits = torch.cat([digits >> 4, digits & 15], dim=1)
         return _Digits(digits, torch.cat([16 * scales, scales], dim=1), rest)
 
@@ -265,9 +321,11 @@ def load_grouped(directory: Path, dtype: torch.dtype, attention: str, *, is_kept
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     tensors = dict(_tensors(directory))
     for name, module in list(model.named_modules()):
-        if isinstance(module, _Replaceable) and f"{name}.scales" in tensors:
-            weight = _take(tensors, name, module)
-            if is_kept:
+        if f"{name}.gate_proj.weight" in tensors and hasattr(module, "gate_up_proj"):
+            _load_experts(model, name, tensors, is_kept=is_kept)
+        elif f"{name}.scales" in tensors:
+            [weight] = _take(tensors, name, module.weight.shape[1])
+            if is_kept and isinstance(module, _Replaceable):
                 model.set_submodule(name, _kept(weight, module, tensors.pop(f"{name}.bias", None)))
             else:
                 expanded = weight.expanded().to(dtype)
@@ -277,18 +335,66 @@ def load_grouped(directory: Path, dtype: torch.dtype, attention: str, *, is_kept
     return model
 
 
-def _take(tensors: dict[str, torch.Tensor], name: str, module: _Replaceable) -> GroupedWeight:
+def _take(tensors: dict[str, torch.Tensor], name: str, num_columns: int) -> list[GroupedWeight]:
+    """A linear's weight, or one for each expert."""
     packed, scales = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.scales")
-    biases, num_columns = tensors.pop(f"{name}.biases", None), module.weight.shape[1]
-    bits = packed.shape[1] * 32 // num_columns
-    is_whole = num_columns % (scales.shape[1] * _GROUP) == 0
-    if biases is None or bits not in _BITS or not is_whole:
+    biases = tensors.pop(f"{name}.biases", None)
+    bits, group = packed.shape[-1] * 32 // num_columns, num_columns // scales.shape[-1]
+    is_mxfp4 = scales.dtype == torch.uint8 and (bits, group) == (4, _GROUP)
+    is_known = is_mxfp4 if biases is None else bits in _BITS
+    if not is_known or num_columns % (scales.shape[-1] * _GROUP):
         raise InvalidRequestError(
             f"the weights of {name} are quantised in a way that the torch backend does not read "
             f"({bits} bits); use --backend mlx",
             param="model",
         )
-    return GroupedWeight(packed, scales, biases, num_columns)
+    if packed.ndim == 2:
+        return [GroupedWeight(packed, scales, biases, num_columns)]
+    each = biases if biases is not None else [None] * len(packed)
+    return [
+        GroupedWeight(*arrays, num_columns) for arrays in zip(packed, scales, each, strict=True)
+    ]
+
+
+def _load_experts(
+    model: nn.Module, name: str, tensors: dict[str, torch.Tensor], *, is_kept: bool
+) -> None:
+    """Load experts as mlx-lm writes them: gate and up apart, and a row for each output."""
+    module: Any = model.get_submodule(name)
+    sizes = {"gate": module.hidden_size, "up": module.hidden_size, "down": module.intermediate_size}
+    biases = [tensors.pop(f"{name}.{part}_proj.bias").to(module.down_proj.dtype) for part in sizes]
+    matrices = [_experts(tensors, f"{name}.{part}_proj", sizes[part]) for part in sizes]
+    is_kept &= len({getattr(first, "kind", None) for first, *_ in matrices[:2]}) == 1
+    is_kept &= all(isinstance(first, GroupedWeight) for first, *_ in matrices)
+    gates, ups, downs = (zip(*part, strict=True) for part in zip(matrices, biases, strict=True))
+    if is_kept:
+        inner = [
+            GroupedLinear(GroupedWeight.joined([gate, up]), torch.cat([gate_bias, up_bias]))
+            for (gate, gate_bias), (up, up_bias) in zip(gates, ups, strict=True)
+        ]
+        experts = GroupedExperts(module, inner, [GroupedLinear(*down) for down in downs])
+        model.set_submodule(name, experts)
+        return
+    with torch.no_grad():
+        for index, (gate, up, down) in enumerate(zip(gates, ups, downs, strict=True)):
+            for place, (rows, bias) in enumerate((gate, up)):
+                module.gate_up_proj[index, :, place::2] = _expanded(rows).t()
+                module.gate_up_proj_bias[index, place::2] = bias
+            module.down_proj[index] = _expanded(down[0]).t()
+            module.down_proj_bias[index] = down[1]
+    loaded = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+    tensors |= {f"{name}.{part}": getattr(module, part) for part in loaded}
+
+
+def _experts(tensors: dict[str, torch.Tensor], name: str, num_columns: int) -> Sequence[Any]:
+    """Each expert's matrix, in groups or in full."""
+    if f"{name}.scales" in tensors:
+        return _take(tensors, name, num_columns)
+    return list(tensors.pop(f"{name}.weight"))
+
+
+def _expanded(matrix: GroupedWeight | torch.Tensor) -> torch.Tensor:
+    return matrix.expanded() if isinstance(matrix, GroupedWeight) else matrix
 
 
 def _kept(weight: GroupedWeight, module: _Replaceable, bias: torch.Tensor | None) -> nn.Module:
