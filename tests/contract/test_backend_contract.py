@@ -346,6 +346,11 @@ def test_any_history(
     assert shared_backend.memory() == 0
 
 
+def test_a_device_says_how_full_it_is(shared_backend: ModelBackendPort) -> None:
+    memory = shared_backend.device_memory()
+    assert memory is None or 0 < memory.used <= memory.total
+
+
 # -- embeddings ---------------------------------------------------------------------------------
 
 

@@ -140,12 +140,23 @@ def test_the_cache_says_how_it_is(http: httpx.Client) -> None:
 
     assert seen["agents"] == {"hot": 3, "warm": 0, "cold": 1}
     assert seen["replies"] == 3
-    assert seen["dedup_ratio"] > 2
+    rows = {row[0]: row for row in get(http, "/v1/cache/blocks")["blocks"]}
+    chains = []
+    for name in ("a", "b", "c"):
+        block = get(http, f"/v1/agents/{name}")["state"]["block"]
+        chains.append(dict[str, int]())
+        while block in rows:
+            chains[-1][block] = max(rows[block][4:6])
+            block = rows[block][1]
+    alone = sum(sum(chain.values()) for chain in chains)
+    together = sum((chains[0] | chains[1] | chains[2]).values())
+    assert seen["dedup_ratio"] == round(alone / together, 4) > 2
     assert 0.5 < seen["hit_rates"]["all"] < 1
     assert sum(seen["reuse"].values()) == sum(reply["usage"]["prompt_tokens"] for reply in replies)
     assert 0 < seen["memory"]["used"] <= seen["memory"]["budget"]
     assert seen["counters"]["sealed"] > 0
     assert seen["disk"]["problem"] == ""
+    assert seen["device"] is None
 
 
 def test_blocks_are_listed_in_pages_and_then_as_they_change(http: httpx.Client) -> None:

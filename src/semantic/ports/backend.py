@@ -191,6 +191,14 @@ class Traits:
     compute: Compute | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of a device's own, in bytes, whoever uses it."""
+
+    used: int
+    total: int
+
+
 class ModelBackendPort(Protocol):
     """One loaded model on one device.
 
@@ -313,6 +321,10 @@ class ModelBackendPort(Protocol):
 
     def memory(self) -> int:
         """Bytes that the open sequences take on the device."""
+        ...
+
+    def device_memory(self) -> DeviceMemory | None:
+        """Read how full the device's own memory is; None if it uses the host's. Any thread."""
         ...
 
     def shutdown(self) -> None:

@@ -17,6 +17,7 @@ from semantic.domain.chat import (
 from semantic.domain.events import Event, Usage
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.domain.spec import Compute
+from semantic.ports.backend import DeviceMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +315,7 @@ class CacheOverview:
         num_replies: Replies since the start, whose prompts came from where `reuse` says.
         num_live: Requests that wait or run.
         problem: Why nothing can be written, for people; empty while all is well.
+        device: Memory of the device's own; None if it computes in the host's.
     """
 
     memory_budget: int
@@ -335,6 +337,7 @@ class CacheOverview:
     counters: dict[str, int]
     num_live: int
     problem: str
+    device: DeviceMemory | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """The cache as those see it who look after it: figures, and what is done by hand."""
 
 import contextlib
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from semantic.application.agents.ledger import AgentLedger
 from semantic.application.agents.turns import RunningTurn, TurnWatch
 from semantic.application.agents.upkeep import Housekeeping
 from semantic.application.cache.block_watch import BlockPage
+from semantic.application.cache.index import BlockNode
+from semantic.application.cache.restore_plan import state_of
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskTier
 from semantic.application.engine.device_thread import DeviceThread
@@ -22,6 +25,9 @@ from semantic.ports.inbound import CacheOverview, CheckProgress, StateView
 from semantic.ports.telemetry import CacheCounts
 
 _CLOSE_TIMEOUT_S = 5.0
+# What agents share is read again after so many times as long as that took, unless it was quick.
+_SHARING_COST = 50
+_QUICK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,39 @@ class Sharing:
     tiers: dict[Tier, int]
 
 
+class _Reach:
+    """Walks back from where agents stand; a block that many of them reach is passed once.
+
+    Attributes:
+        num_bytes: Of all blocks it passed.
+    """
+
+    def __init__(self, nodes: Iterable[BlockNode]) -> None:
+        self.num_bytes = 0
+        self._nodes = {node.name: node for node in nodes}
+        self._passed: dict[BlockName, tuple[BlockNode | None, int]] = {}
+
+    def back_from(self, name: BlockName) -> tuple[BlockNode | None, int]:
+        """The first block that is known without a gap, and the bytes from it to `name`."""
+        way: list[BlockNode] = []
+        while name not in self._passed and (node := self._nodes.get(name)) is not None:
+            way.append(node)
+            name = node.parent
+        first, nbytes = self._passed.get(name, (None, 0))
+        for node in reversed(way):
+            first, own = first or node, _size(node)
+            nbytes += own
+            self.num_bytes += own
+            self._passed[node.name] = first, nbytes
+        return first, nbytes
+
+
+def _size(node: BlockNode) -> int:
+    """Bytes of a block, which may come and go meanwhile."""
+    memory = sum([payload.nbytes for payload in tuple(node.payloads.values())])
+    return max(memory, sum([part.nbytes for part in tuple(node.files.values())]))
+
+
 class CacheService:
     """The attention state of all agents. Any thread; may read from disk.
 
@@ -83,6 +122,8 @@ class CacheService:
         self._watch = watch
         self._feed = feed
         self._disk = disk
+        self._sharing = Sharing(0, 0, dict.fromkeys(Tier, 0))
+        self._sharing_due = 0.0
 
     def state(self, agent: Agent) -> StateView:
         """See where an agent's state is; nowhere before the model is loaded."""
@@ -146,21 +187,33 @@ class CacheService:
         return CacheUse(memory, disk.used_bytes, disk.limits.budget_bytes, disk.queued_bytes)
 
     def sharing(self) -> Sharing:
-        """See what all agents reach; takes time for each of them.
+        """See what all agents reach; where there are many, as it was a few seconds ago.
 
         Raises:
             ModelSwapError: no model is loaded.
         """
         cache = self._cache()
-        logical, unique = 0, dict[BlockName, int]()
-        tiers = Counter(dict.fromkeys(Tier, 0))
+        if time.monotonic() >= self._sharing_due:
+            started = time.thread_time()
+            self._sharing = self._read_sharing(cache)
+            elapsed = time.thread_time() - started
+            is_quick = elapsed < _QUICK_S
+            self._sharing_due = 0.0 if is_quick else time.monotonic() + elapsed * _SHARING_COST
+        return self._sharing
+
+    def _read_sharing(self, cache: ModelCache) -> Sharing:
+        """Look once at each agent and at each block."""
+        reach = _Reach(cache.store.nodes())
+        logical, tiers = 0, Counter(dict.fromkeys(Tier, 0))
         for agent in self._agents.recent():
             pointer = self._agents.place(agent).pointer
-            tiers[cache.housekeeping.footprint(agent).tier] += 1
-            sizes = cache.store.sizes(pointer.block) if pointer else {}
-            unique.update(sizes)
-            logical += sum(sizes.values())
-        return Sharing(logical, sum(unique.values()), dict(tiers))
+            first, nbytes = reach.back_from(pointer.block) if pointer else (None, 0)
+            logical += nbytes
+            if pointer and first and first.parent == pointer.root:
+                tiers[state_of([first], 0).tier] += 1
+            else:  # its end is gone: what is left is found by its tokens
+                tiers[cache.housekeeping.footprint(agent).tier] += 1
+        return Sharing(logical, reach.num_bytes, dict(tiers))
 
     def running(self, principal: Principal) -> list[RunningTurn]:
         """A tenant's requests that wait or run."""
@@ -179,7 +232,7 @@ class CacheService:
         cache = self._cache()
         usage = cache.store.usage()
         counters, pressure = self.sample()
-        requests = self._watch.counts
+        requests, model = self._watch.counts, self._device.model
         shared = self.sharing()
         nodes = cache.store.nodes()
         files = [part.nbytes for node in nodes for part in tuple(node.files.values())]
@@ -203,4 +256,5 @@ class CacheService:
             counters=counters,
             num_live=self._device.num_live,
             problem=self._disk.problem if self._disk else "",
+            device=model.backend.device_memory() if model else None,
         )

@@ -369,11 +369,6 @@ class AgentCacheStore:
         with self._lock:
             return state_of(nodes, pointer.num_tokens)
 
-    def sizes(self, name: BlockName) -> dict[BlockName, int]:
-        """Bytes of the blocks that lead to one."""
-        with self._lock:
-            return {n.name: max(n.memory_bytes, n.disk_bytes) for n in self._index.chain(name)}
-
     def reachable(self, pointers: Iterable[Pointer]) -> set[BlockName]:
         """Blocks that lead to any of these places, and the boundaries inside them."""
         with self._lock:

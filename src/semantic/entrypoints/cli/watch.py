@@ -99,6 +99,8 @@ def _budgets(cache: Json) -> Table:
         "disk": (disk["used"] + disk["other"], disk["budget"]),
         "writing": (disk["queue_used"], disk["queue_budget"]),
     }
+    if device := cache["device"]:
+        bars["device"] = (device["used"], device["budget"])
     for name, (used, budget) in bars.items():
         made.add_row(name, _bar(used, budget), f"{size(used)} of {size(budget)}")
     return made

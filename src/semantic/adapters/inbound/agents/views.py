@@ -344,6 +344,13 @@ class DiskOut(View):
     problem: str = Field(examples=[""])
 
 
+class DeviceOut(View):
+    """A device's own memory, in bytes: weights, sequences and whatever else is on it."""
+
+    used: int = Field(examples=[18253611008])
+    budget: int = Field(validation_alias="total", examples=[150754820096])
+
+
 class CountersOut(View):
     """What happened to blocks since the start."""
 
@@ -360,6 +367,9 @@ class CacheOut(View):
     object: Literal["cache"] = "cache"
     memory: MemoryOut
     disk: DiskOut
+    device: DeviceOut | None = Field(
+        description="null where the model computes in the host's memory, as on a CPU"
+    )
     agents: dict[str, int] = Field(examples=[{"hot": 3, "warm": 12, "cold": 1}])
     replies: int = Field(examples=[40])
     reuse: ReuseOut
@@ -379,6 +389,7 @@ class CacheOut(View):
         return cls(
             memory=MemoryOut.of(cache),
             disk=DiskOut.of(cache),
+            device=DeviceOut.of(cache.device) if cache.device else None,
             agents={tier.value: count for tier, count in cache.tiers},
             replies=cache.num_replies,
             reuse=ReuseOut.of(reuse),

@@ -29,6 +29,7 @@ from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.ports.backend import (
     Chunk,
     Computed,
+    DeviceMemory,
     HostBuffer,
     KVPayload,
     Row,
@@ -202,6 +203,10 @@ class FakeBackend(EagerBackend[_Sequence]):
     def memory(self) -> int:
         """As if every sequence took what it takes at rest."""
         return self.bytes_for([s.length for s in self._sequences.values()])
+
+    def device_memory(self) -> DeviceMemory | None:
+        """It has none."""
+        return None
 
     def shutdown(self) -> None:
         """Drop everything."""

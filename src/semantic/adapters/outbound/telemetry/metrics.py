@@ -46,7 +46,6 @@ _MEASURES: Mapping[Measure, tuple[str, str, Sequence[float]]] = {
     Measure.SWAP: ("model_swap_duration_seconds", "Seconds to load a model.", _WAITS),
 }
 _STATES = [state for state in ModelState if state is not ModelState.ON_DISK]
-_SHARING_COST = 100  # what agents share is read again after so many times as long as that took
 
 
 _Values: TypeAlias = Mapping[str, float] | Mapping[tuple[str, str], float]
@@ -170,8 +169,6 @@ class ServerCollector(Collector):
         self._watch = watch
         self._state = state
         self._rate = TokenRate()
-        self._sharing: Sharing | None = None
-        self._sharing_due = 0.0
 
     def collect(self) -> Iterator[Metric]:
         """Read everything once."""
@@ -256,15 +253,10 @@ class ServerCollector(Collector):
         yield _each(_gauge("model_state", "1 for the state the model is in.", "state"), states)
 
     def _shared(self) -> Iterator[Metric]:
-        if time.monotonic() >= self._sharing_due:
-            started = time.thread_time()
-            try:
-                self._sharing = self._cache.sharing()
-            except ModelSwapError:
-                self._sharing = None
-            elapsed = time.thread_time() - started
-            self._sharing_due = time.monotonic() + elapsed * _SHARING_COST
-        sharing = self._sharing or Sharing(0, 0, dict.fromkeys(Tier, 0))
+        try:
+            sharing = self._cache.sharing()
+        except ModelSwapError:
+            sharing = Sharing(0, 0, dict.fromkeys(Tier, 0))
         tiers = {tier.value: count for tier, count in sharing.tiers.items()}
         yield _each(_gauge("agents", "Agents by where their state is.", "tier"), tiers)
         ratio = sharing.logical_bytes / sharing.unique_bytes if sharing.unique_bytes else 1.0

@@ -29,6 +29,7 @@ from semantic.domain.errors import BackendError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
     Chunk,
+    DeviceMemory,
     KVPayload,
     Row,
     RowFailed,
@@ -82,6 +83,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             loading.describe(dtype, loaded.reason),
         )
         super().__init__(spec, traits, MlxSequence)
+        self._device = mx.default_device()
         self._num_steps = 0
         self._sources: list[memoryview] = []
         memory = loaded.memory
@@ -208,6 +210,16 @@ class MlxBackend(SequenceBackend[MlxSequence]):
     def memory(self) -> int:
         """Add up the sequences' arrays."""
         return self._runner.groups.nbytes([*self._sequences.values()])
+
+    def device_memory(self) -> DeviceMemory | None:
+        """Ask MLX; a Mac's GPU says how much it has, and of what is used we know our own."""
+        if self._device.type != mx.gpu:
+            return None
+        info = mx.device_info(self._device)
+        total = int(info.get("total_memory") or info.get("memory_size") or 0)
+        own = mx.get_active_memory() + mx.get_cache_memory()
+        used = total - int(info["free_memory"]) if "free_memory" in info else own
+        return DeviceMemory(used, total)
 
     def shutdown(self) -> None:
         """Drop everything, and what MLX keeps for this thread if it is a worker."""

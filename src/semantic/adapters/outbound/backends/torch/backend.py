@@ -32,6 +32,7 @@ from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
     Chunk,
     Computed,
+    DeviceMemory,
     HostBuffer,
     KVPayload,
     Row,
@@ -138,6 +139,13 @@ class TorchBackend(EagerBackend[TorchSequence]):
         """Add up the sequences' buffers."""
         tensors = [t for s in self._sequences.values() for t in (s.keys, s.values)]
         return sum(t.numel() * t.element_size() for t in tensors)
+
+    def device_memory(self) -> DeviceMemory | None:
+        """Ask CUDA, if the model is there."""
+        if self._device.type != "cuda":
+            return None
+        free, total = torch.cuda.mem_get_info(self._device)
+        return DeviceMemory(total - free, total)
 
     def shutdown(self) -> None:
         """Drop everything, and give its memory back."""
