@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
-from semantic.entrypoints.cli.app import main
+from semantic.entrypoints.cli.app import app, main
 from semantic.entrypoints.cli.launch import CLIENTS, INSTALL
 from tests.smoke.server_process import serve
 
@@ -139,6 +140,62 @@ def test_top_shows_budgets_and_agents(run: Run) -> None:
     assert asked(run, "top")["cache"]["memory"]["budget"] == 4096 * 2**20
 
 
+# Commands in the order in which they can follow each other, on two agents and an empty cache.
+JSON_COMMANDS = {
+    "chat": ("jo", "-m", "Hello.", "--max-tokens", "4"),
+    "agents ls": (),
+    "agents show": ("jo",),
+    "agents log": ("jo",),
+    "agents fork": ("jo", "jo2"),
+    "agents rewind": ("jo2", "1"),
+    "agents export": ("jo",),
+    "agents import": ("jo.tar", "--id", "jo3"),
+    "agents rm": ("jo2", "jo3", "-y"),
+    "models ls": (),
+    "models swap": ("fake",),
+    "models pull": ("mine", "--home", "home"),
+    "top": (),
+    "bench": ("--tokens", "64", "--rounds", "1"),
+    "doctor": ("--home", "home", "--port", "0"),
+    "cache stats": ("--home", "home"),
+    "cache verify": ("--home", "home"),
+    "cache gc": ("--home", "home"),
+    "cache export-key": ("--home", "home"),
+    "keys add": ("--home", "home"),
+    "keys list": ("--home", "home"),
+    "keys revoke": ("--home", "home"),
+}
+WITHOUT_DATA = {"serve", "launch"}  # a server's log, and another program's screen
+
+
+def test_every_command_that_prints_data_prints_json(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "home" / "cache" / "blocks").mkdir(parents=True)
+    (tmp_path / "home" / "cache" / "semantic-cache").touch()
+    model = tmp_path / "home" / "models" / "mine"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    assert JSON_COMMANDS.keys() == {*leaves(typer.main.get_command(app))} - WITHOUT_DATA
+    found: dict[str, Any] = {}
+    for name, arguments in JSON_COMMANDS.items():
+        more = (found["keys add"]["id"],) if name == "keys revoke" else ()
+        found[name] = asked(run, *name.split(), *arguments, *more)
+    assert found["agents export"]["file"] == "jo.tar"
+    assert found["agents rm"] == {"deleted": ["jo2", "jo3"]}
+    assert found["models pull"]["bytes"] == 2
+    assert (found["cache stats"]["agents"], found["cache verify"]["bad"]) == (0, [])
+    assert found["cache gc"]["deleted_files"] == 0
+    assert [key["id"] for key in found["keys list"]["keys"]] == [found["keys add"]["id"]]
+    assert found["keys add"]["key"] not in json.dumps(found["keys list"])
+
+
+def leaves(command: Any, *path: str) -> Iterator[str]:
+    """The names of all commands."""
+    if not hasattr(command, "commands"):
+        yield " ".join(path)
+    for name, one in getattr(command, "commands", {}).items():
+        yield from leaves(one, *path, name)
+
+
 def test_bench_measures_each_tier_and_cleans_up(run: Run) -> None:
     card = asked(run, "bench", "--tokens", "64", "--rounds", "1")
     assert list(card["first_token_s"]) == ["computed", "disk", "memory", "hot"]
@@ -202,3 +259,20 @@ def test_who_is_not_there_is_said_in_a_sentence(run: Run, monkeypatch: pytest.Mo
         message = run(*command, "--server", "http://127.0.0.1:1/v1", status=2)
         assert words in message
         assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "env,sent",
+    [
+        ({"SEMANTIC_CLIENT_KEY": "mine", "SEMANTIC_API_KEY": "the server's"}, "mine"),
+        ({"SEMANTIC_API_KEY": "the server's"}, "the server's"),
+        ({}, "none"),
+    ],
+    ids=["client", "server", "neither"],
+)
+def test_a_client_has_a_key_of_its_own(
+    run: Run, env: dict[str, str], sent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert json.loads(run("launch", "qwen", "--dry-run"))["env"]["OPENAI_API_KEY"] == sent

@@ -133,3 +133,22 @@ def test_the_export_key_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     assert printed[0] == printed[1]
     assert len(bytes.fromhex(printed[0])) == 32
+
+
+@pytest.mark.parametrize(
+    "typed,offered",
+    [("semantic agents l", ["ls", "log"]), ("semantic launch co", ["codex", "continue"])],
+    ids=["commands", "clients"],
+)
+def test_the_shell_completes(
+    typed: str,
+    offered: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    for name, value in {"_SEMANTIC_COMPLETE": "complete_bash", **words}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().out.split() == offered

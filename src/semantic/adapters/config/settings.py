@@ -28,7 +28,7 @@ from semantic.domain.errors import InvalidRequestError
 ENV_PREFIX = "SEMANTIC_"
 _ENVIRONMENT = "SEMANTIC_ENVIRONMENT"
 # The first chooses a file of settings; the other tells commands and examples where the server is.
-_NO_SETTINGS = (_ENVIRONMENT, "SEMANTIC_URL")
+_NO_SETTINGS = (_ENVIRONMENT, "SEMANTIC_URL", "SEMANTIC_CLIENT_KEY")
 STARTER_MODEL = "smollm2-135m-instruct"
 _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/\s]+")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -245,7 +245,8 @@ class Settings(BaseSettings):
         if len(value) < MIN_SECRET_CHARS or not value.isascii() or not value.isprintable():
             raise ValueError(
                 f"a key has at least {MIN_SECRET_CHARS} printable ASCII characters; "
-                "`semantic keys add` makes good ones"
+                "`semantic keys add` makes good ones. A key to send to a server goes into "
+                "SEMANTIC_CLIENT_KEY"
             )
         return value
 

@@ -22,6 +22,7 @@ from semantic.entrypoints.cli.screen import (
     size,
     table,
     tier,
+    working,
 )
 
 agents_app = typer.Typer(
@@ -53,7 +54,8 @@ def list_agents(
     """List agents, the most recently used first."""
     wanted = {"prefix": prefix, "label": label}
     query = {name: value for name, value in wanted.items() if value is not None}
-    agents = list(client.pages("/v1/agents", "after", **query))
+    with working("reading agents"):
+        agents = list(client.pages("/v1/agents", "after", **query))
     if as_json:
         print_json(agents)
     elif agents:
@@ -106,7 +108,8 @@ def log(
 ) -> None:
     """Show an agent's turns, the latest first; with --graph as a tree, the oldest first."""
     if graph:
-        turns, heads = _family(client, agent)
+        with working("reading turns of all agents"):
+            turns, heads = _family(client, agent)
         if as_json:
             print_json({"turns": list(turns.values()), "heads": heads})
         else:
@@ -173,13 +176,17 @@ def remove(
     agents: Annotated[list[str], typer.Argument(metavar="AGENT...")],
     *,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="do not ask")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Delete agents; forks keep the past they share."""
     if not yes:
-        typer.confirm(f"delete {', '.join(agents)}?", abort=True)
+        typer.confirm(f"delete {', '.join(agents)}?", abort=True, err=True)
     for agent in agents:
         client.call("DELETE", f"/v1/agents/{agent}")
-        typer.echo(f"deleted {agent}")
+        if not as_json:
+            typer.echo(f"deleted {agent}")
+    if as_json:
+        print_json({"deleted": agents})
 
 
 @agents_app.command("export")
@@ -192,6 +199,7 @@ def export_agent(
     ] = None,
     *,
     force: Annotated[bool, typer.Option("--force", help="replace a file that is there")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write an agent, with its turns and attention state, into one file."""
     target = file or Path(f"{agent}.tar")
@@ -207,7 +215,11 @@ def export_agent(
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
-    typer.echo(f"{target}: {size(target.stat().st_size)}")
+    nbytes = target.stat().st_size
+    if as_json:
+        print_json({"agent": agent, "file": str(target), "bytes": nbytes})
+    else:
+        typer.echo(f"{target}: {size(nbytes)}")
 
 
 @agents_app.command("import")

@@ -13,7 +13,7 @@ from semantic.domain.errors import SemanticError
 from semantic.entrypoints.cli.agents import agents_app
 from semantic.entrypoints.cli.chat import chat
 from semantic.entrypoints.cli.doctor import doctor
-from semantic.entrypoints.cli.flags import with_settings
+from semantic.entrypoints.cli.flags import AsJson, with_settings
 from semantic.entrypoints.cli.keys import keys_app
 from semantic.entrypoints.cli.launch import launch
 from semantic.entrypoints.cli.models import models_app
@@ -106,20 +106,20 @@ def shard(
 
 @cache_app.command()
 @with_settings("cache_dir", "home")
-def stats(settings: Settings) -> int:
+def stats(settings: Settings, *, as_json: AsJson = False) -> int:
     """Say how many agents, turns and files a cache directory holds."""
-    return _cache("stats", settings)
+    return _cache("stats", settings, as_json=as_json)
 
 
 @cache_app.command()
 @with_settings("cache_dir", "home")
-def verify(settings: Settings) -> int:
+def verify(settings: Settings, *, as_json: AsJson = False) -> int:
     """Read every file and every turn and compare them with their checksums.
 
     Bad files are moved to quarantine: what they held is computed anew when it is needed. A damaged
     ledger is restored from its backup. The exit status is 1 if anything was bad.
     """
-    return _cache("verify", settings)
+    return _cache("verify", settings, as_json=as_json)
 
 
 @cache_app.command()
@@ -135,26 +135,29 @@ def gc(
             f"(default: the setting orphan_ttl_h, {Settings.model_fields['orphan_ttl_h'].default})",
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> int:
     """Delete attention state and turns that no agent reaches, and old bad files."""
-    return _cache("gc", settings, orphan_age_h)
+    return _cache("gc", settings, orphan_age_h, as_json=as_json)
 
 
 @cache_app.command()
 @with_settings("home")
-def export_key(settings: Settings) -> int:
+def export_key(settings: Settings, *, as_json: AsJson = False) -> int:
     """Print the key that this installation signs exported agents with.
 
     It goes into the setting trusted_export_keys of another server. It is a secret: whoever has it
     can sign in this one's name.
     """
-    return _cache("export-key", settings)
+    return _cache("export-key", settings, as_json=as_json)
 
 
-def _cache(action: str, settings: Settings, orphan_age_h: float | None = None) -> int:
+def _cache(
+    action: str, settings: Settings, orphan_age_h: float | None = None, *, as_json: bool
+) -> int:
     from semantic.entrypoints.cli.cache import run_cache
 
-    return run_cache(action, settings, orphan_age_h)
+    return run_cache(action, settings, orphan_age_h, as_json=as_json)
 
 
 for command in (chat, top, bench, doctor, launch):

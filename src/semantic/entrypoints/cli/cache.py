@@ -1,14 +1,13 @@
 """`semantic cache`: look at a cache directory, check it, and clean it, while no server has it."""
 
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass, field, replace
 
-from tqdm import tqdm
+import typer
+from rich.status import Status
 
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound.blocks.agent_archive import own_key
@@ -28,22 +27,26 @@ from semantic.domain.errors import (
     CachePersistenceError,
     InvalidRequestError,
 )
-from semantic.entrypoints.cli.screen import size
+from semantic.entrypoints.cli.client import Json
+from semantic.entrypoints.cli.flags import print_json
+from semantic.entrypoints.cli.screen import size, working
 from semantic.ports.storage import DropPart, LedgerChange, LedgerState, MarkIndexWhole, PutPart
 
-Say: TypeAlias = Callable[[str], object]
 _SHORT = 12
 
 
-def run_cache(action: str, settings: Settings, orphan_age_h: float | None = None) -> int:
-    """Do one of the commands and return the exit status.
+def run_cache(
+    action: str, settings: Settings, orphan_age_h: float | None = None, *, as_json: bool = False
+) -> int:
+    """Do one of the commands, print what it found, and return the exit status.
 
     Raises:
         InvalidRequestError: there is no such directory, it is no cache, or a server has it.
         CachePersistenceError: what is there cannot be opened.
     """
     if action == "export-key":
-        _say(own_key(settings.export_key_file).hex())
+        key = own_key(settings.export_key_file).hex()
+        _print({"key": key}, [key], as_json=as_json)
         return 0
     directory = settings.effective_cache_dir
     if not (directory / LEDGER_FILE).exists() and not (directory / "blocks").is_dir():
@@ -53,33 +56,47 @@ def run_cache(action: str, settings: Settings, orphan_age_h: float | None = None
         )
     claim(directory)
     with ExitStack() as stack:
+        status = stack.enter_context(working(f"reading {directory}"))
         stack.enter_context(DirectoryLock(directory))
         cipher = load_cipher(settings.encryption_key_file, settings.encryption_key_command)
         ledger = SqliteLedger(directory, cipher=cipher)
         state = ledger.load()
         stack.callback(ledger.close)
-        cache = _Cache(settings, ledger, SafetensorsCache(directory, cipher=cipher), state, _say)
+        files = SafetensorsCache(directory, cipher=cipher)
+        cache = _Cache(settings, ledger, files, state, status)
         if action == "stats":
-            return cache.stats()
-        if action == "verify":
-            return cache.verify()
-        age_h = settings.orphan_ttl_h if orphan_age_h is None else orphan_age_h
-        return cache.collect(time.time() - age_h * 3600)
+            found = cache.stats()
+        elif action == "verify":
+            found = cache.verify()
+        else:
+            age_h = settings.orphan_ttl_h if orphan_age_h is None else orphan_age_h
+            found = cache.collect(time.time() - age_h * 3600)
+    _print(found, cache.lines, as_json=as_json)
+    return 1 if found.get("bad") or not found.get("ledger_sound", True) else 0
 
 
 @dataclass(slots=True)
 class _Cache:
-    """A directory that is ours for the time of a command."""
+    """A directory that is ours for the time of a command.
+
+    Attributes:
+        status: Tells people how far it is.
+        lines: What was found, in words; methods return it for scripts.
+    """
 
     settings: Settings
     ledger: SqliteLedger
     files: SafetensorsCache
     state: LedgerState
-    say: Say
+    status: Status
+    lines: list[str] = field(default_factory=list)
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
 
     # -- stats ----------------------------------------------------------------------------------
 
-    def stats(self) -> int:
+    def stats(self) -> Json:
         # Scanning sets aside what is bad; who only looks around changes nothing if possible.
         is_lost = self.state.is_index_lost
         parts = list(self.files.scan()) if is_lost else list(self.state.parts)
@@ -89,7 +106,8 @@ class _Cache:
         self.say(f"agents     {len(self.state.agents):,}")
         self.say(f"turns      {self.ledger.num_turns():,}")
         self.say(f"files      {len(parts):,}, {size(sum(part.nbytes for part in parts))}")
-        for (model, kv_format), (number, nbytes) in self._by_model(parts).items():
+        models = self._by_model(parts)
+        for (model, kv_format), (number, nbytes) in models.items():
             self.say(f"  {model} ({kv_format}): {number:,}, {size(nbytes)}")
         others = self.files.other_bytes()
         self.say(
@@ -97,7 +115,20 @@ class _Cache:
             f"{size(others)} of it for the ledger and its backup"
         )
         self._tell_problem()
-        return 0
+        return {
+            "directory": str(self.settings.effective_cache_dir),
+            "agents": len(self.state.agents),
+            "turns": self.ledger.num_turns(),
+            "files": len(parts),
+            "models": [
+                {"model": model, "kv_format": kv_format, "files": number, "bytes": nbytes}
+                for (model, kv_format), (number, nbytes) in models.items()
+            ],
+            "used_bytes": used,
+            "budget_bytes": budget,
+            "other_bytes": others,
+            "problem": self.state.problem or "",
+        }
 
     def _by_model(self, parts: Sequence[BlockPart]) -> dict[tuple[str, str], tuple[int, int]]:
         names = known_models(self.settings.home_dir / "models" / "fingerprints.json")
@@ -116,14 +147,15 @@ class _Cache:
 
     # -- verify ---------------------------------------------------------------------------------
 
-    def verify(self) -> int:
+    def verify(self) -> Json:
         is_ledger_sound = self._verify_ledger()
         removed: list[tuple[str, str]] = []
         sound = list(self.files.scan(lambda *what: removed.append(what)))
         unfinished = [name for name, _ in removed if name.endswith(TEMPORARY)]
         bad = [what for what in removed if what[0] not in unfinished]
         num_files = len(sound) + len(bad)
-        for part in tqdm(tuple(sound), desc="checking", unit=" files", disable=None, leave=False):
+        for number, part in enumerate(tuple(sound), start=1):
+            self.status.update(f"checking file {number:,} of {len(sound):,}")
             try:
                 self.files.read(part)
             except CacheCorruptionError as error:
@@ -144,7 +176,16 @@ class _Cache:
             f"{_count(len(bad), 'bad file')}; "
             f"the ledger is {'sound' if is_ledger_sound else 'not sound'}"
         )
-        return 1 if bad or not is_ledger_sound else 0
+        return {
+            "files": num_files,
+            "sound_bytes": sum(part.nbytes for part in sound),
+            "agents": len(self.state.agents),
+            "turns": self.ledger.num_turns(),
+            "bad": [{"file": name, "reason": reason} for name, reason in bad],
+            "unfinished": len(unfinished),
+            "ledger_sound": is_ledger_sound,
+            "problem": self.state.problem or "",
+        }
 
     def _verify_ledger(self) -> bool:
         """Read all agents and turns; what is bad is restored from the backup."""
@@ -174,7 +215,7 @@ class _Cache:
 
     # -- gc -------------------------------------------------------------------------------------
 
-    def collect(self, before: float) -> int:
+    def collect(self, before: float) -> Json:
         AgentLedger(self.ledger, self.state, write_at_once(self.ledger)).expire()
         num_turns = self.ledger.forget_unreachable(
             before=before, replays_before=time.time() - REPLAY_TTL_S
@@ -193,14 +234,22 @@ class _Cache:
         for part in gone:
             self.files.delete(part)
         self._write_index(kept)
-        if freed := self.files.empty_quarantine(before=before):
+        freed = self.files.empty_quarantine(before=before)
+        if freed:
             self.say(f"deleted {size(freed)} of bad files in quarantine")
         self.say(
             f"deleted {_count(len(gone), 'file')} ({size(sum(part.nbytes for part in gone))}) "
             f"and {_count(num_turns, 'turn')} that no agent reaches; left: "
             f"{_count(len(kept), 'file')} ({size(sum(part.nbytes for part in kept))})"
         )
-        return 0
+        return {
+            "deleted_files": len(gone),
+            "deleted_bytes": sum(part.nbytes for part in gone),
+            "deleted_turns": num_turns,
+            "quarantine_bytes": freed,
+            "files": len(kept),
+            "bytes": sum(part.nbytes for part in kept),
+        }
 
     def _write_index(self, parts: Sequence[BlockPart]) -> None:
         """Let the ledger's index say what is there."""
@@ -211,8 +260,11 @@ class _Cache:
         self.ledger.apply([*changes, MarkIndexWhole()], is_synced=False)
 
 
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
+def _print(found: Json, lines: Sequence[str], *, as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo("\n".join(lines))
 
 
 def _count(number: int, noun: str) -> str:

@@ -15,7 +15,7 @@ from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.agents import find_turn, turn_tree
 from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
 from semantic.entrypoints.cli.flags import AsJson, print_json, with_server
-from semantic.entrypoints.cli.screen import console, reuse_bar
+from semantic.entrypoints.cli.screen import console, reuse_bar, working
 
 _HELP = """\
   /fork [NAME]    go on as another agent from here
@@ -49,7 +49,9 @@ def chat(
     talk.open(system)
     if as_json:
         path = f"/v1/agents/{agent}/generate"
-        print_json(client.call("POST", path, json={"message": message, **options}))
+        with working(f"{agent} answers"):
+            reply = client.call("POST", path, json={"message": message, **options})
+        print_json(reply)
     elif message is not None:
         talk.say(message)
     else:

@@ -122,7 +122,7 @@ class ServerClient:
         response.read()
         message = _message(response)
         if response.status_code == httpx.codes.UNAUTHORIZED:
-            message = f"{message} Give a key with --key or SEMANTIC_API_KEY."
+            message = f"{message} Give a key with --key or SEMANTIC_CLIENT_KEY."
         raise ServerError(message, response.status_code)
 
 

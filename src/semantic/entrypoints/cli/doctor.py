@@ -21,7 +21,7 @@ from semantic.adapters.config.settings import Settings
 from semantic.entrypoints.cli.client import ServerClient, ServerError
 from semantic.entrypoints.cli.flags import AsJson, print_json, with_settings
 from semantic.entrypoints.cli.launch import CLIENTS, INSTALL
-from semantic.entrypoints.cli.screen import console, size, table
+from semantic.entrypoints.cli.screen import console, size, table, working
 
 _GOOD = {"ok": "green", "note": "yellow", "bad": "red"}
 _PROBE_BYTES = 64 * 2**20
@@ -45,7 +45,8 @@ class Finding:
 @with_settings("home", "cache_dir", "host", "port", "model", "backend")
 def doctor(settings: Settings, *, as_json: AsJson = False) -> int:
     """Look at device, kernels, memory, disk, port, model and clients, and say what to do."""
-    findings = list(examine(settings))
+    with working("looking around"):
+        findings = list(examine(settings))
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:

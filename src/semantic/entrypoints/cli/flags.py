@@ -42,9 +42,9 @@ def with_server(command: Command) -> Command:
     server = typer.Option(
         "--server", envvar="SEMANTIC_URL", metavar="URL", help=f"default: {DEFAULT_URL}"
     )
-    key = typer.Option(
-        "--key", envvar="SEMANTIC_API_KEY", metavar="KEY", help="where the server wants one"
-    )
+    # The second is the server's own setting: who shares its environment needs no other.
+    variables = ["SEMANTIC_CLIENT_KEY", "SEMANTIC_API_KEY"]
+    key = typer.Option("--key", envvar=variables, metavar="KEY", help="where the server wants one")
     flags = [_parameter("server", str | None, server), _parameter("key", str | None, key)]
 
     def prepare(options: Json) -> ServerClient:

@@ -18,7 +18,7 @@ from semantic.adapters.config.keys import (
 from semantic.adapters.config.settings import Settings
 from semantic.domain.agents import LOCAL_TENANT
 from semantic.domain.errors import InvalidRequestError
-from semantic.entrypoints.cli.flags import with_settings
+from semantic.entrypoints.cli.flags import AsJson, print_json, with_settings
 
 _RELOAD = "A running server reads the file again on SIGHUP: kill -HUP <its process id>"
 _Limits = TypeVar("_Limits", RateEntry, TenantEntry)
@@ -65,6 +65,7 @@ def add(
             "agents: agent.requests_per_minute, agent.tokens_per_minute. May be repeated",
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> int:
     """Make a key and print it, this once: only its hash is kept.
 
@@ -81,6 +82,9 @@ def add(
 
     edit_key_file(settings.effective_key_file, add_to)
     ((key, secret),) = made
+    if as_json:
+        print_json({"id": key.id, "key": secret, "tenant": key.tenant, "admin": key.admin})
+        return 0
     sys.stdout.write(f"{secret}\n")
     kind = "an admin key" if key.admin else "a key"
     sys.stderr.write(f"{key.id}: {kind} of tenant {key.tenant}, shown this once. {_RELOAD}\n")
@@ -89,9 +93,12 @@ def add(
 
 @keys_app.command("list")
 @with_settings("key_file", "home")
-def list_keys(settings: Settings) -> int:
+def list_keys(settings: Settings, *, as_json: AsJson = False) -> int:
     """List keys, and the limits of tenants."""
     file = read_key_file(settings.effective_key_file)
+    if as_json:
+        print_json(file.model_dump(mode="json", exclude={"keys": {"__all__": {"hash"}}}))
+        return 0
     for key in file.keys:
         kind, state = "admin" if key.admin else "user", "revoked" if key.revoked else "valid"
         rate = _told(key.rate) if key.rate else ""
@@ -109,6 +116,7 @@ def revoke(
     settings: Settings,
     *,
     key_id: Annotated[str, typer.Argument(metavar="ID", help="as `semantic keys list` shows it")],
+    as_json: AsJson = False,
 ) -> int:
     """Let a key open nothing any more; what its tenant has stays.
 
@@ -116,7 +124,10 @@ def revoke(
     key file again on SIGHUP.
     """
     edit_key_file(settings.effective_key_file, lambda file: file.without_key(key_id))
-    sys.stderr.write(f"{key_id} is revoked. {_RELOAD}\n")
+    if as_json:
+        print_json({"id": key_id, "revoked": True})
+    else:
+        sys.stderr.write(f"{key_id} is revoked. {_RELOAD}\n")
     return 0
 
 

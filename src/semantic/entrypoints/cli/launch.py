@@ -185,10 +185,21 @@ INSTALL = {
 }
 
 
+def _begin_with(incomplete: str) -> list[str]:
+    return [name for name in CLIENTS if name.startswith(incomplete)]
+
+
 @with_server
 def launch(
     client: ServerClient,
-    name: Annotated[str, typer.Argument(metavar="CLIENT", help=f"one of {', '.join(CLIENTS)}")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="CLIENT",
+            help=f"one of {', '.join(CLIENTS)}",
+            autocompletion=_begin_with,
+        ),
+    ],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[-- ARG]...", help="go to the client")
     ] = None,

@@ -12,7 +12,7 @@ from semantic.adapters.config.settings import STARTER_MODEL, Settings
 from semantic.domain.model_names import SHORT_NAMES
 from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
 from semantic.entrypoints.cli.flags import AsJson, print_json, with_server, with_settings
-from semantic.entrypoints.cli.screen import console, size, table
+from semantic.entrypoints.cli.screen import console, size, table, working
 
 models_app = typer.Typer(
     help="The models of a running server: list them, swap them; and fetch further ones.",
@@ -59,8 +59,7 @@ def swap(
     body: Json = {"model": model, "wait": False}
     if drain is not None:
         body["drain_timeout_s"] = drain
-    screen = console(is_error=True)
-    with Status(f"swapping to {model}", console=screen) as status:
+    with working(f"swapping to {model}") as status:
         with contextlib.closing(client.events("GET", "/v1/events")) as events:
             next(events)  # it listens now, so that nothing is missed
             answer = client.call("POST", "/admin/models/swap", json=body)
@@ -96,6 +95,7 @@ def pull(
     model: Annotated[str, typer.Argument(help="a short name, a hub id, a GGUF file")],
     *,
     mlx: Annotated[bool, typer.Option("--mlx", help="a short name's 4-bit form for MLX")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Fetch or convert a model now, so that a later start or swap need not."""
     from semantic.adapters.outbound.models.source import LocalModelSource
@@ -103,6 +103,10 @@ def pull(
     published, four_bit = SHORT_NAMES.get(model, (model, model))
     source = LocalModelSource(settings.home_dir / "models", STARTER_MODEL)
     name = STARTER_MODEL if model == "starter" else four_bit if mlx else published
-    with Status(f"looking for {name}", console=console(is_error=True)) as status:
+    with working(f"looking for {name}") as status:
         directory = source.resolve(name, status.update)
-    typer.echo(f"{directory}: {size(sum(f.stat().st_size for f in directory.iterdir()))}")
+    nbytes = sum(f.stat().st_size for f in directory.iterdir())
+    if as_json:
+        print_json({"model": name, "directory": str(directory), "bytes": nbytes})
+    else:
+        typer.echo(f"{directory}: {size(nbytes)}")

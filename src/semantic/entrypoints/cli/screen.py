@@ -3,6 +3,7 @@
 import time
 
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +18,14 @@ _BAR_WIDTH = 24
 def console(*, is_error: bool = False) -> Console:
     """A terminal; plain text if it is none."""
     return Console(stderr=is_error, highlight=False)
+
+
+def working(text: str) -> Status:
+    """Shows that something goes on, to who looks at a terminal; it is a context.
+
+    Print nothing inside it: what goes to standard output would come out on standard error.
+    """
+    return Status(text, console=console(is_error=True))
 
 
 def size(nbytes: float) -> str:
