@@ -1,6 +1,7 @@
-"""The guides' examples are run as they stand, by the fake model, one page after the other.
+"""The documents' examples are run as they stand, by the fake model, one page after the other.
 
-A fence called `bash` or `python` is run; one called `console` is for people's eyes.
+A fence called `bash` or `python` is run, unless its title says what it needs and tests have not:
+`title="needs Docker"`. Others hold data.
 """
 
 import os
@@ -16,10 +17,18 @@ from tests.smoke.server_process import serve
 
 pytestmark = pytest.mark.integration
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-GUIDES = ("quick-start", "installation", "user-guide")
-ADDRESS = "http://127.0.0.1:8000"
-_FENCE = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {page.stem: page for page in [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]}
+ADDRESSES = ("http://127.0.0.1:8000", "localhost:8000")
+DATA = {"json", "toml", "yaml", "mermaid", "text"}
+RUN = {"bash": ("bash", "-euo", "pipefail", "-c"), "python": (sys.executable, "-c")}
+_FENCE = re.compile(r"^ *```(.*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+
+
+def examples(page: str) -> list[tuple[str, str]]:
+    """What is run of a page: the language, and the text."""
+    found = _FENCE.findall(PAGES[page].read_text(encoding="utf-8"))
+    return [(info, text) for info, text in found if info in RUN]
 
 
 @pytest.fixture(scope="module")
@@ -33,23 +42,30 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.url
 
 
-@pytest.mark.parametrize("guide", GUIDES)
-def test_a_guide_can_be_followed(guide: str, url: str, tmp_path: Path) -> None:
-    examples = _FENCE.findall((DOCS / f"{guide}.md").read_text(encoding="utf-8"))
-    assert examples
+@pytest.mark.parametrize("page", [page for page in PAGES if examples(page)])
+def test_examples_can_be_followed(page: str, url: str, tmp_path: Path) -> None:
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": programs, "HOME": str(tmp_path), "SEMANTIC_URL": url}
-    for language, text in examples:
-        shell = [sys.executable, "-"] if language == "python" else ["bash", "-euo", "pipefail"]
+    for language, example in examples(page):
+        text = example
+        for address in ADDRESSES:
+            text = text.replace(address, url)
         result = subprocess.run(  # noqa: S603 - our own examples
-            shell,
-            input=text.replace(ADDRESS, url),
+            [*RUN[language], text],
             env=environment,
             cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=60,
             check=False,
         )
         assert result.returncode == 0, f"{text}\n{result.stdout}\n{result.stderr}"
-        assert '{"error":' not in result.stdout
+        assert '{"error":' not in result.stdout, f"{text}\n{result.stdout}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_an_example_is_run_or_says_what_it_needs(page: str) -> None:
+    infos = [info for info, _ in _FENCE.findall(PAGES[page].read_text(encoding="utf-8"))]
+    unknown = [info for info in infos if not re.fullmatch(r'\w+ title="needs [^"]+"', info)]
+    assert set(unknown) <= RUN.keys() | DATA
