@@ -135,11 +135,13 @@ function Turn({ id, turn, isHead, go }) {
   const [isOpen, setOpen] = useState(false);
   const replies = turn.messages.filter((message) => message.role === "assistant");
   const { usage, timing } = turn;
+  const right = usage.accepted_prediction_tokens ?? 0;
+  const drafted = right + (usage.rejected_prediction_tokens ?? 0);
   return html`<article class="exchange">
     ${turn.messages.map((message) => html`<${Said} message=${message} />`)}
     <footer class="cost">
-      <${ReuseBar} reuse=${turn.reuse} />
-      <span class="note">${number(usage.prompt_tokens)} prompt, ${number(usage.completion_tokens)} reply${timing && timing.first >= 0 ? `, first after ${seconds(timing.first)}` : ""}${timing && timing.rate > 0 && Number.isFinite(timing.rate) ? `, ${timing.rate.toFixed(1)} tokens/s` : ""}${turn.finish_reason && turn.finish_reason !== "end_turn" ? `, ended by ${turn.finish_reason}` : ""}</span>
+      <${ReuseBar} reuse=${{ ...turn.reuse, drafted: right }} />
+      <span class="note">${number(usage.prompt_tokens)} prompt, ${number(usage.completion_tokens)} reply${drafted ? ` (${number(right)} of ${number(drafted)} drafted tokens were right)` : ""}${timing && timing.first >= 0 ? `, first after ${seconds(timing.first)}` : ""}${timing && timing.rate > 0 && Number.isFinite(timing.rate) ? `, ${timing.rate.toFixed(1)} tokens/s` : ""}${turn.finish_reason && turn.finish_reason !== "end_turn" ? `, ended by ${turn.finish_reason}` : ""}</span>
       <span class="go">
         <${Button} kind="quiet" aria-expanded=${isOpen} onClick=${() => setOpen(!isOpen)}>Why<//>
         <${Copy} text=${replies.map(textOf).join("\n")} />

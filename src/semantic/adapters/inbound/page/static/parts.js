@@ -79,14 +79,14 @@ const SOURCE_TEXT = {
   pool: "from blocks in memory",
   disk: "read from disk",
   computed: "computed",
-  drafted: "drafted",
+  drafted: "of the reply, drafted and right",
 };
 
-/** Where the tokens of a prompt came from. */
+/** Where the tokens of a prompt came from, and how many of the reply's were drafted. */
 export function ReuseBar({ reuse, hasText = true }) {
   const parts = SOURCES.map((name) => [name, reuse[name] ?? 0]).filter(([, count]) => count);
   const said = parts.map(([name, count]) => `${number(count)} ${SOURCE_TEXT[name]}`).join(", ");
-  return html`<span class="reuse" title=${`Prompt tokens: ${said}`}>
+  return html`<span class="reuse" title=${`Tokens: ${said}`}>
     <${Bar} parts=${parts} label=${said} />
     ${hasText && html`<span class="key">
       ${parts.map(([name, count]) => html`<span><i class=${`dot ${name}`} />${number(count)} ${name}</span>`)}
