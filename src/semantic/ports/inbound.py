@@ -315,7 +315,7 @@ class CacheOverview:
         num_replies: Replies since the start, whose prompts came from where `reuse` says.
         num_live: Requests that wait or run.
         problem: Why nothing can be written, for people; empty while all is well.
-        device: Memory of the device's own; None if it computes in the host's.
+        device: Memory of the device's own, if it says.
     """
 
     memory_budget: int

@@ -368,7 +368,7 @@ class CacheOut(View):
     memory: MemoryOut
     disk: DiskOut
     device: DeviceOut | None = Field(
-        description="null where the model computes in the host's memory, as on a CPU"
+        description="null where it has none of its own, as a CPU, or is not asked"
     )
     agents: dict[str, int] = Field(examples=[{"hot": 3, "warm": 12, "cold": 1}])
     replies: int = Field(examples=[40])

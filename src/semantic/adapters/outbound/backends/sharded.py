@@ -24,6 +24,7 @@ from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.ports.backend import (
     LAST_SAMPLED,
     Chunk,
+    DeviceMemory,
     HostBuffer,
     KVPayload,
     ModelBackendPort,
@@ -182,6 +183,10 @@ class ShardedBackend:
     def memory(self) -> int:
         """Add up what the ranks hold."""
         return 0 if self._lost else sum(self._all("memory"))
+
+    def device_memory(self) -> DeviceMemory | None:
+        """Not known: ranks answer the engine's thread alone."""
+        return None
 
     def shutdown(self) -> None:
         """End the ranks."""
