@@ -324,7 +324,7 @@ class ModelBackendPort(Protocol):
         ...
 
     def device_memory(self) -> DeviceMemory | None:
-        """Read how full the device's own memory is; None if it has none, or cannot say. Any thread."""
+        """Read how full the device's own memory is; None if it cannot say. Any thread."""
         ...
 
     def shutdown(self) -> None:
