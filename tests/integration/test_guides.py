@@ -20,9 +20,9 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {page.stem: page for page in [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]}
 ADDRESSES = ("http://127.0.0.1:8000", "localhost:8000")
-DATA = {"json", "toml", "yaml", "mermaid", "text"}
+DATA = {"", "json", "toml", "yaml", "mermaid", "text"}
 RUN = {"bash": ("bash", "-euo", "pipefail", "-c"), "python": (sys.executable, "-c")}
-_FENCE = re.compile(r"^ *```(.*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
 def examples(page: str) -> list[tuple[str, str]]:
