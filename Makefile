@@ -190,6 +190,10 @@ sbom: $(VENV)/.dev $(SECURITY)/.ready ## write build/sbom.json: everything that 
 bench: $(VENV)/.dev ## run the benchmarks and print their figures
 	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py); done
 
+.PHONY: peer
+peer: $(VENV)/.dev ## build llama.cpp's server for this machine (15 minutes, once) and print where it is kept
+	@$(BIN)/python -m benchmarks.peer
+
 .PHONY: clean
 clean: ## remove .venv and everything that was built
 	@rm -rf $(VENV) $(CLIENTS) build dist site htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
