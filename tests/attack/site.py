@@ -24,6 +24,7 @@ PATIENCE_S = 60.0  # nothing that is asked of a healthy server takes so long, on
 DOCUMENTED_FAILURES = frozenset({503, 504, 529})
 # Expiry and backups come round often enough for an attack to meet them; nothing runs for long.
 SETTINGS = f"default_max_tokens = {MAX_TOKENS}\nupkeep_interval_s = 1\nrequest_timeout_s = 30\n"
+PATIENT_SETTINGS = f"default_max_tokens = {MAX_TOKENS}\n"
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Truth:
     """A server that is never attacked and keeps nothing: its replies are the right ones."""
 
     def __init__(self, work: Path) -> None:
-        self.server = Server(work, "--durability", "none")
+        self.server = Server(work, "--durability", "none", settings=PATIENT_SETTINGS)
         self._known: dict[tuple[tuple[str, str], ...], str] = {}
 
     def start(self) -> Self:

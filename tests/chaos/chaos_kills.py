@@ -3,6 +3,7 @@
 Not collected by itself: it takes minutes. CHAOS_KILLS and CHAOS_SEED change how many, and when.
 """
 
+import multiprocessing
 import os
 import secrets
 import sys
@@ -15,6 +16,15 @@ from tests.chaos.talk import make_agents
 
 pytestmark = pytest.mark.e2e
 
+# What servers import before they are started, so that a kill takes a second and not ten.
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    [
+        "semantic.entrypoints.cli.app",
+        "semantic.entrypoints.server",
+        "semantic.adapters.outbound.backends.torch.backend",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
 NUM_KILLS = int(os.environ.get("CHAOS_KILLS", "50"))
 SEED = int(os.environ.get("CHAOS_SEED") or secrets.randbelow(10**6))
 

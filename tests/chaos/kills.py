@@ -15,8 +15,8 @@ import httpx
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.domain.chat import Message as SaidMessage
 from semantic.entrypoints.cli.app import main
-from tests.chaos.talk import Agent, Load, Message, ask
-from tests.smoke.server_process import ServerProcess, serve
+from tests.chaos.talk import PATIENCE_S, Agent, Load, Message, ask
+from tests.smoke.server_process import ServerProcess, serve_forked
 
 _LONGEST_START_S = 0.7  # some are killed before they are ready
 
@@ -81,7 +81,7 @@ class Trial:
         """Let everyone have one more turn on a server that is stopped in order, and check."""
         with self._serve() as server:
             server.await_ready()
-            with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http:
+            with httpx.Client(base_url=server.url, timeout=PATIENCE_S, trust_env=False) as http:
                 for agent in self.agents:
                     agent.take_turn(http)
             assert server.stop() == 0
@@ -92,9 +92,9 @@ class Trial:
         """Compare every reply with that of a server that keeps nothing; returns how many."""
         options = [*self.options, "--durability", "none"]
         received = [done for agent in self.agents for done in agent.received]
-        with serve(self.home, self.work / "reference.log", *options) as server:
+        with serve_forked(self.home, self.work / "reference.log", *options) as server:
             server.await_ready()
-            with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http:
+            with httpx.Client(base_url=server.url, timeout=PATIENCE_S, trust_env=False) as http:
                 for done in received:
                     agent = self.agents[0]
                     right = ask(http, agent.model, done.messages, agent.max_tokens)
@@ -133,7 +133,7 @@ class Trial:
 
     def _serve(self) -> contextlib.AbstractContextManager[ServerProcess]:
         options = [*self.options, "--durability", self.durability, "--cache-dir", str(self.cache)]
-        return serve(self.home, self.work / "server.log", *options)
+        return serve_forked(self.home, self.work / "server.log", *options)
 
 
 def _link_blocks(source: str, target: str) -> None:

@@ -23,14 +23,13 @@ from statistics import median
 
 import httpx
 
-from tests.attack.site import MAX_TOKENS, MODEL, Server, Truth, client
-from tests.chaos.talk import Message, ask
+from tests.attack.site import MAX_TOKENS, MODEL, PATIENT_SETTINGS, Server, Truth, client
+from tests.chaos.talk import PATIENCE_S, Message, ask
 
 NUM_AGENTS = 8
 DISK_BUDGET_MB = 256  # of which the ledger takes a part
 # What nobody reaches any more goes after a minute instead of a week, so that the figures settle.
-SETTINGS = f"default_max_tokens = {MAX_TOKENS}\nupkeep_interval_s = 1\norphan_ttl_h = {1 / 60}\n"
-PATIENCE_S = 300.0  # others may use the machine, and it is not speed that is tried
+SETTINGS = f"{PATIENT_SETTINGS}upkeep_interval_s = 1\norphan_ttl_h = {1 / 60}\n"
 OPTIONS = ("--disk-budget-mb", str(DISK_BUDGET_MB), "--memory-budget-mb", "2")
 WORDS = [
     "rivers",

@@ -20,8 +20,8 @@ from statistics import median, quantiles
 
 import httpx
 
-from tests.attack.site import MAX_TOKENS, MODEL, Server, Truth, client
-from tests.chaos.talk import ask
+from tests.attack.site import MAX_TOKENS, MODEL, PATIENT_SETTINGS, Server, Truth, client
+from tests.chaos.talk import PATIENCE_S, ask
 
 LOADS = (80, 90, 100)
 REFUSALS = frozenset({429, 503, 529})
@@ -49,7 +49,7 @@ def prompt(agent: int, question: int, num_tokens: int) -> str:
 def talk(url: str, truth: Truth, agent: int, num_requests: int, num_tokens: int) -> Outcome:
     """All requests of one agent, one right after the other."""
     outcome = Outcome()
-    with client(url) as http:
+    with client(url, PATIENCE_S) as http:
         for number in range(num_requests):
             said = [{"role": "user", "content": prompt(agent, number % NUM_QUESTIONS, num_tokens)}]
             started = time.monotonic()
@@ -69,7 +69,8 @@ def press(work: Path, truth: Truth, load: int, num_agents: int, num_requests: in
     """Serve all agents at one load; whether all went well."""
     budget = _MEMORY_MB * 2**20 // _BYTES_A_TOKEN
     num_tokens = budget * load // 100 // num_agents - _OVERHEAD
-    server = Server(work / f"load-{load}", "--memory-budget-mb", str(_MEMORY_MB)).start()
+    options = ("--memory-budget-mb", str(_MEMORY_MB))
+    server = Server(work / f"load-{load}", *options, settings=PATIENT_SETTINGS).start()
     url = str(server.http.base_url)
     with ThreadPoolExecutor(num_agents) as threads:
         outcomes = list(

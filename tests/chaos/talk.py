@@ -17,6 +17,7 @@ QUESTIONS = (
     "What else is there to know about it?",
 )
 _FAILURES = (httpx.HTTPError, OSError)
+PATIENCE_S = 300.0  # others may use the machine, and it is not speed that is tried
 
 
 @dataclass(frozen=True)
@@ -130,11 +131,11 @@ class Load:
         """Let everyone end their turn."""
         self._is_stopping.set()
         for thread in self._threads:
-            thread.join(120)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive()
 
     def _talk(self, agent: Agent) -> None:
-        with httpx.Client(base_url=self._url, timeout=60, trust_env=False) as http:
+        with httpx.Client(base_url=self._url, timeout=PATIENCE_S, trust_env=False) as http:
             while not self._is_stopping.is_set():
                 try:
                     agent.take_turn(http)

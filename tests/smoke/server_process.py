@@ -1,14 +1,16 @@
 """A real server process: what a user starts, asks and stops."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 
@@ -22,11 +24,24 @@ class StartFailedError(AssertionError):
         self.output = output
 
 
+class Process(Protocol):
+    """What is asked of a process; `subprocess.Popen` is one."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
+
+
 @dataclass
 class ServerProcess:
     """A started `semantic serve`."""
 
-    process: subprocess.Popen[str]
+    process: Process
     log: Path
     url: str = ""
 
@@ -99,6 +114,21 @@ def serve(
             text=True,
             env=environment,
         )
+    with _listening(process, log) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def serve_forked(home: Path, log: Path, *arguments: str) -> Iterator[ServerProcess]:
+    """As `serve`, as a fork of an interpreter that has imported everything: it starts at once."""
+    log.write_text("")
+    process = ForkedProcess(["serve", "--port", "0", "--home", str(home), *arguments], log)
+    with _listening(process, log) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _listening(process: Process, log: Path) -> Iterator[ServerProcess]:
     server = ServerProcess(process, log)
     try:
         server.await_listening()
@@ -106,3 +136,53 @@ def serve(
     finally:
         process.kill()
         process.wait()
+
+
+# -- starts that import nothing ----------------------------------------------------------------
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["semantic.entrypoints.cli.app", "semantic.entrypoints.server"])
+
+
+class ForkedProcess:
+    """A process that runs our own command."""
+
+    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+        self._process = _FORKS.Process(target=_run, args=(list(arguments), str(log)))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
+    @property
+    def returncode(self) -> int:
+        return self._process.exitcode or 0
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("semantic", timeout or 0)
+        return self._process.exitcode
+
+    def send_signal(self, sig: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(arguments: list[str], log: str) -> None:
+    from semantic.entrypoints.cli.app import main
+
+    sink = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    for name in [name for name in os.environ if name.startswith("SEMANTIC_")]:
+        del os.environ[name]
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    sys.exit(main(arguments))

@@ -105,7 +105,7 @@ def test_ctrl_c_while_much_is_unwritten_leaves_sound_files(
             if any(agent.received for agent in agents):
                 is_answered.set()
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
         load.stop()
     assert "Traceback" not in server.output
     assert main(["cache", "verify", "--cache-dir", str(cache)]) == 0
