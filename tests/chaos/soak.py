@@ -27,6 +27,7 @@ from tests.attack.site import MAX_TOKENS, MODEL, PATIENT_SETTINGS, Server, Truth
 from tests.chaos.talk import PATIENCE_S, Message, ask
 
 NUM_AGENTS = 8
+NUM_SETTLING = 5 * NUM_AGENTS  # replies before figures count
 DISK_BUDGET_MB = 256  # of which the ledger takes a part
 # What nobody reaches any more goes after a minute instead of a week, so that the figures settle.
 SETTINGS = f"{PATIENT_SETTINGS}upkeep_interval_s = 1\norphan_ttl_h = {1 / 60}\n"
@@ -207,12 +208,14 @@ def soak(work: Path, seconds: float, seed: int) -> int:
     """Talk for so long; returns the exit status."""
     truth = Truth(work / "truth").start()
     server = Server(work / "soak", *OPTIONS, settings=SETTINGS).start()
-    tally, samples = Tally(), [sample(server)]
+    tally = Tally()
     urls = str(server.http.base_url), str(truth.server.http.base_url)
     talkers = [Talker(n, *urls, tally, f"{seed}/{n}") for n in range(NUM_AGENTS)]
-    until = time.monotonic() + seconds
     for talker in talkers:
         talker.start()
+    while tally.requests.total() < NUM_SETTLING and server.is_alive and not tally.findings:
+        time.sleep(0.1)  # connections and threads are made at first
+    until, samples = time.monotonic() + seconds, [sample(server)]
     while time.monotonic() < until and server.is_alive and not tally.findings:
         time.sleep(min(5.0, seconds / 20))
         samples.append(sample(server))

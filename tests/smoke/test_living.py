@@ -13,7 +13,7 @@ pytestmark = pytest.mark.smoke
 def test_agents_talk_over_all_protocols_and_nothing_grows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert soak(tmp_path, seconds=4, seed=7) == 0, capsys.readouterr().out
+    assert soak(tmp_path, seconds=3, seed=7) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [*ALLOWED, "disk_mb"])
