@@ -72,6 +72,10 @@ class TimedConstraint:
         self._inner.accept(token)
         TimedConstraint.spent_s += time.perf_counter() - started
 
+    def copy(self) -> "TimedConstraint":
+        """Look ahead on the clock, too."""
+        return TimedConstraint(self._inner.copy())
+
 
 def step_times(
     device: ModelBackendPort,

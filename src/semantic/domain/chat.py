@@ -294,6 +294,7 @@ class ChatRequest:
         raw_prompt: Given instead of messages; no template is applied.
         is_stored: Whether what is said may be kept; attention state is in any case.
         is_continued: The last message is the assistant's, and the reply goes on with it.
+        prediction: What the client expects much of the reply to be.
     """
 
     model: str
@@ -309,6 +310,7 @@ class ChatRequest:
     raw_prompt: RawPrompt | None = None
     is_stored: bool = True
     is_continued: bool = False
+    prediction: str = ""
 
     def __post_init__(self) -> None:
         if not self.messages and self.raw_prompt is None:

@@ -17,6 +17,8 @@ class Usage:
         cache_read_tokens: Prompt tokens whose attention state was reused.
         cache_creation_tokens: Prompt tokens computed now and kept for later.
         thinking_tokens: Generated tokens that were thinking.
+        accepted_prediction_tokens: Generated tokens that were guessed before they were computed.
+        rejected_prediction_tokens: Guesses that were wrong, and are no part of the reply.
     """
 
     prompt_tokens: int
@@ -24,6 +26,8 @@ class Usage:
     cache_read_tokens: int = 0
     cache_creation_tokens: int = 0
     thinking_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:

@@ -274,4 +274,5 @@ def _limits(settings: Settings) -> EngineLimits:
         default_max_tokens=settings.default_max_tokens,
         ageing_s=settings.ageing_s,
         max_idle=settings.max_idle,
+        draft_tokens=settings.draft_tokens,
     )

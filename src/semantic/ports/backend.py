@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, NewType, Protocol, TypeAlias
 
 from semantic.domain.sampling import SamplingParams, TokenLogprob
@@ -43,17 +43,31 @@ class Chunk:
     Attributes:
         start: Must equal the number of tokens the backend holds for the sequence.
         draw: Sample after the last token, or None in the middle of a prompt.
+        draft: Guesses of what is drawn, at most `Traits.max_draft`; only with known tokens and a
+            draw. Those that prove right are held after the step, the first wrong one and what
+            follows it are not.
+        masks: As `Draw.allowed`, after each guess; none allow every token.
     """
 
     seq: SequenceId
     start: int
     tokens: tuple[int, ...] | Literal[LastSampled.LAST_SAMPLED]
     draw: Draw | None = None
+    draft: tuple[int, ...] = ()
+    masks: tuple[bytes | None, ...] = ()
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the chunk adds."""
+        """How many tokens the chunk adds for certain."""
         return 1 if self.tokens is LAST_SAMPLED else len(self.tokens)
+
+    @property
+    def draws(self) -> tuple[Draw, ...]:
+        """What is asked for after the last token, and after each guess."""
+        if self.draw is None:
+            return ()
+        masks = self.masks or (None,) * len(self.draft)
+        return (self.draw, *(replace(self.draw, allowed=mask) for mask in masks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +91,16 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A row's token."""
+    """A row's token.
+
+    Attributes:
+        accepted: The guesses before it that were drawn, too, in order.
+    """
 
     seq: SequenceId
     token: int
     logprob: TokenLogprob | None = None
+    accepted: tuple["Sampled", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +202,14 @@ class Traits:
         kv_abi: Changes whenever payloads of this backend become unreadable to it.
         state_bits: Of a number of attention state, as it is computed.
         compute: None where nothing is computed.
+        max_draft: The most guesses of a chunk; 0 where layers cannot be cut back.
     """
 
     pipeline_depth: Literal[0, 1]
     kv_abi: str
     state_bits: int = 16
     compute: Compute | None = None
+    max_draft: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +276,9 @@ class ModelBackendPort(Protocol):
     def launch(self, step: Step) -> Ticket:
         """Enqueue a step and do not wait; mutates the sequences it names.
 
-        A chunk with bad tokens fails its row, not the step.
+        A chunk with bad tokens fails its row, not the step. Guesses are checked in the step itself:
+        one is right where the token drawn there is the guess, so that the tokens of a sequence are
+        the same with any draft. A backend may check fewer of them than it is given.
 
         Raises:
             BackendError: the whole step failed; its sequences must be reopened.

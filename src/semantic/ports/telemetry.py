@@ -62,6 +62,8 @@ class EngineCounts:
     Attributes:
         prompt_tokens: Tokens of prompts that were computed.
         generated_tokens: Tokens of replies.
+        drafted_tokens: Tokens of replies that were guessed, and checked by the model.
+        accepted_tokens: Of these, how many were right.
         preemptions: How often a sequence had to give way.
         hangs: How often the watchdog found the device hung.
         swaps: How often a model was loaded, by result (`ok` or `failed`).
@@ -69,6 +71,8 @@ class EngineCounts:
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
     hangs: int = 0
     swaps: Counter[str] = field(default_factory=Counter)

@@ -108,6 +108,10 @@ class TokenConstraint(Protocol):
         """Advance by the token that was chosen; mutates."""
         ...
 
+    def copy(self) -> "TokenConstraint":
+        """Another that goes on from the same place, to look ahead with."""
+        ...
+
 
 class GrammarPort(Protocol):
     """Turns what a reply must look like into a constraint. Immutable, safe on any thread."""

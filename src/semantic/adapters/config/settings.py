@@ -180,6 +180,9 @@ class Settings(BaseSettings):
     max_idle: int = Field(
         8, ge=0, description="working copies that stay open for their agents' next turns"
     )
+    draft_tokens: int = Field(
+        16, ge=0, le=16, description="most tokens of a reply guessed and checked at once; 0: none"
+    )
     prefill_step_size: int = Field(
         4096, ge=1, description="most prompt tokens in one step; a slow device takes fewer"
     )

@@ -11,10 +11,9 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import assert_never
 
 from semantic.application.cache.store import AgentCacheStore
+from semantic.application.engine.ahead import Ahead, DraftPlanner
 from semantic.application.engine.embedding import EmbeddingJob, EmbeddingQueue
 from semantic.application.engine.kv_reuse import PrefixSharing, TakeOver
 from semantic.application.engine.memory import WorkingMemory
@@ -85,13 +84,14 @@ class BlockPoolBatchEngine:
         self._scheduler = ConcurrentScheduler(
             limits, window=backend.spec.window, has_state=backend.spec.num_state > 0
         )
-        self._sharing = PrefixSharing(
-            backend, store, self._memory.idle, self._scheduler.budget, on_ready
-        )
+        budget = self._scheduler.budget
+        self._sharing = PrefixSharing(backend, store, self._memory.idle, budget, on_ready)
+        self.guess_with(Ahead(backend.traits.max_draft, tokenizer.eos_ids))
         self._generations: dict[str, Generation] = {}
         self._embeddings = EmbeddingQueue()
         self._flights: deque[Flight] = deque()
         self._last_collect = 0.0
+        self._last_flight: Flight | None = None
         self._events: EventBatch = []
         self._orders = itertools.count()
         self._sequence_ids = itertools.count()
@@ -116,13 +116,9 @@ class BlockPoolBatchEngine:
         self._generations[job.id] = generation
         self._scheduler.add(generation)
         if len(job.tokens) >= self.longest_sequence:
-            self._fail(
-                generation,
-                PoolExhaustedError(
-                    f"a prompt of {len(job.tokens)} tokens does not fit this server's memory; "
-                    f"at most {max(self.longest_sequence - 1, 0)} do."
-                ),
-            )
+            most = max(self.longest_sequence - 1, 0)
+            what = f"a prompt of {len(job.tokens)} tokens does not fit this server's memory"
+            self._fail(generation, PoolExhaustedError(f"{what}; at most {most} do."))
             return
         self._sharing.prefetch(generation)
 
@@ -145,6 +141,10 @@ class BlockPoolBatchEngine:
         """Use other limits from the next step on."""
         self._scheduler.limits = limits
 
+    def guess_with(self, planner: DraftPlanner) -> None:
+        """Let another decide which rows carry guesses."""
+        self._planner = self._scheduler.planner = planner
+
     def step(self) -> bool:
         """One turn of the loop.
 
@@ -152,21 +152,23 @@ class BlockPoolBatchEngine:
             Whether the device was given or gave anything.
         """
         self._expire()
+        if self._flights and self._scheduler.wants_tokens():
+            self._collect_all()
         rows = self._schedule()
         if rows:
             self._launch(rows)
-        num_ahead = self._backend.traits.pipeline_depth if rows else 0
+        # What follows guesses is known when they are checked.
+        is_certain = bool(rows) and not any(chunk.draft for _, chunk in rows)
+        num_ahead = self._backend.traits.pipeline_depth if is_certain else 0
         is_busy = bool(rows or self._flights or self._embeddings) or self._is_restoring()
-        while len(self._flights) > num_ahead:
-            self._collect()
+        self._collect_all(but=num_ahead)
         self._events += self._embeddings.step(self._backend, is_alone=not self._generations)
         self._hand_out()
         return is_busy
 
     def end_all(self, error: SemanticError) -> int:
         """Fail every request, keeping what was computed, and close all; returns how many."""
-        while self._flights:
-            self._collect()
+        self._collect_all()
         running = list(self._generations.values())
         for generation in running:
             self._fail(generation, error)
@@ -224,7 +226,7 @@ class BlockPoolBatchEngine:
         for portion in self._scheduler.plan(now):
             generation = portion.generation
             try:
-                rows.append((generation, generation.next_chunk(portion.num_tokens)))
+                rows.append((generation, portion.chunk()))
             except Exception as error:  # noqa: BLE001 - a broken constraint ends one request
                 self._fail(generation, as_backend_error(error))
         return rows
@@ -249,12 +251,8 @@ class BlockPoolBatchEngine:
     def _preempt(self, generation: Generation) -> None:
         """Seal, close and requeue a sequence; the only one ends instead."""
         if len(self._scheduler.running) == 1:
-            self._fail(
-                generation,
-                PoolExhaustedError(
-                    f"memory for attention state is full after {len(generation.tokens)} tokens."
-                ),
-            )
+            text = f"memory for attention state is full after {len(generation.tokens)} tokens."
+            self._fail(generation, PoolExhaustedError(text))
             return
         self._watch.counts.preemptions += 1
         self._sharing.seal_tail(generation)
@@ -351,10 +349,12 @@ class BlockPoolBatchEngine:
                 generation.is_reuse_reported = True
                 generation.job.trace.prefilled = started
                 self._say(generation, generation.report_progress())
-            generation.num_launched += chunk.num_tokens
-            generation.num_rows += 1
-            generation.num_draws += chunk.draw is not None
+            generation.count_launched(chunk)
         self._flights.append(Flight(tuple(rows), ticket, prompt_tokens, started))
+
+    def _collect_all(self, but: int = 0) -> None:
+        while len(self._flights) > but:
+            self._collect()
 
     def _collect(self) -> None:
         flight = self._flights.popleft()
@@ -365,7 +365,9 @@ class BlockPoolBatchEngine:
             return
         now = self._clock()
         begun = max(flight.launched_at, self._last_collect)
-        self._last_collect = now
+        if flight.follows(self._last_flight):
+            self._planner.observe(len(flight.rows), flight.num_drafted, now - self._last_collect)
+        self._last_collect, self._last_flight = now, flight
         self._scheduler.budget.observe(flight.num_prompt_tokens, now - begun)
         self._watch.note_step(now - begun, len(flight.rows), flight.num_prompt_tokens)
         for (generation, chunk), row in zip(flight.rows, output.rows, strict=True):
@@ -420,30 +422,30 @@ class BlockPoolBatchEngine:
         if generation.retry_until is not None and generation.num_computed >= generation.retry_until:
             generation.retry_until = None
         self._sharing.seal(generation)
-        match row:
-            case Computed():
-                self._say(generation, generation.report_progress())
-            case Sampled():
-                self._accept(generation, row)
-            case _:
-                assert_never(row)
+        if isinstance(row, Computed):
+            self._say(generation, generation.report_progress())
+        else:
+            self._accept_all(generation, chunk, row)
 
-    def _accept(self, generation: Generation, row: Sampled) -> None:
+    def _accept_all(self, generation: Generation, chunk: Chunk, row: Sampled) -> None:
+        """Take the guesses that proved right, whose state is there, and the token after them."""
+        trace, count = generation.job.trace, 1 + len(row.accepted)
+        self._watch.note_row(trace, self._last_collect, len(chunk.draft), count)
+        for guess, drawn in enumerate(row.accepted):
+            self._accept(generation, drawn, guess)
+            if generation.is_done:
+                return
+            generation.num_launched += 1
+            generation.num_computed += 1
+            self._sharing.seal(generation)
+        self._accept(generation, row)
+
+    def _accept(self, generation: Generation, row: Sampled, guess: int | None = None) -> None:
         """Take a sampled token: show its text, and see whether it ends the reply."""
-        generation.tokens.append(row.token)
-        self._watch.note_token(generation.job.trace, self._last_collect)
-        if generation.job.constraint is not None:
-            generation.job.constraint.accept(row.token)
-        if generation.job.stop.is_end(row.token, self._tokenizer.eos_ids):
-            self._finish(generation, FinishReason.END_TURN)
-            return
-        self._say(generation, generation.assembler.feed(row.token, row.logprob))
-        if generation.assembler.stop is not None:
-            self._finish(generation, FinishReason.STOP_SEQUENCE)
-        elif len(generation.tokens) >= self._backend.spec.max_context:
-            self._finish(generation, FinishReason.CONTEXT_FULL)
-        elif generation.num_generated >= generation.job.max_tokens:
-            self._finish(generation, FinishReason.MAX_TOKENS)
+        self._say(generation, generation.take(row, guess, self._tokenizer.eos_ids))
+        self._watch.note_token(generation.job.trace, is_guess=guess is not None)
+        if (reason := generation.ending(self._backend.spec.max_context)) is not None:
+            self._finish(generation, reason)
 
     def _say(self, generation: Generation, event: TextDelta | PrefillProgress | None) -> None:
         if event is not None:
@@ -454,8 +456,7 @@ class BlockPoolBatchEngine:
         stop = generation.assembler.stop
         if stop is not None:
             reason = FinishReason.STOP_SEQUENCE
-        usage = replace(generation.usage, completion_tokens=generation.num_generated)
-        self._end(generation, Finished(reason, usage, stop))
+        self._end(generation, Finished(reason, generation.final_usage, stop))
 
     def _fail(self, generation: Generation, error: SemanticError) -> None:
         self._end(generation, Failed(error))
@@ -471,6 +472,7 @@ class BlockPoolBatchEngine:
     def _retire(self, generation: Generation, *, is_sound: bool = True) -> None:
         """Put a request away that ended, keeping its state if it is sound; give its final event."""
         del self._generations[generation.job.id]
+        self._planner.forget(generation)
         if generation.seq in self._memory.sequences:
             self._sharing.seal_tail(generation)
             is_finished = isinstance(generation.final, Finished)
@@ -486,12 +488,10 @@ class BlockPoolBatchEngine:
     def _expire(self) -> None:
         now = self._clock()
         for generation in [g for g in self._generations.values() if g.is_late(now)]:
-            self._fail(generation, self._lateness(generation))
-
-    def _lateness(self, generation: Generation) -> SemanticError:
-        if generation is self._short_of_memory:
-            return PoolExhaustedError("no memory became free in time.", retry_after_s=5)
-        return GenerationTimeoutError("the request's deadline passed.")
+            error: SemanticError = GenerationTimeoutError("the request's deadline passed.")
+            if generation is self._short_of_memory:
+                error = PoolExhaustedError("no memory became free in time.", retry_after_s=5)
+            self._fail(generation, error)
 
     def _hand_out(self) -> None:
         self._backend.flush()  # what is kept of a step may be waited for from here on

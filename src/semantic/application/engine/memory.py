@@ -97,7 +97,8 @@ class WorkingMemory:
     def grow(self, generation: Generation) -> bool:
         """See that the next tokens have room; False if they do not."""
         length = generation.num_launched + max(generation.num_behind, 1)
-        if length <= self._lengths[generation.seq]:
+        generation.num_reserved = self._lengths[generation.seq]
+        if length <= generation.num_reserved:
             return True
         longest = self.longest_that_fits()
         if length > longest:

@@ -4,7 +4,7 @@ import codecs
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeAlias
+from typing import Final, Optional, TypeAlias
 
 from semantic.application.cache.restore_plan import RestorePlan
 from semantic.application.engine.restore import Restore
@@ -21,8 +21,14 @@ from semantic.domain.events import (
     TextDelta,
     Usage,
 )
-from semantic.domain.sampling import SamplingParams, StopMatcher, StopRules, TokenLogprob
-from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, SequenceId, Ticket
+from semantic.domain.sampling import (
+    FinishReason,
+    SamplingParams,
+    StopMatcher,
+    StopRules,
+    TokenLogprob,
+)
+from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, Sampled, SequenceId, Ticket
 from semantic.ports.telemetry import Measure, RequestTrace, TelemetryPort
 from semantic.ports.text import TokenConstraint
 
@@ -48,6 +54,8 @@ class Job:
         constraint: Restricts the tokens of the reply; the engine advances it.
         visible: Special tokens that count as text; see `ReplyFormat.visible_ids`.
         max_kept: The most tokens of its conversation that are sealed; None has no limit.
+        prediction: What its client expects the reply to be.
+        past: Other conversations of its tenant, from before the start, to guess from.
         trace: When it got where, for those who watch.
     """
 
@@ -65,7 +73,30 @@ class Job:
     constraint: TokenConstraint | None = None
     visible: Mapping[int, bytes] = field(default_factory=dict)
     max_kept: int | None = None
+    prediction: tuple[int, ...] = ()
+    past: tuple[tuple[int, ...], ...] = ()
     trace: RequestTrace = field(default_factory=RequestTrace, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Guesses of a reply's next tokens.
+
+    Attributes:
+        masks: What its constraint allows after each; none without one.
+        states: The constraint after each.
+    """
+
+    tokens: tuple[int, ...] = ()
+    masks: tuple[bytes | None, ...] = ()
+    states: tuple[TokenConstraint, ...] = ()
+
+    def cut(self, size: int) -> "Draft":
+        """Its first guesses."""
+        return Draft(self.tokens[:size], self.masks[:size], self.states[:size])
+
+
+NO_DRAFT: Final = Draft()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +186,7 @@ class EngineWatch:
     def __init__(self, telemetry: TelemetryPort) -> None:
         self.counts = telemetry.counts.engine
         self._observe = telemetry.observe
+        self._seconds: float | None = None
 
     def note_step(self, seconds: float, num_rows: int, num_prompt_tokens: int) -> None:
         """Note that a step was collected."""
@@ -162,15 +194,21 @@ class EngineWatch:
         self._observe(Measure.STEP, seconds)
         self._observe(Measure.BATCH, num_rows)
 
-    def note_token(self, trace: RequestTrace, now: float) -> None:
-        """Note that a reply has one more token."""
-        self.counts.generated_tokens += 1
-        trace.num_generated += 1
+    def note_row(self, trace: RequestTrace, now: float, num_drafted: int, num_tokens: int) -> None:
+        """Note what a reply's row brought: its tokens, which follow, came together."""
+        self.counts.drafted_tokens += num_drafted
         before, trace.last_token = trace.last_token, now
-        if before is None:
-            trace.first_token = now
+        self._seconds = None if before is None else (now - before) / num_tokens
+
+    def note_token(self, trace: RequestTrace, *, is_guess: bool) -> None:
+        """Note that a reply has one more token of the row."""
+        self.counts.generated_tokens += 1
+        self.counts.accepted_tokens += is_guess
+        trace.num_generated += 1
+        if self._seconds is None:
+            trace.first_token = trace.last_token
         else:
-            self._observe(Measure.TOKEN, now - before)
+            self._observe(Measure.TOKEN, self._seconds)
 
 
 @dataclass(slots=True, eq=False)
@@ -202,6 +240,11 @@ class Generation:
         is_sealing: False once a block could not be kept; what follows it is of no use then.
         final: Its last event, once it ended.
         retry_until: After a failed step: run alone until this position is computed.
+        constraint: The job's, as far as the reply has come.
+        draft_room: The most guesses that its next row may carry.
+        num_reserved: Tokens that memory is reserved for.
+        num_drafted: Guesses that were sent to be checked.
+        num_accepted: Of these, the tokens of the reply.
         waiting_since: When it was last served, or arrived.
     """
 
@@ -232,11 +275,19 @@ class Generation:
     is_done: bool = False
     final: Finished | Failed | None = None
     retry_until: int | None = None
+    constraint: TokenConstraint | None = field(init=False)
+    draft_room: int = 0
+    num_reserved: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     usage: Usage = field(init=False)
+    _draft: Draft = NO_DRAFT
+    _is_ended: bool = False
     _is_reuse_counted: bool = False
 
     def __post_init__(self) -> None:
         self.tokens = list(self.job.tokens)
+        self.constraint = self.job.constraint
         self.chain = self.job.root
         self.usage = Usage(prompt_tokens=len(self.tokens))
 
@@ -281,6 +332,16 @@ class Generation:
         deadline = self.job.deadline
         return deadline is not None and now >= deadline and not self.is_done
 
+    @property
+    def final_usage(self) -> Usage:
+        """What the reply took, once it ended."""
+        return replace(
+            self.usage,
+            completion_tokens=self.num_generated,
+            accepted_prediction_tokens=self.num_accepted,
+            rejected_prediction_tokens=self.num_drafted - self.num_accepted,
+        )
+
     def report_progress(self) -> PrefillProgress:
         """Say how much of the prompt is computed; whoever watches the request sees it too."""
         done = min(self.num_computed, self.num_prompt)
@@ -302,18 +363,53 @@ class Generation:
             start, end = end, block_end(end, self.block_tokens, self.job.boundaries)
         return start, end
 
-    def next_chunk(self, num_tokens: int) -> Chunk:
-        """Describe the next `num_tokens` tokens; does not count them as launched."""
+    def next_chunk(self, num_tokens: int, draft: Draft) -> Chunk:
+        """Describe the next `num_tokens` tokens and guesses; does not count them as launched."""
         start = self.num_launched
         end = start + num_tokens
         draw = None
         if end == len(self.tokens) + self.num_draws:
-            constraint = self.job.constraint
-            allowed = constraint.allowed() if constraint else None
+            allowed = self.constraint.allowed() if self.constraint else None
             draw = Draw(self.job.sampling, self.num_prompt, allowed)
         if start >= len(self.tokens):
             return Chunk(self.seq, start, LAST_SAMPLED, draw)
-        return Chunk(self.seq, start, tuple(self.tokens[start:end]), draw)
+        self._draft = draft
+        known = tuple(self.tokens[start:end])
+        return Chunk(self.seq, start, known, draw, draft.tokens, draft.masks)
+
+    def count_launched(self, chunk: Chunk) -> None:
+        """Note that a chunk is under way; its guesses count when they prove right."""
+        self.num_launched += chunk.num_tokens
+        self.num_rows += 1
+        self.num_draws += chunk.draw is not None
+        self.num_drafted += len(chunk.draft)
+
+    def take(self, drawn: Sampled, guess: int | None, eos_ids: frozenset[int]) -> TextDelta | None:
+        """Add a token to the reply; returns the text that became certain, if any.
+
+        Args:
+            drawn: The token.
+            guess: Which of the draft's it was, if it was one.
+            eos_ids: The model's tokens that end replies.
+        """
+        self.tokens.append(drawn.token)
+        self.num_accepted += guess is not None
+        if guess is not None and self._draft.states:
+            self.constraint = self._draft.states[guess]
+        elif self.constraint is not None:
+            self.constraint.accept(drawn.token)
+        self._is_ended = self.job.stop.is_end(drawn.token, eos_ids)
+        return None if self._is_ended else self.assembler.feed(drawn.token, drawn.logprob)
+
+    def ending(self, max_context: int) -> FinishReason | None:
+        """Why the reply ends with its last token; None if it goes on."""
+        if self._is_ended:
+            return FinishReason.END_TURN
+        if self.assembler.stop is not None:
+            return FinishReason.STOP_SEQUENCE
+        if len(self.tokens) >= max_context:
+            return FinishReason.CONTEXT_FULL
+        return FinishReason.MAX_TOKENS if self.num_generated >= self.job.max_tokens else None
 
     def rewind(self) -> None:
         """Forget the backend's state: it was closed or lost."""
@@ -360,6 +456,21 @@ class Flight:
     ticket: Ticket
     num_prompt_tokens: int
     launched_at: float
+
+    @property
+    def num_drafted(self) -> int:
+        """Guesses of all rows."""
+        return sum(len(chunk.draft) for _, chunk in self.rows)
+
+    def follows(self, other: Optional["Flight"]) -> bool:
+        """Whether the time since another step is this one's: the same rows decoded in both.
+
+        The first without guesses after one with them is launched later than others are.
+        """
+        if other is None or self.num_prompt_tokens or other.num_prompt_tokens:
+            return False
+        rows, others = ([g.order for g, _ in flight.rows] for flight in (self, other))
+        return rows == others and (self.num_drafted > 0 or not other.num_drafted)
 
 
 def as_backend_error(error: Exception) -> SemanticError:

@@ -19,10 +19,12 @@ admits a candidate when it has room for it.
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from semantic.application.engine.request import Generation
+from semantic.application.engine.ahead import DraftPlanner
+from semantic.application.engine.request import NO_DRAFT, Draft, Generation
+from semantic.ports.backend import Chunk
 
 _SMOOTHING = 0.3
 _SECONDS_TO_MS = 1000.0
@@ -44,6 +46,7 @@ class EngineLimits:
         default_max_tokens: Length of a reply when a request does not say; None is all that fits.
         ageing_s: See the module.
         max_idle: Working copies that stay open after their turn, within a share of the memory.
+        draft_tokens: The most tokens of a reply that are guessed and checked at once; 0 is none.
     """
 
     max_batch_size: int = 16
@@ -54,6 +57,7 @@ class EngineLimits:
     default_max_tokens: int | None = None
     ageing_s: float = 10.0
     max_idle: int = 8
+    draft_tokens: int = 16
 
 
 class ChunkBudget:
@@ -189,14 +193,25 @@ class VirtualClock:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """So many tokens of one sequence in the next step."""
+    """So many tokens of one sequence in the next step, and guesses after them."""
 
     generation: Generation
     num_tokens: int
+    draft: Draft = NO_DRAFT
+
+    def chunk(self) -> Chunk:
+        """What the backend is asked to compute."""
+        return self.generation.next_chunk(self.num_tokens, self.draft)
 
 
 class ConcurrentScheduler:
-    """Waiting and running requests, and whose turn it is. Used on the engine's thread only."""
+    """Waiting and running requests, and whose turn it is. Used on the engine's thread only.
+
+    Attributes:
+        planner: Guesses what rows will say; None guesses nothing.
+    """
+
+    PLAIN_TOKENS = 3  # that a reply begins with: what steps take without guesses is seen there
 
     def __init__(self, limits: EngineLimits, *, window: int = 0, has_state: bool = False) -> None:
         """Start empty.
@@ -210,6 +225,7 @@ class ConcurrentScheduler:
         """
         self.limits = limits
         self.budget = ChunkBudget()
+        self.planner: DraftPlanner | None = None
         self._window = window
         self._has_state = has_state
         self._clock = VirtualClock()
@@ -262,10 +278,12 @@ class ConcurrentScheduler:
         if suspects:
             first = min(suspects, key=lambda g: g.order)
             ready = [first] if first in ready else []
-        portions = [Portion(g, 1) for g in ready if g.num_behind == 1]
+        decoding = [g for g in ready if g.num_behind == 1]
         behind = [g for g in ready if g.num_behind > 1]
+        drafts = self._drafts_of(decoding, has_prompts=bool(behind))
+        portions = [Portion(g, 1, drafts.get(g.order, NO_DRAFT)) for g in decoding]
         fits = self.budget.tokens if portions else self.budget.tokens_alone
-        budget = fits(self.limits)
+        budget = fits(self.limits) - sum(len(p.draft.tokens) for p in portions)
         for generation in sorted(behind, key=lambda g: self._urgency(g, now)):
             if budget <= 0:
                 break
@@ -276,6 +294,17 @@ class ConcurrentScheduler:
         for portion in portions:
             self._serve(portion, now)
         return portions
+
+    def wants_tokens(self) -> bool:
+        """Whether tokens that are under way should be waited for before the next step.
+
+        Then rows may carry guesses of what follows those tokens.
+        """
+        rows = [g for g in self._running if g.num_behind == 1 and self._can_run(g)]
+        if not rows or self.planner is None:
+            return False
+        self._limit_drafts(rows)
+        return self.planner.wants_tokens(rows)
 
     def victim(self) -> Generation | None:
         """Whom to preempt: the youngest of the lowest class, never the only one."""
@@ -311,7 +340,33 @@ class ConcurrentScheduler:
     def _serve(self, portion: Portion, now: float) -> None:
         generation = portion.generation
         generation.waiting_since = now
-        self._clock.charge(generation.job.agent, portion.num_tokens, generation.job.weight)
+        num_tokens = portion.num_tokens + len(portion.draft.tokens)
+        self._clock.charge(generation.job.agent, num_tokens, generation.job.weight)
+
+    # -- guesses --------------------------------------------------------------------------------
+
+    def _drafts_of(self, rows: Sequence[Generation], *, has_prompts: bool) -> dict[int, Draft]:
+        if not rows or self.planner is None:
+            return {}
+        self._limit_drafts(rows)
+        for generation in rows:
+            if generation.num_draws:  # its last token is on the device
+                generation.draft_room = 0
+        return self.planner.plan(rows, has_prompts=has_prompts)
+
+    def _limit_drafts(self, rows: Sequence[Generation]) -> None:
+        """See how many guesses rows may carry: within what is reserved, and before the next cut."""
+        for generation in rows:
+            start = generation.num_launched + 1
+            room = min(
+                generation.num_reserved - start,
+                generation.job.max_tokens - generation.num_generated - generation.num_draws - 1,
+                self.limits.draft_tokens,
+            )
+            if generation.is_sealing and self._window:
+                room = min(room, self._next_cut(generation) - start)
+            is_measured = generation.num_generated > self.PLAIN_TOKENS
+            generation.draft_room = room if is_measured and generation.retry_until is None else 0
 
     # -- eligibility ----------------------------------------------------------------------------
 
@@ -321,7 +376,7 @@ class ConcurrentScheduler:
         if generation.restore is not None:
             return False
         # The next mask depends on a token that only the host can tell it.
-        if generation.job.constraint is not None and generation.num_draws:
+        if generation.constraint is not None and generation.num_draws:
             return False
         # What cannot be had later must be kept before the next chunk begins.
         return not generation.num_rows or self._distance_to_cut(generation) > 0

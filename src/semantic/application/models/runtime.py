@@ -24,6 +24,7 @@ class RuntimeSettings:
     prefill_step_size: int
     max_queue: int
     max_idle: int
+    draft_tokens: int
     default_max_tokens: int | None
     memory_budget_mb: int
     disk_budget_mb: int
@@ -37,7 +38,7 @@ class RuntimeSettings:
 
 _LIMITS = (
     *("batch_window_ms", "target_step_ms", "max_batch_size", "prefill_step_size"),
-    *("max_queue", "max_idle", "default_max_tokens"),
+    *("max_queue", "max_idle", "draft_tokens", "default_max_tokens"),
 )
 _POLICY = {
     "drain_timeout_s": "drain_s",

@@ -129,6 +129,7 @@ class Preparation:
             constraint=constraint,
             visible=visible,
             max_kept=max_kept,
+            prediction=_predicted(request, model),
         )
         span = _span(shape, model, visible)
         num_begun = prompt.num_begun
@@ -280,6 +281,12 @@ def _within(
     # Models put it on a line of its own.
     way_out = model.tokenizer.encode(f"\n{markers.end}")
     return ThinkingBudget(budget, span, way_out, model.tokenizer.vocab_size, inner)
+
+
+def _predicted(request: ChatRequest, model: LoadedModel) -> tuple[int, ...]:
+    """What a client expects, as the model would write it."""
+    require_whole_characters(request.prediction, param="prediction")
+    return tuple(model.tokenizer.encode_plain(request.prediction)) if request.prediction else ()
 
 
 def _raw_tokens(prompt: RawPrompt, model: LoadedModel) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ A model that is still thinking when its budget is spent may only write what ends
 it goes on with the answer as if it had stopped by itself.
 """
 
+import copy
 import enum
 from collections.abc import Callable, Sequence
 
@@ -109,6 +110,13 @@ class ThinkingBudget:
         self._span.feed(token)
         if self._inner is not None:
             self._inner.accept(token)
+
+    def copy(self) -> "ThinkingBudget":
+        """The same place in the reply."""
+        other = copy.copy(self)
+        other._span = copy.copy(self._span)
+        other._inner = self._inner.copy() if self._inner else None
+        return other
 
     def _forced(self) -> int | None:
         is_spent = self._span.is_inside and self._span.num_tokens - self._num_forced >= self._budget

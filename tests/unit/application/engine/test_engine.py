@@ -1,3 +1,4 @@
+import copy
 from dataclasses import replace
 from typing import Literal
 
@@ -287,6 +288,9 @@ class Alternating:
     def accept(self, token: int) -> None:  # noqa: ARG002
         self._fail("accept")
         self.num_accepted += 1
+
+    def copy(self) -> "Alternating":
+        return copy.copy(self)
 
     def _fail(self, method: str) -> None:
         if self._error is not None and method == self._fails_in:

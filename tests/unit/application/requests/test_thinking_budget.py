@@ -91,11 +91,19 @@ class Letters:
     def accept(self, token: int) -> None:
         self.accepted.append(token)
 
+    def copy(self) -> "Letters":
+        other = Letters()
+        other.accepted[:] = self.accepted
+        return other
+
 
 def test_what_else_is_required_comes_first() -> None:
     inner = Letters()
     constraint = ThinkingBudget(0, span(is_open=True), WAY_OUT, 256, inner)
     assert constraint.allowed() == inner.allowed()
+    ahead = constraint.copy()
+    ahead.accept(ord("b"))
+    assert not inner.accepted
     constraint.accept(ord("a"))
     assert inner.accepted == b"a"
 

@@ -133,6 +133,7 @@ class RuntimePatch(_Body):
     prefill_step_size: int = Field(default=1, ge=1)
     max_queue: int = Field(default=0, ge=0)
     max_idle: int = Field(default=0, ge=0)
+    draft_tokens: int = Field(default=0, ge=0, le=16)
     default_max_tokens: int | None = Field(default=None, ge=1)
     memory_budget_mb: int = Field(default=1, ge=1)
     disk_budget_mb: int = Field(default=1, ge=1)

@@ -185,6 +185,8 @@ class UsageOut(View):
     completion_tokens: int = Field(examples=[8])
     cached_tokens: int = Field(validation_alias="cache_read_tokens", examples=[701])
     thinking_tokens: int = Field(examples=[0])
+    accepted_prediction_tokens: int = Field(examples=[5])
+    rejected_prediction_tokens: int = Field(examples=[1])
 
 
 def _part(part: Part | ToolReferencePart) -> Json:

@@ -51,10 +51,17 @@ class PromptDetails(TypedDict):
     cache_write_tokens: Count
 
 
-class CompletionDetails(TypedDict):
+class OutputDetails(TypedDict):
     """Of the reply's tokens."""
 
     reasoning_tokens: Count
+
+
+class CompletionDetails(OutputDetails):
+    """Of the reply's tokens, those that were guessed before they were computed."""
+
+    accepted_prediction_tokens: Count
+    rejected_prediction_tokens: Count
 
 
 class ReplyUsage(TypedDict):
@@ -436,6 +443,8 @@ def _usage(finished: Sequence[Finished], num_replies: int) -> ReplyUsage:
             "cache_write_tokens": sum(usage.cache_creation_tokens for usage in prompts),
         },
         "completion_tokens_details": {
-            "reasoning_tokens": sum(usage.thinking_tokens for usage in usages)
+            "reasoning_tokens": sum(usage.thinking_tokens for usage in usages),
+            "accepted_prediction_tokens": sum(u.accepted_prediction_tokens for u in usages),
+            "rejected_prediction_tokens": sum(u.rejected_prediction_tokens for u in usages),
         },
     }

@@ -206,6 +206,22 @@ class _TemplateOptions(Schema):
     enable_thinking: bool | None = None
 
 
+class _PredictedText(Schema):
+    type: Literal["text"]
+    text: str
+
+
+class _Prediction(Schema):
+    type: Literal["content"]
+    content: str | list[_PredictedText]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class ChatCompletionRequest(_RepliesFields):
     """The body of `POST /v1/chat/completions`."""
 
@@ -222,6 +238,7 @@ class ChatCompletionRequest(_RepliesFields):
     response_format: _ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: _TemplateOptions | None = None
+    prediction: _Prediction | None = None
     functions: Limited[list[Any] | None] = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -261,6 +278,7 @@ class ChatCompletionRequest(_RepliesFields):
             thinking=self._thinking(),
             agent=self.hint(headers),
             is_continued=self._is_continued(messages),
+            prediction=self.prediction.text if self.prediction else "",
         )
 
     def client_param(self, param: str | None) -> str | None:

@@ -9,7 +9,7 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict
 
 from semantic.adapters.inbound.http.streaming import Json
-from semantic.adapters.inbound.openai.events import CompletionDetails, PromptDetails, scored_json
+from semantic.adapters.inbound.openai.events import OutputDetails, PromptDetails, scored_json
 from semantic.adapters.inbound.openai.fields import outer_call_id
 from semantic.adapters.inbound.responses.requests import ResponsesRequest
 from semantic.adapters.inbound.wire import Count, Durable, Positive, durable_json
@@ -43,7 +43,7 @@ class _Usage(TypedDict):
     input_tokens: Positive
     input_tokens_details: PromptDetails
     output_tokens: Count
-    output_tokens_details: CompletionDetails
+    output_tokens_details: OutputDetails
     total_tokens: Positive
 
 

@@ -11,16 +11,19 @@ import ctypes
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
+from semantic.domain.sampling import TokenLogprob
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
     LAST_SAMPLED,
     Chunk,
+    Draw,
     KVPayload,
     RowFailed,
+    Sampled,
     SequenceId,
     Step,
     StepOutput,
@@ -193,6 +196,9 @@ class SequenceBackend(ABC, Generic[SequenceT]):
             raise InvalidRequestError("the chunk is empty")
         else:
             _check_ids(chunk.tokens, self._spec.vocab_size)
+        if chunk.draft:
+            _check_draft(chunk, self._traits.max_draft)
+            _check_ids(chunk.draft, self._spec.vocab_size)
 
     def _add(self, seq: SequenceId, sequence: SequenceT) -> None:
         if seq in self._sequences:
@@ -318,6 +324,38 @@ def _check_ids(tokens: Sequence[int], vocab_size: int) -> None:
     """
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         raise InvalidRequestError(f"a token id is not in [0, {vocab_size})", param="tokens")
+
+
+def _check_draft(chunk: Chunk, max_draft: int) -> None:
+    """Check that guesses can be checked.
+
+    Raises:
+        InvalidRequestError: they cannot.
+    """
+    if len(chunk.draft) > max_draft or chunk.draw is None or chunk.tokens is LAST_SAMPLED:
+        raise InvalidRequestError(f"{len(chunk.draft)} guesses cannot be checked here")
+    if len(chunk.masks) not in (0, len(chunk.draft)):
+        raise InvalidRequestError("each guess needs a mask, or none does")
+
+
+def verify(
+    chunk: Chunk, draw_at: Callable[[int, Draw], tuple[int, TokenLogprob | None]]
+) -> Sampled:
+    """Draw a chunk's token, and one after each guess that proves right.
+
+    Args:
+        chunk: With a draw.
+        draw_at: Draws the token after the last certain one (0), after the first guess (1), ...
+    """
+    first, *later = chunk.draws
+    accepted: list[Sampled] = []
+    drawn = Sampled(chunk.seq, *draw_at(0, first))
+    for index, (guess, draw) in enumerate(zip(chunk.draft, later, strict=True), 1):
+        if drawn.token != guess:
+            break
+        accepted.append(drawn)
+        drawn = Sampled(chunk.seq, *draw_at(index, draw))
+    return replace(drawn, accepted=tuple(accepted))
 
 
 def give_memory_back() -> None:

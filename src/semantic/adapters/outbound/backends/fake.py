@@ -21,19 +21,21 @@ from semantic.adapters.outbound.backends.common import (
     PayloadTicket,
     StepTicket,
     make_rows,
+    verify,
 )
 from semantic.adapters.outbound.backends.sampler import Logits, sample
 from semantic.domain.chat import JsonObject
 from semantic.domain.errors import CacheCorruptionError, ModelNotFoundError
+from semantic.domain.sampling import TokenLogprob
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
 from semantic.ports.backend import (
     Chunk,
     Computed,
     DeviceMemory,
+    Draw,
     HostBuffer,
     KVPayload,
     Row,
-    Sampled,
     SequenceId,
     Step,
     StepOutput,
@@ -48,6 +50,7 @@ START_TOKEN = 257
 VOCAB_SIZE = 258
 _PRIME = 2**61 - 1
 _HIDDEN_SIZE = 16
+_MAX_DRAFT = 16
 
 
 def fake_spec(
@@ -153,7 +156,9 @@ class FakeBackend(EagerBackend[_Sequence]):
         spec = spec or fake_spec()
         self._weights = weights
         abi = f"fake.v2.{spec.window}.{int(spec.num_state > 0)}"
-        traits = Traits(pipeline_depth, abi)
+        # State is not kept token by token: a model that has it cannot be cut back.
+        max_draft = 0 if spec.num_state else _MAX_DRAFT
+        traits = Traits(pipeline_depth, abi, max_draft=max_draft)
         super().__init__(spec, traits, _Sequence)
 
     @property
@@ -220,12 +225,21 @@ class FakeBackend(EagerBackend[_Sequence]):
         sequence.append(self._tokens_of(chunk, sequence.last_sampled), self._window)
         row: Row = Computed(chunk.seq)
         if chunk.draw is not None:
-            history = sequence.known[: sequence.length]
-            token, logprob = sample(self._logits(sequence), chunk.draw, history)
-            sequence.last_sampled = token
-            row = Sampled(chunk.seq, token, logprob)
+            row = self._verified(sequence, chunk)
         self._sequences[chunk.seq] = sequence
         return row
+
+    def _verified(self, sequence: _Sequence, chunk: Chunk) -> Row:
+        """Draw a token, and another after each guess that proves right; keeps no wrong one."""
+
+        def draw_at(index: int, draw: Draw) -> tuple[int, TokenLogprob | None]:
+            sequence.append(chunk.draft[max(index - 1, 0) : index], self._window)
+            history = sequence.known[: sequence.length]
+            return sample(self._logits(sequence), draw, history)
+
+        drawn = verify(chunk, draw_at)
+        sequence.last_sampled = drawn.token
+        return drawn
 
     def _logits(self, sequence: _Sequence) -> Logits:
         key = (sequence.full_hash + self._weights) % _PRIME

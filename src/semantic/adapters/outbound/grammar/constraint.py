@@ -10,6 +10,7 @@ state on by what usually closes: forced text, then brackets and quotes, then dig
 The search is bounded; what it finds is always valid, and not always the shortest.
 """
 
+import copy
 import heapq
 import itertools
 import string
@@ -103,6 +104,12 @@ class GrammarConstraint:
         self._tokens.append(token)
         if not self._matcher.consume_token(token):
             self._renew()
+
+    def copy(self) -> "GrammarConstraint":
+        """The same place, with a matcher of its own."""
+        other = copy.copy(self)
+        other._matcher, other._tokens = self._matcher.deep_copy(), list(self._tokens)
+        return other
 
     def _compute(self) -> Bits:
         if self._matcher.is_stopped():

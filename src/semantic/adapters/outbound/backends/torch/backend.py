@@ -21,6 +21,7 @@ from semantic.adapters.outbound.backends.common import (
     StepTicket,
     give_memory_back,
     make_rows,
+    verify,
 )
 from semantic.adapters.outbound.backends.sampler import Logits, sample
 from semantic.adapters.outbound.backends.torch import loading as torch_loading
@@ -37,7 +38,6 @@ from semantic.ports.backend import (
     KVPayload,
     Row,
     RowFailed,
-    Sampled,
     SequenceId,
     Step,
     StepOutput,
@@ -48,6 +48,7 @@ from semantic.ports.backend import (
 Bits: TypeAlias = npt.NDArray[np.integer[Any]]
 _BITS = {2: np.int16, 4: np.int32}
 _PURGE_S, _PURGE_BYTES = 0.15, 32 * 2**20
+_MAX_DRAFT = 16
 _GROWTH = 256  # tokens by which a sequence's buffers grow
 
 
@@ -73,7 +74,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
         self._shape = (spec.num_layers, layer.num_kv_heads)
         self._dims = (layer.key_dim, layer.value_dim)
         abi, compute = f"torch.v1.{plan.number_format}", torch_loading.describe(plan)
-        traits = Traits(0, abi, self._dtype.itemsize * 8, compute)
+        traits = Traits(0, abi, self._dtype.itemsize * 8, compute, _MAX_DRAFT)
         super().__init__(spec, traits, TorchSequence)
         self._check_model()
 
@@ -97,12 +98,16 @@ class TorchBackend(EagerBackend[TorchSequence]):
             torch.set_num_threads(self._threads.number)
         try:
             plan = self._plan(step)
-            logits = iter(self._forward([span for span in plan if isinstance(span, Span)]))
+            logits = self._forward([span for span in plan if isinstance(span, Span)])
         except (RuntimeError, IndexError) as error:
             raise BackendError(f"the device failed: {error}") from error
-        rows: list[Row] = [
-            _finish(entry, next(logits)) if isinstance(entry, Span) else entry for entry in plan
-        ]
+        rows: list[Row] = []
+        for entry in plan:
+            if isinstance(entry, Span):
+                rows.append(_finish(entry, logits))
+                logits = logits[1 + len(entry.chunk.draft) :]
+            else:
+                rows.append(entry)
         return StepTicket(StepOutput(tuple(rows)))
 
     def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
@@ -116,7 +121,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
                 sums: list[float] = output.last_hidden_state[0].float().sum(dim=0).tolist()
         except (RuntimeError, IndexError) as error:
             raise BackendError(f"the device failed: {error}") from error
-        _finish(span, np.empty(0, np.float32))
+        _finish(span, np.empty((0, 0), np.float32))
         return tuple(sums)
 
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
@@ -168,7 +173,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
         def place(chunk: Chunk) -> Span:
             nonlocal offset
             sequence = self._sequence_of(chunk)
-            tokens = self._tokens_of(chunk, sequence.last_sampled)
+            tokens = (*self._tokens_of(chunk, sequence.last_sampled), *chunk.draft)
             self._grow(sequence, sequence.length + len(tokens))
             offset += len(tokens)
             return Span(chunk, sequence, tokens, offset - len(tokens))
@@ -176,10 +181,17 @@ class TorchBackend(EagerBackend[TorchSequence]):
         return make_rows(step, place)
 
     def _forward(self, spans: Sequence[Span]) -> Logits:
-        """Run the model over the packed row; returns the logits after each span."""
+        """Run the model over the packed row; returns the logits after each span.
+
+        Where a span ends with guesses, those before and between them come first.
+        """
         if not spans:
             return np.empty((0, 0), np.float32)
-        last = [span.place.stop - 1 for span in spans]
+        last = [
+            place
+            for span in spans
+            for place in range(span.place.stop - 1 - len(span.chunk.draft), span.place.stop)
+        ]
         with torch.inference_mode():
             output = self._model(
                 **self._inputs(spans), logits_to_keep=torch.tensor(last, device=self._device)
@@ -308,17 +320,22 @@ def _host_buffer(name: str, tensor: torch.Tensor) -> HostBuffer:
 
 
 def _finish(span: Span, logits: Logits) -> Row:
-    """Sample if asked to, then count the chunk as held: a row that fails changes nothing."""
+    """Sample if asked to, then count the chunk as held: a row that fails changes nothing.
+
+    Keys and values of guesses that were wrong are left behind the sequence's end.
+    """
     chunk, sequence = span.chunk, span.sequence
     row: Row = Computed(chunk.seq)
-    token = None
+    token, num_wrong = None, 0
     if chunk.draw is not None:
         history = [*sequence.known[: sequence.length], *span.tokens]
+        num_certain = len(history) - len(chunk.draft)
         try:
-            token, logprob = sample(logits, chunk.draw, history)
+            row = verify(chunk, lambda i, draw: sample(logits[i], draw, history[: num_certain + i]))
         except BackendError as error:
             return RowFailed(chunk.seq, error.message)
-        row = Sampled(chunk.seq, token, logprob)
-    sequence.known[sequence.length : span.end] = span.tokens
-    sequence.length, sequence.last_sampled = span.end, token
+        token, num_wrong = row.token, len(chunk.draft) - len(row.accepted)
+    end = span.end - num_wrong
+    sequence.known[sequence.length : end] = span.tokens[: end - sequence.length]
+    sequence.length, sequence.last_sampled = end, token
     return row

@@ -1,0 +1,383 @@
+"""Decoding ahead: which rows of the next step carry guesses, and how many.
+
+A guess costs the step's time for one more token, and spares a step if it is right. How often
+guesses are right is learnt from all of them, whether they were sent to the device or not: each
+token of a reply is compared with what was guessed for it. What steps cost is learnt from those that
+ran, with guesses and without. Where the next step would yield more tokens a second with them they
+are sent; where it would not, as on a device that takes eight times as long for eight tokens, or
+with many rows, none are.
+
+Rows that carry guesses need their last token on the host. So a step with guesses is not followed by
+one launched ahead, and what that costs is part of what such steps are seen to take.
+"""
+
+import contextlib
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Protocol
+
+from semantic.application.engine.drafts import MAX_MATCH, Conversation, DraftMemory, TenantMemory
+from semantic.application.engine.request import NO_DRAFT, Draft, Generation
+from semantic.ports.text import TokenConstraint
+
+_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
+_MIN_GAIN = 1.08  # that is expected of a step with guesses, or it carries none
+_SMOOTHING = 0.2
+_FORGETTING = 0.997  # of what guesses were seen to cost, with each step without them
+_SETTLED = 2  # measurements before a size of step is known
+_FIRST_SLOPE = 0.02  # of a step's time for each further token, before anything is known
+_PIECE = 512  # tokens of a prompt that are remembered in one step
+_WORTHLESS = 0.2
+# How likely a guess is before anything was learnt, by the length of its match.
+_PRIOR = {0: 0.3, 4: 0.4, 5: 0.5, 6: 0.6, 8: 0.7, 12: 0.8, 16: 0.85, 24: 0.9, MAX_MATCH: 0.95}
+_BOUNDS = tuple(_PRIOR)
+_PRIOR_WEIGHT, _OWN_WEIGHT = 8.0, 6.0
+_MAX_COUNT, _MAX_OWN_COUNT = 400.0, 32.0
+
+
+class DraftPlanner(Protocol):
+    """Decides which rows carry guesses. On the engine's thread."""
+
+    def plan(self, rows: Sequence[Generation], *, has_prompts: bool) -> dict[int, Draft]:
+        """Guess for rows of the next step, by their `order`; `has_prompts` if it has others too."""
+        ...
+
+    def wants_tokens(self, rows: Sequence[Generation]) -> bool:
+        """Whether rows whose last tokens are under way should wait for them, to carry guesses."""
+        ...
+
+    def observe(self, num_rows: int, num_drafted: int, seconds: float) -> None:
+        """Learn what a step without prompts took, from the end of the one before it."""
+        ...
+
+    def forget(self, generation: Generation) -> None:
+        """Let go of a request that ended."""
+        ...
+
+
+class StepCosts:
+    """What steps take: by number of rows without guesses, by number of tokens with them."""
+
+    def __init__(self) -> None:
+        self._plain: dict[int, tuple[float, int]] = {}
+        self._drafted: dict[int, tuple[float, int]] = {}
+
+    def observe(self, num_rows: int, num_drafted: int, seconds: float) -> None:
+        """Learn from a step."""
+        if num_drafted:
+            size = _size(num_rows + num_drafted)
+            self._drafted[size] = _blended(self._drafted.get(size), seconds)
+            return
+        self._plain[num_rows] = known = _blended(self._plain.get(num_rows), seconds)
+        for size, (cost, count) in self._drafted.items():
+            if cost > known[0]:
+                self._drafted[size] = known[0] + _FORGETTING * (cost - known[0]), count
+
+    def plain(self, num_rows: int) -> float | None:
+        """What a step of so many rows takes without guesses; None if that is not known."""
+        cost, count = self._plain.get(num_rows, (0.0, 0))
+        return cost if count >= _SETTLED else None
+
+    def points(self, num_rows: int, plain: float) -> list[tuple[int, float]]:
+        """What is known of steps of these rows and more tokens, by size."""
+        known = sorted(
+            (size, cost)
+            for size, (cost, count) in self._drafted.items()
+            if size > num_rows and count >= _SETTLED
+        )
+        return [(num_rows, plain), *known]
+
+
+def _size(num_tokens: int) -> int:
+    return _SIZES[min(bisect_left(_SIZES, num_tokens), len(_SIZES) - 1)]
+
+
+def _blended(known: tuple[float, int] | None, seconds: float) -> tuple[float, int]:
+    if known is None:
+        return seconds, 1
+    cost, count = known
+    if count < _SETTLED:  # the first of its kind may have had to prepare something
+        return min(cost, seconds), count + 1
+    # One that took far longer was held up by something else.
+    return cost + _SMOOTHING * (min(seconds, 2 * cost) - cost), count + 1
+
+
+def _interpolated(points: Sequence[tuple[int, float]], num_tokens: int) -> float:
+    """The cost of a step of so many tokens, from known ones; beyond the last it goes on as there.
+
+    None is cheaper than a smaller one.
+    """
+    (left, low), *rest = points
+    slope = _FIRST_SLOPE * low
+    for right, high in rest:
+        slope = max((high - low) / (right - left), 0.0)
+        if num_tokens <= right:
+            break
+        left, low = right, max(low, high)
+    return low + slope * (num_tokens - left)
+
+
+class HitRates:
+    """How often guesses were right, by the length of their match."""
+
+    def __init__(self) -> None:
+        self._counts = {
+            (bound, is_unanimous): [_PRIOR_WEIGHT * rate, _PRIOR_WEIGHT]
+            for bound, rate in _PRIOR.items()
+            for is_unanimous in (False, True)
+        }
+
+    def rate(self, length: int, *, is_unanimous: bool) -> float:
+        """The share of guesses that were right."""
+        hits, tries = self._counts[_bound(length), is_unanimous]
+        return hits / tries
+
+    def note(self, length: int, *, is_unanimous: bool, is_hit: bool) -> None:
+        """Learn from one."""
+        _count(self._counts[_bound(length), is_unanimous], is_hit, _MAX_COUNT)
+
+
+def _bound(length: int) -> int:
+    return _BOUNDS[bisect_left(_BOUNDS, length + 1) - 1]
+
+
+def _count(counts: list[float], is_hit: bool, limit: float) -> None:
+    if counts[1] >= limit:
+        counts[:] = counts[0] / 2, counts[1] / 2
+    counts[0] += is_hit
+    counts[1] += 1
+
+
+@dataclass(slots=True, eq=False)
+class _Follower:
+    """What is guessed of one reply.
+
+    Attributes:
+        num_seen: Tokens of it that were compared with guesses.
+        guess: What may come after those; empty if that was looked for and not found.
+        length: Tokens before the guess that stood before it elsewhere.
+        counts: Of this reply's guesses, those that were right, and all.
+        is_stale: Whether there are new tokens to look for a guess by.
+    """
+
+    memory: TenantMemory
+    conversation: Conversation
+    num_seen: int
+    guess: list[int]
+    length: int = 0
+    is_unanimous: bool = True
+    counts: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    is_stale: bool = True
+
+    def catch_up(self, tokens: Sequence[int], rates: HitRates) -> None:
+        """Compare new tokens with what was guessed for them, and remember them."""
+        for token in tokens[self.num_seen :]:
+            if self.guess:
+                is_hit = token == self.guess[0]
+                rates.note(self.length, is_unanimous=self.is_unanimous, is_hit=is_hit)
+                _count(self.counts, is_hit, _MAX_OWN_COUNT)
+                self.guess = self.guess[1:] if is_hit else []
+                self.length += 1
+            self.is_stale = True
+        self.num_seen = len(tokens)
+        if not self.guess and self.is_stale:
+            self._remember(tokens)
+            self._look_up(tokens)
+        self.is_stale = False
+
+    def _look_up(self, tokens: Sequence[int]) -> None:
+        match = self.memory.find(tokens, self.conversation)
+        if match is not None:
+            self.guess, self.length = match.tokens, match.length
+            self.is_unanimous = match.is_unanimous
+
+    def _remember(self, tokens: Sequence[int]) -> None:
+        start = len(self.conversation.tokens)
+        self.memory.extend(self.conversation, tokens[start : start + _PIECE])
+
+    def chances(self, rates: HitRates, limit: int) -> Iterator[float]:
+        """How likely the first guess is right, the first two are, and so on."""
+        chance, (hits, tries) = 1.0, self.counts
+        for place in range(min(limit, len(self.guess))):
+            rate = rates.rate(self.length + place, is_unanimous=self.is_unanimous)
+            chance *= (_OWN_WEIGHT * rate + hits) / (_OWN_WEIGHT + tries)
+            if chance < _WORTHLESS:
+                return
+            yield chance
+
+
+class Ahead:
+    """The `DraftPlanner` that learns.
+
+    Attributes:
+        max_draft: The most guesses of a row; 0 makes none.
+        memory: Where they come from.
+    """
+
+    def __init__(self, max_draft: int, ends: frozenset[int]) -> None:
+        """Start with nothing known; a guess ends with one of the tokens that end replies."""
+        self.max_draft = max_draft
+        self.memory = DraftMemory()
+        self._ends = ends
+        self._costs = StepCosts()
+        self._rates = HitRates()
+        self._followers: dict[int, _Follower] = {}
+        self._unread: deque[tuple[TenantMemory, Conversation, Sequence[int]]] = deque()
+
+    def plan(self, rows: Sequence[Generation], *, has_prompts: bool) -> dict[int, Draft]:
+        """Guess where it pays."""
+        if not self.max_draft:
+            return {}
+        self._remember_more()
+        # Walking a grammar ahead takes time of its own.
+        is_hopeful = any(row.constraint is not None for row in rows) and any(
+            self._chosen([[1.0] * self.max_draft, *([] for _ in rows[1:])], has_prompts=has_prompts)
+        )
+        offers = [self._offer(row, is_hopeful=is_hopeful) for row in rows]
+        wanted = self._chosen([chances for _, chances in offers], has_prompts=has_prompts)
+        drafts: dict[int, Draft] = {}
+        for row, (draft, _), count in zip(rows, offers, wanted, strict=True):
+            if count:
+                drafts[row.order] = draft.cut(count)
+        return drafts
+
+    def wants_tokens(self, rows: Sequence[Generation]) -> bool:
+        """Look past the token that is under way: it, too, must be as guessed."""
+        if not self.max_draft:
+            return False
+        chances = []
+        for row in rows:
+            follower = self._follower(row)
+            follower.catch_up(row.tokens, self._rates)
+            found = list(follower.chances(self._rates, self.max_draft + 1))
+            chances.append(found[1 : 1 + min(row.draft_room, self.max_draft)])
+        return any(self._chosen(chances, has_prompts=False))
+
+    def observe(self, num_rows: int, num_drafted: int, seconds: float) -> None:
+        """Learn what a step took."""
+        self._costs.observe(num_rows, num_drafted, seconds)
+
+    def forget(self, generation: Generation) -> None:
+        """Remember the rest of what a request that ended has said, when there is time."""
+        follower = self._followers.pop(generation.order, None)
+        if follower is not None:
+            self._unread.append((follower.memory, follower.conversation, generation.tokens))
+
+    def _remember_more(self) -> None:
+        """Remember a piece of what is yet to be read; all of a long text at once takes long."""
+        if not self._unread:
+            return
+        memory, conversation, tokens = self._unread[0]
+        start = len(conversation.tokens)
+        memory.extend(conversation, tokens[start : start + _PIECE])
+        self.memory.shrink(memory, conversation)
+        if len(conversation.tokens) >= len(tokens):
+            self._unread.popleft()
+
+    # -- one row --------------------------------------------------------------------------------
+
+    def _follower(self, row: Generation) -> _Follower:
+        if row.order not in self._followers:
+            job = row.job
+            memory = self.memory.of(job.root)
+            for text in (job.prediction, *job.past):
+                if text:
+                    self._unread.append((memory, memory.begin("", text), text))
+            conversation = memory.begin(job.agent, job.tokens)
+            self.memory.shrink(memory, conversation)
+            self._followers[row.order] = _Follower(
+                memory, conversation, row.num_prompt, list(job.prediction), MAX_MATCH // 2
+            )
+        return self._followers[row.order]
+
+    def _offer(self, row: Generation, *, is_hopeful: bool) -> tuple[Draft, list[float]]:
+        """What could be sent for a row, and how likely it is right, guess by guess."""
+        follower, limit = self._follower(row), min(row.draft_room, self.max_draft)
+        follower.catch_up(row.tokens, self._rates)
+        if limit < 1:
+            return NO_DRAFT, []
+        if row.constraint is not None:
+            offer: tuple[Draft, list[float]] = NO_DRAFT, []
+            # One that fails does so again where its row is made, and ends its request there.
+            with contextlib.suppress(Exception):
+                offer = self._constrained(row.constraint, follower, limit if is_hopeful else 0)
+            return offer
+        guess = follower.guess[:limit]
+        end = next((at + 1 for at, token in enumerate(guess) if token in self._ends), limit)
+        return Draft(tuple(guess[:end])), list(follower.chances(self._rates, end))
+
+    def _constrained(
+        self, constraint: TokenConstraint, follower: _Follower, limit: int
+    ) -> tuple[Draft, list[float]]:
+        """Guess what a grammar forces, and what it allows of the guess."""
+        if not limit:
+            return NO_DRAFT, []
+        masks, states = [constraint.allowed()], [constraint]
+        tokens: list[int] = []
+        chances: list[float] = []
+        guess, rates, chance = follower.guess, list(follower.chances(self._rates, limit)), 1.0
+        while len(tokens) < limit:
+            at = len(tokens)
+            token = forced_token(masks[-1])
+            if token is None:
+                if at >= len(rates) or not is_allowed(masks[-1], guess[at]):
+                    break
+                token, chance = guess[at], min(chance, rates[at])
+            elif at >= len(guess) or guess[at] != token:
+                guess = []  # what was guessed is out of step from here on
+                rates = []
+            if token in self._ends:
+                break
+            state = states[-1].copy()
+            state.accept(token)
+            tokens.append(token)
+            chances.append(chance)
+            states.append(state)
+            masks.append(state.allowed())
+        return Draft(tuple(tokens), tuple(masks[1:]), tuple(states[1:])), chances
+
+    # -- all rows -------------------------------------------------------------------------------
+
+    def _chosen(self, offers: Sequence[Sequence[float]], *, has_prompts: bool) -> list[int]:
+        """How many guesses of each row to send: those that yield most tokens a second."""
+        counts = [0] * len(offers)
+        ranked = sorted(
+            ((chance, row) for row, chances in enumerate(offers) for chance in chances),
+            key=lambda offer: -offer[0],
+        )
+        plain = self._costs.plain(len(offers)) if ranked else None
+        if not plain:
+            return counts
+        num_rows, points = len(offers), self._costs.points(len(offers), plain)
+        yields = list(accumulate((chance for chance, _ in ranked), initial=0.0))
+        # What is not known is tried in steps, each twice as large as the one before.
+        limit = min(len(ranked), max(2, 2 * (points[-1][0] - num_rows)))
+        best, best_rate = 0, _MIN_GAIN * num_rows / plain
+        for size in [size for size in _SIZES if num_rows < size < num_rows + limit] + [
+            num_rows + limit
+        ]:
+            count = size - num_rows
+            rate = (num_rows + yields[count]) / _interpolated(points, size)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        if has_prompts:  # which take most of the step's time
+            best = sum(chance >= 0.5 for chance, _ in ranked[:limit])
+        for _, row in ranked[:best]:
+            counts[row] += 1
+        return counts
+
+
+def is_allowed(mask: bytes | None, token: int) -> bool:
+    """Whether a mask allows a token."""
+    return mask is None or (token < 8 * len(mask) and bool(mask[token // 8] >> token % 8 & 1))
+
+
+def forced_token(mask: bytes | None) -> int | None:
+    """The only token that a mask allows; None if there are more."""
+    if mask is None:
+        return None
+    bits = int.from_bytes(mask, "little")
+    return bits.bit_length() - 1 if bits.bit_count() == 1 else None
