@@ -26,7 +26,7 @@ from semantic.ports.text import TokenConstraint
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
 _MIN_GAIN = 1.08  # that is expected of a step with guesses, or it carries none
 _SMOOTHING = 0.2
-_FORGETTING = 0.997  # of what guesses were seen to cost, with each step without them
+_FORGETTING = 0.998  # of what guesses were seen to cost, with each step without them
 _SETTLED = 2  # measurements before a size of step is known
 _FIRST_SLOPE = 0.02  # of a step's time for each further token, before anything is known
 _PIECE = 512  # tokens of a prompt that are remembered in one step

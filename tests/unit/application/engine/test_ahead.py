@@ -277,13 +277,18 @@ class SlowBackend(FaultyBackend):
         return super().launch(step)
 
 
-def test_where_rows_cost_in_proportion_next_to_nothing_is_drafted() -> None:
-    now = [0.0]
-    rig = make_rig(backend=SlowBackend(now))
-    rig.now = now
-    for name in ("first", "second", "third", "fourth"):
-        rig.serve(make_job(name, "say it again", max_tokens=80))
-    assert rig.store.telemetry.counts.engine.drafted_tokens < 16
+def test_where_rows_cost_in_proportion_drafts_cost_next_to_nothing() -> None:
+    """Replies that others begin alike and end differently: half of what is guessed is wrong."""
+    took = []
+    for limits in (EngineLimits(), WITHOUT):
+        now = [0.0]
+        rig = make_rig(backend=SlowBackend(now), limits=limits)
+        rig.now = now
+        for number in range(12):
+            sampling = SamplingParams(temperature=0.3, seed=number)
+            rig.serve(make_job(f"{number}", "say it again", max_tokens=60, sampling=sampling))
+        took.append(now[0])
+    assert took[0] < took[1] / 0.97
 
 
 def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
@@ -326,7 +331,7 @@ def test_costs_are_known_after_two_steps_and_forgotten_slowly() -> None:
     assert costs.points(1, 1.0) == [(1, 1.0), (8, 5.0)]
     for _ in range(1000):
         costs.observe(1, 0, 1.0)
-    assert costs.points(1, 1.0)[1][1] < 1.5
+    assert costs.points(1, 1.0)[1][1] < 2
 
 
 @pytest.mark.parametrize(
