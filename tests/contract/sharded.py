@@ -1,6 +1,7 @@
 """A fake model in several ranks, each a thread of this process."""
 
 import threading
+from collections.abc import Sequence
 from multiprocessing import Pipe
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy as np
 from semantic.adapters.outbound.backends.fake import FakeBackend, _Sequence, fake_spec
 from semantic.adapters.outbound.backends.sampler import Logits
 from semantic.adapters.outbound.backends.sharded import ShardedBackend, mirror
+from semantic.ports.backend import ModelBackendPort
 from tests.contract.models import BLOCK_TOKENS
 
 
@@ -32,6 +34,11 @@ def fake_in_ranks(num_ranks: int, window: int = 0) -> ShardedBackend:
     ranks: list[_Rank] = []
     barrier = threading.Barrier(num_ranks)
     ranks += (_Rank(ranks, barrier, window) for _ in range(num_ranks))
+    return in_threads(ranks)
+
+
+def in_threads(ranks: Sequence[ModelBackendPort]) -> ShardedBackend:
+    """A backend that tells these every call."""
     pairs = [Pipe() for _ in ranks]
     threads = [
         threading.Thread(target=mirror, args=(theirs, rank), daemon=True)

@@ -4,23 +4,25 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Literal, cast
 
 import pytest
 
 from semantic.adapters.config.settings import load_settings
+from semantic.adapters.outbound.backends.fake import FakeBackend
 from semantic.adapters.outbound.backends.sharded import ShardedBackend, share_of
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.domain.errors import DeviceLostError, InvalidRequestError
 from semantic.entrypoints import shards
 from semantic.entrypoints.shards import load_sharded
-from semantic.ports.backend import ModelBackendPort, SequenceId
+from semantic.ports.backend import ModelBackendPort, SequenceId, Step, Ticket
 from tests.contract.conftest import make_mlx, require_mlx
-from tests.contract.driver import begin, finish, prompt, restored, step
+from tests.contract.driver import begin, finish, prompt, restored, sampled, step
 from tests.contract.mlx_models import write_mlx_model
 from tests.contract.models import TinyModel, family_config, write_model
-from tests.contract.sharded import fake_in_ranks
+from tests.contract.sharded import fake_in_ranks, in_threads
 
 pytestmark = pytest.mark.contract
 
@@ -106,6 +108,29 @@ def test_a_killed_rank_ends_the_group_with_a_sentence(
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+class _Doubter(FakeBackend):
+    """Looks at one guess and no more."""
+
+    def launch(self, step: Step) -> Ticket:
+        chunks = (replace(chunk, draft=chunk.draft[:1]) for chunk in step.chunks)
+        return super().launch(Step(tuple(chunks)))
+
+
+def test_guesses_count_that_every_rank_found_right() -> None:
+    tokens = prompt(9)
+    expected = begin(FakeBackend(), 0, tokens).finish()
+    backend = in_threads([FakeBackend(), _Doubter()])
+    run = begin(backend, 0, tokens)
+    chunk = replace(run.chunk(), draft=tuple(expected[:4]))
+    row = sampled(step(backend, chunk)[0])
+    assert [guess.token for guess in row.accepted] == expected[:1]
+    assert row.token == expected[1]
+    run.tokens += expected[:2]
+    run.num_held = len(tokens) + 1
+    assert run.finish() == expected
+    backend.shutdown()
 
 
 def test_ranks_that_disagree_are_given_up() -> None:

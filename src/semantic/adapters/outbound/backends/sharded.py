@@ -28,6 +28,7 @@ from semantic.ports.backend import (
     HostBuffer,
     KVPayload,
     ModelBackendPort,
+    Row,
     Sampled,
     SequenceId,
     Step,
@@ -124,12 +125,14 @@ class ShardedBackend:
         outputs: list[StepOutput] = self._all("step", Step(chunks))
         if len({tuple(type(row) for row in output.rows) for output in outputs}) > 1:
             raise self._lose("they disagree on which rows failed")
-        for row in outputs[0].rows:
+        by_row = zip(*(output.rows for output in outputs), strict=True)
+        rows = tuple(self._agreed(chunk, row) for chunk, row in zip(chunks, by_row, strict=True))
+        for row in rows:
             if isinstance(row, Sampled):
                 self._last[row.seq] = row.token
             else:
                 self._last.pop(row.seq, None)
-        return StepTicket(outputs[0])
+        return StepTicket(StepOutput(rows))
 
     def collect(self, ticket: Ticket) -> StepOutput:
         """Return what `launch` computed."""
@@ -237,6 +240,19 @@ class ShardedBackend:
         self._lost = f"the model's {len(self._links)} shards are lost: {reason}."
         self._end()
         return DeviceLostError(self._lost)
+
+    def _agreed(self, chunk: Chunk, by_rank: Sequence[Row]) -> Row:
+        """What the first rank says, as far as every rank has taken its guesses for right."""
+        first = by_rank[0]
+        if not isinstance(first, Sampled):
+            return first
+        counts = {len(row.accepted) for row in by_rank if isinstance(row, Sampled)}
+        if len(counts) == 1:
+            return first
+        draws = (*first.accepted, first)
+        num_right = min(counts)
+        self._all("truncate", chunk.seq, chunk.start + chunk.num_tokens + num_right)
+        return replace(draws[num_right], accepted=draws[:num_right])
 
     # -- what each is told ----------------------------------------------------------------------
 
