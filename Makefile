@@ -186,9 +186,15 @@ sbom: $(VENV)/.dev $(SECURITY)/.ready ## write build/sbom.json: everything that 
 		--output-format JSON --output-file build/sbom.json
 	@echo "build/sbom.json is written"
 
-.PHONY: bench
-bench: $(VENV)/.dev ## run the benchmarks and print their figures
-	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py); done
+.PHONY: bench bench-quick
+bench: $(VENV)/.dev ## run the benchmarks (20 minutes on two cores), compared with an earlier result
+	@$(BIN)/python -m benchmarks $(ARGS)
+bench-quick: $(VENV)/.dev ## a rough version of them, in under two minutes
+	@$(BIN)/python -m benchmarks --quick $(ARGS)
+
+.PHONY: experiments
+experiments: $(VENV)/.dev ## run the experiments (PASS, FAIL or SKIP) and write docs/experiments.md
+	@$(BIN)/python -m experiments $(ARGS)
 
 .PHONY: peer
 peer: $(VENV)/.dev ## build llama.cpp's server for this machine (15 minutes, once) and print where it is kept

@@ -10,9 +10,9 @@ enough for a list that must be there.
 import sys
 import time
 from collections.abc import Sequence
-from statistics import median
 
-from benchmarks.common import Target, make_engine, make_job, verdict
+from benchmarks.common import make_engine, make_job
+from benchmarks.report import Report, run
 from benchmarks.starter import backend, prompt_tokens, starter_directory
 from semantic.adapters.outbound.grammar.compiler import LLGuidanceGrammar
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
@@ -104,37 +104,36 @@ def step_times(
     return steps[NUM_ROWS * 2 :], masks[NUM_ROWS * 2 :]
 
 
-def main() -> int:
-    """Print the shares; 1 if the target is missed."""
+def measure(report: Report) -> None:
+    """Three budgets."""
     directory = starter_directory()
     tokenizer = HFTokenizer(directory)
     grammar = LLGuidanceGrammar(tokenizer)
     prompt = prompt_tokens(directory, 128)
+    num_steps = report.choose(30, NUM_STEPS)
 
-    def run(
-        num_entries: int, max_tokens: int, num_steps: int = NUM_STEPS
+    def constrained(
+        num_entries: int, max_tokens: int, steps: int
     ) -> tuple[list[float], list[float]]:
         shape = ReplyShape(ReplyFormat(), JsonFormat(schema_of(num_entries)))
         constraints = [grammar.constrain(shape, max_tokens) for _ in range(NUM_ROWS)]
-        return step_times(device, tokenizer, prompt, constraints, num_steps)
+        return step_times(device, tokenizer, prompt, constraints, steps)
 
     with backend(directory) as device:
-        step_times(device, tokenizer, prompt, [None] * NUM_ROWS, NUM_STEPS // 4)
-        free, _ = step_times(device, tokenizer, prompt, [None] * NUM_ROWS, NUM_STEPS)
-        print(f"{NUM_ROWS} sequences, median {1000 * median(free):.1f} ms a free step")
+        step_times(device, tokenizer, prompt, [None] * NUM_ROWS, num_steps // 4)
+        free, _ = step_times(device, tokenizer, prompt, [None] * NUM_ROWS, num_steps)
+        report.add(f"a free step, {NUM_ROWS} sequences", [1000 * step for step in free], "ms")
         runs = {
-            "a budget with room": run(12, 2000),
-            "a tight budget, to its end": run(12, 2 * NUM_STEPS, 2 * NUM_STEPS),
-            "a budget that a long list fills": run(40, 720),
+            "a budget with room": constrained(12, 2000, num_steps),
+            "a tight budget, to its end": constrained(12, 2 * num_steps, 2 * num_steps),
+            "a budget that a long list fills": constrained(40, 720, num_steps),
         }
-    targets: list[Target] = []
     for title, (steps, masks) in runs.items():
-        print(f"  {title}: median {1e6 * median(masks) / NUM_ROWS:.0f} us a row")
+        report.add(f"{title}: a mask", [1e6 * mask / NUM_ROWS for mask in masks], "µs a row")
         share = 100 * sum(masks) / sum(steps)
-        targets.append(Target(f"{title}, of a step", share, 100 * TARGET, "%"))
-        targets.append(Target("  longest stall", 1000 * max(masks), STALL_TARGET_MS, "ms"))
-    return verdict(targets)
+        report.add(f"{title}: masks, of a step", share, "%", most=100 * TARGET)
+        report.add(f"{title}: longest stall", 1000 * max(masks), "ms", most=STALL_TARGET_MS)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("grammar", measure))

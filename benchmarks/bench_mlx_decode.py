@@ -8,9 +8,11 @@ model over one dense batch of equal lengths, without a server around it.
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 
+from benchmarks.report import Report, run
 from semantic.adapters.outbound.backends.mlx import runtime
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import ModelCacheSpec
@@ -158,14 +160,9 @@ def parse(lengths: str) -> list[int]:
     return parsed
 
 
-def main() -> None:
-    """Print a table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--lengths", nargs="+", default=["256x1", "256x4", "900,200x3"])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    options = parser.parse_args()
+def measure(report: Report) -> None:
+    """Both loops, in turns, over each set of lengths."""
+    options = report.options
     choose_device(options.device)
     loaded = make_model(options.shape)
     tree_flatten = runtime.import_library("mlx.utils").tree_flatten
@@ -176,14 +173,12 @@ def main() -> None:
     tuned = make_model(options.shape)
     tuning.tune(tuned.model)  # as a model is loaded
     backend = MlxBackend(tuned)
-    print(f"{options.shape}: {weight_bytes / 1e9:.2f} GB of weights, {speed / 1e9:.0f} GB/s")
-    print("| lengths | bare ms | served ms | ratio | GB a step | share of bandwidth |")
-    print("|---|---|---|---|---|---|")
+    report.settings.update(shape=options.shape, weight_gb=weight_bytes / 1e9)
+    report.add("memory's speed", speed / 1e9, "GB/s")
     for given in options.lengths:
         lengths = parse(given)
-        is_even = len(set(lengths)) == 1
-        average = sum(lengths) // len(lengths)
         # Of unlike lengths, the dense batch that reads as many bytes.
+        average = sum(lengths) // len(lengths)
         plain, ours = timed(
             bare(loaded, len(lengths), average), served(backend, lengths), num_steps=options.steps
         )
@@ -191,14 +186,20 @@ def main() -> None:
             backend.close(SequenceId(row))
         mx.clear_cache()
         num_bytes = weight_bytes + sum(lengths) * token_bytes
-        print(
-            f"| {given} | {plain * 1e3:.2f}{'' if is_even else ' (as many bytes)'} "
-            f"| {ours * 1e3:.2f} | {ours / plain:.2f} | {num_bytes / 1e9:.2f} "
-            f"| {num_bytes / ours / speed:.0%} |",
-            flush=True,
-        )
+        report.add(f"{given}, bare", plain * 1e3, "ms")
+        report.add(f"{given}, served", ours * 1e3, "ms")
+        report.add(f"{given}, served / bare", ours / plain)
+        report.add(f"{given}, share of the memory's speed", 100 * num_bytes / ours / speed, "%")
     backend.shutdown()
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Its own."""
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--lengths", nargs="+", default=["256x1", "256x4", "900,200x3"])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(run("mlx_decode", measure, add_options=add_options))

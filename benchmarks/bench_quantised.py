@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType as Kind
 from torch.nn import functional
 
 from benchmarks.gpt_oss_file import TOKENS, write_gpt_oss
+from benchmarks.report import Report, run
 from benchmarks.starter import prompt_tokens, starter_directory
 from semantic.adapters.outbound.backends.torch import cpu
 from semantic.adapters.outbound.backends.torch.grouped import has_kleidi, load_grouped
@@ -51,56 +52,65 @@ def probabilities(model: Any, tokens: list[int]) -> torch.Tensor:
     return functional.log_softmax(logits.float(), dim=-1)
 
 
-def load(directory: Path, attention: str, *, is_kept: bool) -> Any:
-    """A model as the server would have it, and a line of what it takes."""
+def load(report: Report, name: str, directory: Path, *, is_kept: bool) -> Any:
+    """A model as the server would have it; keeps what it takes."""
     before = tensor_bytes()
+    attention = "eager" if name == "GPT-OSS" else "sdpa"
     model = load_grouped(directory, torch.float32, attention, is_kept=is_kept).eval()
     cpu.pack_grouped(model)
-    size, form = tensor_bytes() - before, "as in the file" if is_kept else "in full"
-    print(f"{form}: {size / 1e6:.0f} MB")
+    form = "as in the file" if is_kept else "in full"
+    report.add(f"{name}, tensors {form}", (tensor_bytes() - before) / 1e6, "MB")
     return model
 
 
-def compare(kept: torch.Tensor, full: torch.Tensor) -> float:
-    """Print how far two models' log-probabilities are apart; returns the mean divergence."""
+def compare(report: Report, name: str, kept: torch.Tensor, full: torch.Tensor) -> None:
+    """How far two models' log-probabilities are apart."""
     kl = functional.kl_div(kept, full, reduction="none", log_target=True).sum(dim=-1)
-    is_same = (kept.argmax(dim=-1) == full.argmax(dim=-1)).float().mean()
-    print(f"KL a token: mean {kl.mean():.1e}, greatest {kl.max():.1e}")
-    print(f"the likeliest token is the same after {is_same:.1%} of {NUM_TOKENS}")
-    return float(kl.mean())
+    same = (kept.argmax(dim=-1) == full.argmax(dim=-1)).float().mean()
+    report.add(f"{name}, KL in the mean", float(kl.mean()), "nats a token", most=MAX_DIVERGENCE)
+    report.add(f"{name}, KL at most", float(kl.max()), "nats a token")
+    report.add(f"{name}, likeliest token the same", 100 * float(same), "%")
 
 
-def starter() -> float:
+def sizes(report: Report, name: str, file: Path, directory: Path) -> None:
+    """What a file takes on disk, before it is imported and after."""
+    report.add(f"{name}, GGUF", file.stat().st_size / 1e6, "MB")
+    imported = directory / "model.safetensors"
+    report.add(f"{name}, imported", imported.stat().st_size / 1e6, "MB")
+
+
+def starter(report: Report) -> None:
     """The starter model, a Q4_1 file."""
     directory = starter_directory()
     tokens = prompt_tokens(directory, NUM_TOKENS)
-    print(f"file {starter_gguf().stat().st_size / 1e6:.0f} MB, imported", end=" ")
-    print(f"{(directory / 'model.safetensors').stat().st_size / 1e6:.0f} MB")
-    found = [probabilities(load(directory, "sdpa", is_kept=way), tokens) for way in (True, False)]
-    return compare(*found)
+    sizes(report, "starter", starter_gguf(), directory)
+    kept, full = (
+        probabilities(load(report, "starter", directory, is_kept=way), tokens)
+        for way in (True, False)
+    )
+    compare(report, "starter", kept, full)
 
 
-def gpt_oss() -> float:
+def gpt_oss(report: Report) -> None:
     """Random weights in GPT-OSS's form: experts in MXFP4, other linears in Q8_0."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "random.gguf")
         model = write_gpt_oss(file, GPT_OSS, Kind.MXFP4, Kind.Q8_0)
         directory = import_gguf(file, Path(folder, "imported"))
-        imported = directory / "model.safetensors"
-        print(f"GPT-OSS: file {file.stat().st_size / 1e6:.1f} MB, imported", end=" ")
-        print(f"{imported.stat().st_size / 1e6:.1f} MB")
+        sizes(report, "GPT-OSS", file, directory)
         tokens = [place * 7919 % len(TOKENS) for place in range(NUM_TOKENS)]
-        kept = probabilities(load(directory, "eager", is_kept=True), tokens)
-        return compare(kept, probabilities(model, tokens))
+        kept = probabilities(load(report, "GPT-OSS", directory, is_kept=True), tokens)
+        compare(report, "GPT-OSS", kept, probabilities(model, tokens))
 
 
-def main() -> int:
-    """Print figures; 1 if a divergence is too large."""
+def measure(report: Report) -> None:
+    """Both files."""
     if not has_kleidi():
-        print("this benchmark compares in float32, which needs ARM's kernels")
-        return 0
-    return 0 if max(starter(), gpt_oss()) < MAX_DIVERGENCE else 1
+        report.note("SKIP: this compares in float32, which needs ARM's kernels")
+        return
+    starter(report)
+    gpt_oss(report)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("quantised", measure))

@@ -13,9 +13,8 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
-from benchmarks.common import Target, seconds, verdict
+from benchmarks.report import Report, run, seconds
 from benchmarks.starter import TEXT, starter_directory
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.application.prompt.renderer import Renderer
@@ -61,38 +60,35 @@ def _schema() -> JsonObject:
     }
 
 
-def measure(name: str, tokenizer: HFTokenizer) -> float:
-    """Print a row; returns the median in milliseconds."""
+def times_ms(tokenizer: HFTokenizer, num_rounds: int) -> tuple[int, float, list[float]]:
+    """Tokens of the conversation; ms of the first rendering; CPU time of those after it."""
     renderer, request = Renderer(tokenizer), conversation(NUM_TURNS)
     replays = TenantReplays(b"root", ReplayStore())
     first = seconds(lambda: renderer.render(request, replays=replays)) * 1e3
-    walls, times, num_tokens = [], [], 0
-    for number in range(NUM_ROUNDS):
+    times, num_tokens = [], 0
+    for number in range(num_rounds):
         more = (Message.of(Role.ASSISTANT, f"Yes {number}."), Message.of(Role.USER, "Go on."))
         request = replace(request, messages=(*request.messages, *more))
         started = time.process_time()
-        walls.append(seconds(lambda: renderer.render(request, replays=replays)) * 1e3)  # noqa: B023
-        times.append((time.process_time() - started) * 1e3)
         num_tokens = len(renderer.render(request, replays=replays).tokens)
-    print(
-        f"{name:>10} {num_tokens:>8} {first:>10.1f} {median(times):>12.1f} {median(walls):>13.1f}"
-    )
-    return median(times)
+        times.append((time.process_time() - started) * 1e3)
+    return num_tokens, first, times
 
 
-def main() -> int:
-    """Print the table; fails if the aim is missed."""
+def measure(report: Report) -> None:
+    """Both templates."""
     directory = starter_directory()
-    print(f"{'template':>10} {'tokens':>8} {'first ms':>10} {'again (CPU)':>12} {'(clock)':>13}")
-    measured = [measure("starter", HFTokenizer(directory))]
     with tempfile.TemporaryDirectory() as name:
         other = Path(name)
         shutil.copy(directory / "tokenizer.json", other)
         config = {"chat_template": QWEN, "eos_token": "<|im_end|>"}
         (other / "tokenizer_config.json").write_text(json.dumps(config))
-        measured.append(measure("qwen", HFTokenizer(other)))
-    return verdict([Target("again (CPU)", max(measured), AIM_MS, "ms")])
+        for template, place in (("starter", directory), ("qwen", other)):
+            num_tokens, first, times = times_ms(HFTokenizer(place), NUM_ROUNDS)
+            report.settings[template] = f"{num_tokens} tokens"
+            report.add(f"{template}, first", first, "ms")
+            report.add(f"{template}, again (CPU time)", times, "ms", most=AIM_MS)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("render", measure))

@@ -3,7 +3,7 @@
 Time to the first token of a turn that adds a few tokens to a conversation of so many. A forward
 over the new tokens alone, measured in the same process, is the floor.
 
-    python -m benchmarks.bench_resume [--lengths 1024 2048 4096 7900] [--rounds 3]
+    python -m benchmarks.bench_resume [--quick] [--lengths 1024 2048 4096 7900] [--rounds 3]
 """
 
 import argparse
@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from benchmarks.common import GREEDY, PersistentEngine, persistent_engine, seconds
+from benchmarks.common import GREEDY, PersistentEngine, persistent_engine
+from benchmarks.report import Report, Rounds, run, seconds
 from benchmarks.starter import backend as torch_backend
 from benchmarks.starter import random_tokens, starter_directory
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
@@ -135,46 +135,54 @@ def bandwidth(cache: Path) -> float:
     return nbytes / max(read, check, copy)
 
 
-def report(here: dict[str, Any], there: dict[str, Any]) -> None:
-    """Print medians, and the ratios that have targets."""
-    print("  tokens     cold      hot     pool     disk   cold/disk  hot/forward  disk/bound")
+def tell(report: Report, here: dict[str, Any], there: dict[str, Any]) -> None:
+    """Keep the figures, and the ratios that have bounds, round by round."""
     for length, figures in here.items():
         disk = there[length]
         bounds = [
             forward + transfer + _SLACK_S
             for forward, transfer in zip(disk["forward"], disk["transfer"], strict=True)
         ]
-        cold, hot, pool = (median(figures[name]) for name in ("cold", "hot", "pool"))
-        from_disk = median(disk["disk"])
-        print(
-            f"  {length:>6} {cold:8.3f} {hot:8.3f} {pool:8.3f} {from_disk:8.3f}"
-            f" {cold / from_disk:10.1f}x {hot / median(figures['forward']):11.2f}x"
-            f" {from_disk / median(bounds):10.2f}x"
-        )
-    print("  targets: at 4096 cold/disk >= 15x and disk/bound <= 1.5x; hot/forward <= 1.3x")
+        rounds = Rounds({**figures, "disk": disk["disk"], "bound": bounds})
+        for name in ("cold", "hot", "pool", "disk"):
+            report.add(f"{length} tokens, {name}", rounds.figures[name], "s")
+        is_judged = length == "4096"
+        for name, base, least, most in (
+            ("cold", "disk", 15.0, None),
+            ("hot", "forward", None, 1.3),
+            ("disk", "bound", None, 1.5),
+        ):
+            limits = (least, most) if is_judged else (None, None)
+            title, ratios = f"{length} tokens, {name} / {base}", rounds.ratios(name, base)
+            report.add(title, ratios, least=limits[0], most=limits[1])
 
 
-def main() -> None:
-    """Run both processes and report."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 7900])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--child", type=Path)
-    options = parser.parse_args()
+def measure(report: Report) -> None:
+    """Run both processes."""
+    options = report.options
+    lengths = options.lengths or report.choose([1024], [1024, 4096])
+    rounds = options.rounds or report.choose(1, 3)
     if options.child is not None:
-        print(json.dumps(in_a_new_process(options.child, options.lengths, options.rounds)))
+        print(json.dumps(in_a_new_process(options.child, lengths, rounds)))
         return
+    report.settings.update(lengths=lengths, rounds=rounds, new_tokens=NUM_NEW)
     with tempfile.TemporaryDirectory() as name:
-        cache = Path(name)
-        here = in_this_process(cache, options.lengths, options.rounds)
-        lengths = [str(length) for length in options.lengths]
+        here = in_this_process(Path(name), lengths, rounds)
         command = [sys.executable, "-m", "benchmarks.bench_resume", "--child", name]
-        command += ["--rounds", str(options.rounds), "--lengths", *lengths]
+        command += ["--rounds", str(rounds), "--lengths", *map(str, lengths)]
         child = subprocess.run(  # noqa: S603 - our own command
             command, check=True, capture_output=True, text=True
         )
-        report(here, json.loads(child.stdout.splitlines()[-1]))
+        lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
+        tell(report, here, json.loads(lines[-1]))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Its own."""
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens of the conversations")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run("resume", measure, add_options=add_options))

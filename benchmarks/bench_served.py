@@ -12,43 +12,26 @@ device needs for the same tokens with nothing around it.
 import argparse
 import asyncio
 import contextlib
-import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks import bare_loop
+from benchmarks.client import Client, Messages, Reply, continued, said
 from benchmarks.common import serving
 from benchmarks.random_models import SHAPES, make_model
+from benchmarks.report import Report, run
 
 TEXT = (
     "The city lay where two rivers met, and its people had always traded: salt from the coast, "
     "wool from the hills, and later paper, clocks and printed books. "
 )
 SCENARIOS = ("bare", "start", "alone", "agents", "streams")
-Messages = list[dict[str, str]]
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What came of a request; times in seconds."""
-
-    first: float
-    last: float
-    num_tokens: int
-    text: str
-    num_prompt: int
-    num_reused: int
-
-    @property
-    def ms_per_token(self) -> float:
-        """Between the first token and the last."""
-        return 1000 * (self.last - self.first) / max(self.num_tokens - 1, 1)
 
 
 @dataclass(frozen=True)
@@ -60,45 +43,7 @@ class Served:
 
     async def ask(self, messages: Messages, num_tokens: int) -> Reply:
         """Send a chat and read its stream."""
-        body = {
-            "model": "any",
-            "messages": messages,
-            "temperature": 0,
-            "max_tokens": num_tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        started = time.perf_counter()
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=2**26)
-        text = json.dumps(body)
-        head = (
-            "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
-        )
-        writer.write((head + text).encode())
-        first, last, pieces = 0.0, 0.0, []
-        usage: dict[str, Any] = {}
-        while line := await reader.readline():
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise RuntimeError(event["error"])
-            usage = event.get("usage") or usage
-            piece = "".join(c["delta"].get("content") or "" for c in event.get("choices", ()))
-            if piece:
-                last = time.perf_counter() - started
-                first = first or last
-                pieces.append(piece)
-        writer.close()
-        if not usage:
-            raise RuntimeError("the server did not answer; its log says why")
-        reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        return Reply(
-            *(first, last, usage["completion_tokens"], "".join(pieces)),
-            *(usage["prompt_tokens"], reused),
-        )
+        return await Client(f"http://127.0.0.1:{self.port}/v1").ask(messages, num_tokens)
 
 
 @contextlib.contextmanager
@@ -113,18 +58,6 @@ def served(options: argparse.Namespace, model: Path, home: Path) -> Iterator[Ser
     with serving(*arguments, settings=settings) as port:
         asyncio.run(Served(port, 0).ask(said("Good morning."), 1))
         yield Served(port, time.perf_counter() - started)
-
-
-def said(text: str, system: str = "") -> Messages:
-    """A conversation that begins."""
-    head = [{"role": "system", "content": system}] if system else []
-    return [*head, {"role": "user", "content": text}]
-
-
-def continued(messages: Messages, reply: Reply, text: str) -> Messages:
-    """A conversation that goes on."""
-    answer = {"role": "assistant", "content": reply.text}
-    return [*messages, answer, {"role": "user", "content": text}]
 
 
 class Prompts:
@@ -243,9 +176,9 @@ async def streams(server: Served, head: str, count: int, num_tokens: int) -> dic
 class Run:
     """One run, and what it found."""
 
-    def __init__(self, options: argparse.Namespace, model: Path, home: Path) -> None:
-        self.found: dict[str, Any] = {"shape": options.shape, "backend": options.backend}
-        self._options, self._model, self._home = options, model, home
+    def __init__(self, report: Report, model: Path, home: Path) -> None:
+        self._report, self._options = report, report.options
+        self._model, self._home = model, home
         self._conversations: dict[int, Messages] = {}
         self._everyone: list[Messages] = []
 
@@ -289,22 +222,20 @@ class Run:
             self._note("agents again", asyncio.run(agents_again(server, self._everyone)))
 
     def _note(self, name: str, value: Any) -> None:
-        self.found[name] = value
-        print(name, json.dumps(_rounded(value)), flush=True)
+        """Keep figures, however deep they are, and show them now: a run may take an hour."""
+        if isinstance(value, dict):
+            for inner, figure in value.items():
+                self._note(f"{name}, {inner}", figure)
+            return
+        unit = next((text for mark, text in _UNITS.items() if mark in name), "")
+        print(f"  {name}: {self._report.add(name, value, unit).median:.4g} {unit}", flush=True)
 
 
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _rounded(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_rounded(inner) for inner in value]
-    return round(value, 4) if isinstance(value, float) else value
+_UNITS = {"tokens_per_s": "tokens/s", "ms_per_token": "ms", "_s": "s", "tokens": "tokens"}
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Its own."""
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--backend", choices=("mlx", "torch"), default="torch")
     parser.add_argument("--device", default="auto")
@@ -322,22 +253,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--tokenizer", type=Path, default=Path("~/.semantic/models/smollm2-135m-instruct")
     )
     parser.add_argument("--directory", type=Path, help="where models are kept")
-    parser.add_argument("--json", type=Path, help="a file for all figures")
-    return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write what was found."""
-    options = _parse(arguments)
+def measure(report: Report) -> None:
+    """Make the model and run what was asked for."""
+    options = report.options
+    report.settings.update({name: str(value) for name, value in vars(options).items()})
     with tempfile.TemporaryDirectory() as temporary:
         models = options.directory or Path(temporary) / "models"
         model = make_model(options.shape, models, options.tokenizer.expanduser())
-        run = Run(options, model, Path(temporary) / "home")
-        run.all()
-    if options.json:
-        options.json.write_text(json.dumps(run.found, indent=1))
-    return 0
+        Run(report, model, Path(temporary) / "home").all()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("served", measure, add_options=add_options))

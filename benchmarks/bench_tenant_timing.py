@@ -8,10 +8,11 @@ first by the time to the whole answer: 0.5 is guessing, 1 is certainty.
 """
 
 import argparse
-import statistics
+import sys
 import time
 from collections.abc import Sequence
 
+from benchmarks.report import Report, run
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.ledger import AgentLedger, write_at_once
@@ -78,11 +79,9 @@ def area_under_curve(cold: Sequence[float], other: Sequence[float]) -> float:
     return wins / (len(cold) * len(other))
 
 
-def main() -> None:
-    """Attack, and print how well it went."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30)
-    rounds = parser.parse_args().rounds
+def measure(report: Report) -> None:
+    """Attack."""
+    rounds = report.options.rounds or report.choose(10, 30)
     target = Target()
     victim, prober = (target.agents.principal(name) for name in ("victim", "prober"))
     times: dict[str, list[float]] = {"nobody": [], "the victim": [], "the prober": []}
@@ -93,11 +92,16 @@ def main() -> None:
         if number >= 3:  # the first are slower, whatever they ask
             for values, ms in zip(times.values(), taken, strict=True):
                 values.append(ms)
-    print(f"{'said before by':16}{'median ms':>10}{'AUC against nobody':>20}")
     for name, values in times.items():
+        report.add(f"said before by {name}", values, "ms")
         area = area_under_curve(times["nobody"], values)
-        print(f"{name:16}{statistics.median(values):10.2f}{area:20.2f}")
+        report.add(f"said before by {name}, AUC against nobody", area, "")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Its own."""
+    parser.add_argument("--rounds", type=int)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run("tenant_timing", measure, add_options=add_options))

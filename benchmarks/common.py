@@ -1,4 +1,4 @@
-"""What benchmarks share: clock, rounds, verdicts, engines and servers. It knows no torch."""
+"""Engines and servers for benchmarks. It knows no torch."""
 
 import contextlib
 import os
@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from semantic.adapters.config.settings import load_settings
@@ -31,80 +30,6 @@ from semantic.ports.text import TokenizerPort
 
 GREEDY = SamplingParams(temperature=0, seed=0)
 ROOT = BlockNamespace("bench", str(time.time())).root()
-
-
-# -- measuring -----------------------------------------------------------------------------------
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """Figures of several rounds, each measured in turns so that a noisy machine is fair to all."""
-
-    figures: dict[str, list[float]]
-
-    def median(self, name: str) -> float:
-        """The median of one figure."""
-        return median(self.figures[name])
-
-    def ratio(self, name: str, base: str) -> float:
-        """The median of a figure over another of the same round."""
-        pairs = zip(self.figures[name], self.figures[base], strict=True)
-        return median(figure / other for figure, other in pairs)
-
-    def print(self, unit: str) -> None:
-        """Print the medians, one a line."""
-        width = max(map(len, self.figures))
-        for name in self.figures:
-            print(f"  {name:<{width}} {self.median(name):10.2f} {unit}")
-
-
-def interleaved(calls: dict[str, Callable[[], float]], rounds: int) -> Rounds:
-    """Measure everything once a round, after one round that does not count."""
-    figures: dict[str, list[float]] = {name: [] for name in calls}
-    for index in range(rounds + 1):
-        for name, call in calls.items():
-            figure = call()
-            if index:
-                figures[name].append(figure)
-    return Rounds(figures)
-
-
-@dataclass(frozen=True)
-class Target:
-    """A figure that has a target.
-
-    Attributes:
-        is_least: The target is the least the figure may be; otherwise the most.
-    """
-
-    title: str
-    figure: float
-    target: float
-    unit: str = "x"
-    is_least: bool = False
-
-    @property
-    def is_met(self) -> bool:
-        """Whether the figure is on the right side."""
-        return self.figure >= self.target if self.is_least else self.figure <= self.target
-
-
-def verdict(targets: Sequence[Target]) -> int:
-    """Print figures beside their targets; returns the exit status, 1 if one is missed."""
-    for target in targets:
-        bound = "at least" if target.is_least else "at most"
-        print(
-            f"  {target.title:<44} {target.figure:9.4g} {target.unit}  "
-            f"({bound} {target.target:.4g})  {'ok' if target.is_met else 'MISSED'}"
-        )
-    return int(not all(target.is_met for target in targets))
 
 
 # -- engines -------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,3 +72,12 @@ def backend(directory: Path, weights: WeightsOption = "auto") -> Iterator[TorchB
     made = TorchBackend(directory, spec, TorchOptions(weights=weights))
     yield made
     made.shutdown()
+
+
+def write_plain_model(target: Path) -> None:
+    """Write the starter model with its weights in full, as other libraries can read it."""
+    directory = starter_directory()
+    library_model(directory).save_pretrained(target)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (directory / name).exists():
+            shutil.copy(directory / name, target / name)

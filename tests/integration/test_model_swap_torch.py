@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from experiments.swapping import megabytes, other_model
+from experiments.exp_swap import megabytes, other_model
 from tests.http_server import RunningServer, make_settings, run_server
 
 pytestmark = pytest.mark.integration

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_rest_precision import (
+from benchmarks.bench_quality import (
     Divergence,
     ListeningBackend,
     divergences,
@@ -49,7 +49,8 @@ def precise(starter_model_dir: Path) -> Iterator[ListeningBackend]:
 
 @pytest.fixture(scope="module")
 def found(backend: ListeningBackend, starter_model_dir: Path) -> dict[str, Divergence]:
-    return divergences(backend, text_tokens(starter_model_dir, 512 + NUM_READ), 512)
+    (found,) = divergences(backend, text_tokens(starter_model_dir, 513 + NUM_READ), 512)
+    return found
 
 
 def test_raw_state_changes_nothing(found: dict[str, Divergence]) -> None:

@@ -59,7 +59,7 @@ _log = structlog.get_logger(__name__)
 
 # The device's thread gives the interpreter lock up at each tensor operation. At Python's default
 # of 5 ms it then waited for the HTTP side so long that eight streams lost 38 % of their speed; with
-# this they lose a few percent (benchmarks/bench_http_streams.py), so both live in one process.
+# this they lose a few percent (benchmarks/bench_streams.py), so both live in one process.
 _SWITCH_INTERVAL_S = 0.00005
 _EXPOSED_HEADERS = (
     *("request-id", "x-request-id", "retry-after", "x-should-retry"),

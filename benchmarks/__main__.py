@@ -1,0 +1,120 @@
+"""Runs the benchmarks one after the other, each in a process of its own, and keeps what they found.
+
+    python -m benchmarks                      # all of them, about 20 minutes on two cores
+    python -m benchmarks --quick              # a rough answer in under two
+    python -m benchmarks resume workflow      # some of them
+    python -m benchmarks --keep               # what is found becomes the result to compare with
+
+Figures go to `build/bench/full.json` or `quick.json`, with the machine, versions and commit, and
+are compared with `benchmarks/results`. Exit status 1 means that a benchmark broke; a bound that
+was missed is told, and is no reason to fail: a busy machine misses some.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import RESULTS, ROOT, earlier_result, environment
+
+# In the order they run; the value says whether a quick run has it too.
+SUITE = {
+    "engine_overhead": True,
+    "render": True,
+    "memory": True,
+    "resume": True,
+    "workflow": True,
+    "quality": False,
+    "growth": True,
+    "torch": False,
+    "quantised": False,
+    "keeping": False,
+    "streams": False,
+    "grammar": False,
+    "tenant_timing": True,
+}
+OUTPUT = ROOT / "build" / "bench"
+
+
+def run_one(name: str, *, is_quick: bool, against: Path | None) -> dict[str, Any]:
+    """Run one in a process of its own, which prints its table; returns its JSON, or its failure."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "found.json"
+        command = [sys.executable, "-m", f"benchmarks.bench_{name}", "--json", str(path)]
+        command += ["--quick"] if is_quick else []
+        command += ["--against", str(against)] if against else []
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode  # noqa: S603 - our own
+        if not path.exists():
+            return {"benchmark": name, "failed": f"exit status {status}", "figures": {}}
+        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        return found
+
+
+def run_all(names: Sequence[str], *, is_quick: bool, against: Path | None) -> dict[str, Any]:
+    """Run them in order, and say how far it is."""
+    found: dict[str, Any] = {}
+    started = time.monotonic()
+    for place, name in enumerate(names, 1):
+        usual = earlier_result(name, is_quick=is_quick, path=against).get("seconds")
+        about = f", about {usual:.0f} s" if usual else ""
+        spent = (time.monotonic() - started) / 60
+        print(f"\n[{place}/{len(names)}] {name}{about} ({spent:.1f} min so far)", flush=True)
+        found[name] = run_one(name, is_quick=is_quick, against=against)
+    minutes = round((time.monotonic() - started) / 60, 2)
+    return {"environment": environment(), "minutes": minutes, "benchmarks": found}
+
+
+def missed(found: Mapping[str, Any]) -> list[str]:
+    """Figures of a result that are on the wrong side of their bound."""
+    return [
+        f"{name}: {figure}"
+        for name, result in found["benchmarks"].items()
+        for figure, value in result["figures"].items()
+        if (value["least"] is not None and value["median"] < value["least"])
+        or (value["most"] is not None and value["median"] > value["most"])
+    ]
+
+
+def save(found: dict[str, Any], path: Path) -> None:
+    """Write a result; benchmarks that did not run this time stay as they are in the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        earlier = json.loads(path.read_text("utf-8"))
+        found = {**found, "benchmarks": {**earlier["benchmarks"], **found["benchmarks"]}}
+    path.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what was asked for, and tell how it went."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="name", help=", ".join(SUITE))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--against", type=Path, help="an earlier result to compare with")
+    parser.add_argument("--keep", action="store_true", help="compare with this one from now on")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.names) - set(SUITE):
+        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}")
+    names = options.names or [name for name in SUITE if SUITE[name] or not options.quick]
+    found = run_all(names, is_quick=options.quick, against=options.against)
+    file = "quick.json" if options.quick else "full.json"
+    save(found, OUTPUT / file)
+    if options.keep:
+        save(found, RESULTS / file)
+    failed = [name for name, result in found["benchmarks"].items() if "failed" in result]
+    print(f"\n{found['minutes']} minutes; figures are in {OUTPUT / file}")
+    for line in missed(found):
+        print(f"  MISSED {line}")
+    for name in failed:
+        print(f"  BROKEN {name}: {found['benchmarks'][name]['failed']}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""What growth costs: a start and a warm turn against agents on disk, a turn against its length.
+
+Directories of 10, 1,000 and 100,000 agents are filled as a server leaves them (a turn, its blocks'
+files and their rows each), with the fake backend, whose own time is next to nothing. Measured is
+how long the ledger takes to open and the index to be rebuilt, how long a server takes to be ready,
+and what a turn of an agent takes over HTTP: a later one, and the first after a restart. A turn must
+cost at most half again as much with the most agents as with ten.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.client import Client, Messages, continued, said
+from benchmarks.common import serving
+from benchmarks.report import Report, run, seconds
+from semantic.adapters.config.settings import load_settings
+from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer, fake_spec
+from semantic.adapters.outbound.blocks.files import SafetensorsCache
+from semantic.application.engine.model import LoadedModel
+from semantic.application.engine.scheduler import EngineLimits
+from semantic.domain.agents import Agent, Pointer, Turn
+from semantic.domain.blocks import BlockName, BlockPart, block_name, pack_tokens
+from semantic.domain.chat import Message, Role
+from semantic.domain.events import Usage
+from semantic.domain.spec import LayerKind
+from semantic.entrypoints.persistence import AgentMemory
+from semantic.ports.backend import HostBuffer, KVPayload
+from semantic.ports.storage import LedgerChange, PutAgent, PutPart, PutTurn
+
+BLOCK, BATCH = 256, 1000
+NUM_TURNS, NUM_TALKERS = 8, 3
+MAX_GROWTH = 1.5
+TEXT = "All work and no play makes an agent dull. "
+
+
+def open_memory(home: Path) -> tuple[AgentMemory, LoadedModel]:
+    """A cache directory and the model, as a server with the fake backend has them."""
+    memory = AgentMemory(load_settings({"home": str(home), "backend": "fake"}))
+    backend = FakeBackend(fake_spec(block_tokens=BLOCK))
+    model = LoadedModel("fake", backend, FakeTokenizer(), "fake", memory.codec.kv_format)
+    return memory, model
+
+
+def make_agent(
+    root: BlockName, abi: str, index: int
+) -> tuple[Agent, Turn, list[tuple[BlockPart, KVPayload]]]:
+    """An agent that has said one thing: a full block and a tail."""
+    said_tokens = f"agent {index} ".encode() + TEXT.encode() * 8
+    tokens, parts, chain = list(said_tokens[: BLOCK + 40]), [], root
+    for start in range(0, len(tokens), BLOCK):
+        own = tokens[start : start + BLOCK]
+        name = block_name(chain, own)
+        part = BlockPart(root, name, chain, LayerKind.FULL, start, pack_tokens(own))
+        ids = HostBuffer("full", (len(own),), "u32", bytes(4 * len(own)))
+        payload = KVPayload(abi, LayerKind.FULL, start, start + len(own), (ids,))
+        parts.append((part, payload))
+        chain = name
+    turn = Turn(
+        id=f"turn_{index:08}",
+        parent=None,
+        agent_id=f"agent-{index}",
+        messages=(Message.of(Role.USER, TEXT), Message.of(Role.ASSISTANT, TEXT)),
+        tokens=tuple(tokens),
+        num_tokens=len(tokens),
+        pointer=Pointer(root, chain, len(tokens)),
+        usage=Usage(len(tokens), 40),
+        created_at=time.time(),
+    )
+    agent = Agent(turn.agent_id, created_at=time.time(), head=turn.id, num_turns=1)
+    return agent, turn, parts
+
+
+def fill(home: Path, num_agents: int) -> None:
+    """Put agents into a directory."""
+    memory, model = open_memory(home)
+    principal = memory.agents.principal()
+    root, abi = model.root(principal), model.backend.traits.kv_abi
+    files = SafetensorsCache(home / "cache", memory.codec)
+    for first in range(0, num_agents, BATCH):
+        changes: list[LedgerChange] = []
+        for index in range(first, min(first + BATCH, num_agents)):
+            agent, turn, parts = make_agent(root, abi, index)
+            changes += [PutTurn(principal.tenant, turn), PutAgent(agent)]
+            for part, payload in parts:
+                changes.append(PutPart(files.write(part, payload, is_synced=False)))
+        memory.ledger.apply(changes, is_synced=False)
+    memory.close(600)
+
+
+def opening(home: Path) -> tuple[float, float]:
+    """Seconds to open the ledger, and to rebuild the index and make the engine."""
+    started = time.perf_counter()
+    memory, model = open_memory(home)
+    opened = time.perf_counter() - started
+    limits = EngineLimits()
+    indexed = seconds(lambda: memory.make_engine(model, limits, lambda _: None, lambda: None))
+    memory.close(600)
+    return opened, indexed
+
+
+async def turns(client: Client, talks: list[Messages], num_turns: int) -> list[float]:
+    """Milliseconds to the first token of so many more turns, one after the other."""
+    times: list[float] = []
+    for turn in range(num_turns):
+        for place, messages in enumerate(talks):
+            reply = await client.ask(messages, 4)
+            times.append(1000 * reply.first)
+            talks[place] = continued(messages, reply, f"And then, {turn}?")
+    return times
+
+
+def measure_agents(report: Report, home: Path, num_agents: int) -> None:
+    """A directory with so many agents: opened, served, talked to, served again."""
+    title = f"{num_agents:,} agents"
+    fill_s = seconds(lambda: fill(home, num_agents))
+    report.note(f"{title} were made in {fill_s:.0f} s")
+    opened, indexed = zip(*(opening(home) for _ in range(2)), strict=True)
+    report.add(f"{title}: ledger opens", opened, "s")
+    report.add(f"{title}: index is rebuilt", indexed, "s")
+    talks = [said(f"{i}: {TEXT * 30}") for i in range(NUM_TALKERS)]
+    starts = []
+    for name in ("later turn", "first turn after a restart"):
+        started = time.perf_counter()
+        with serving("--backend", "fake", "--home", str(home)) as port:
+            starts.append(time.perf_counter() - started)
+            client = Client(f"http://127.0.0.1:{port}/v1", more={})
+            asyncio.run(turns(client, [said("Good morning.")], 3))
+            if name == "later turn":
+                asyncio.run(turns(client, talks, 1))
+                report.add(f"{title}: {name}", asyncio.run(turns(client, talks, NUM_TURNS)), "ms")
+            else:
+                report.add(f"{title}: {name}", asyncio.run(turns(client, talks, 1)), "ms")
+    report.add(f"{title}: server is ready", starts, "s")
+
+
+def measure_lengths(report: Report, home: Path, lengths: list[int]) -> None:
+    """Later turns of conversations of so many tokens (bytes, to the fake backend)."""
+    with serving("--backend", "fake", "--home", str(home)) as port:
+        client = Client(f"http://127.0.0.1:{port}/v1", more={})
+        for length in lengths:
+            talks = [said(f"{length}: " + TEXT * (length // len(TEXT)))]
+            asyncio.run(turns(client, talks, 1))
+            times = asyncio.run(turns(client, talks, NUM_TURNS))
+            report.add(f"{length:,} tokens: later turn", times, "ms")
+
+
+def measure(report: Report) -> None:
+    """Both."""
+    counts = report.options.agents or report.choose([10, 1000], [10, 1000, 100_000])
+    report.settings.update(agents=counts, talkers=NUM_TALKERS, turns=NUM_TURNS)
+    with tempfile.TemporaryDirectory(dir=report.options.directory) as directory:
+        for count in counts:
+            measure_agents(report, Path(directory) / str(count), count)
+        lengths = report.choose([1000, 10_000], [1000, 10_000, 100_000])
+        measure_lengths(report, Path(directory) / "lengths", lengths)
+    figures = report.figures
+    few, many = counts[0], counts[-1]
+    for name in ("later turn", "first turn after a restart"):
+        ratio = (
+            figures[f"{many:,} agents: {name}"].median / figures[f"{few:,} agents: {name}"].median
+        )
+        report.add(f"{name}, {many:,} agents / {few:,}", ratio, most=MAX_GROWTH)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Its own."""
+    parser.add_argument("--agents", type=int, nargs="+", help="how many there are on disk")
+    parser.add_argument("--directory", help="where they are put for a while")
+
+
+if __name__ == "__main__":
+    sys.exit(run("growth", measure, add_options=add_options))

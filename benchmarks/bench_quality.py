@@ -1,0 +1,232 @@
+"""What resting at 16, 8 and 4 bits does to a model's words, restart after restart.
+
+The first tokens of a text are computed. Then, restart after restart, the attention state of each
+format is written and read back, also what rested before: a server writes a block once, so
+this is the worst case. All sequences read on together, one token a step. Measured are the
+Kullback-Leibler divergence of next-token distributions from those of a sequence that never rested,
+and the perplexity of the text. Then questions of one conversation, each after a restart of the real
+engine over a directory in each format: are the answers those of an engine that never stopped?
+"""
+
+import itertools
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from benchmarks.common import persistent_engine
+from benchmarks.report import Report, run
+from benchmarks.starter import starter_directory
+from semantic.adapters.outbound.backends.sampler import Logits
+from semantic.adapters.outbound.backends.torch.attention import Span
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.loading import DType, TorchOptions
+from semantic.adapters.outbound.blocks.codec import FORMATS, KVCodec
+from semantic.adapters.outbound.models.tokenizer import HFTokenizer
+from semantic.application.engine.scheduler import EngineLimits
+from semantic.domain.chat import JsonValue
+from semantic.domain.events import TextDelta
+from semantic.domain.sampling import StopRules
+from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.ports.backend import Chunk, KVPayload, SequenceId, Step
+
+BLOCK_TOKENS = 256
+SOURCE = SequenceId(0)
+QUESTIONS = (
+    "What is the capital of France? Answer in one sentence.",
+    "And of Italy? Answer in one sentence.",
+    "Which of the two is further north?",
+    "Name three things that people eat there.",
+    "Which was the first city I asked about?",
+)
+MAX_KL = {16: 0.0, 8: 0.02, 4: 0.5}
+
+
+class ListeningBackend(TorchBackend):
+    """Keeps the logits of the last step."""
+
+    heard: Logits
+
+    def _forward(self, spans: Sequence[Span]) -> Logits:
+        self.heard = super()._forward(spans)
+        return self.heard
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far distributions are from those of full precision, a token."""
+
+    kls: list[float] = field(default_factory=list)
+    is_same_choice: list[bool] = field(default_factory=list)
+    surprises: list[float] = field(default_factory=list)
+
+    @property
+    def mean(self) -> float:
+        """Of the divergence, in nats."""
+        return fmean(self.kls)
+
+    @property
+    def agreement(self) -> float:
+        """How often the likeliest token is the same."""
+        return fmean(self.is_same_choice)
+
+    @property
+    def perplexity(self) -> float:
+        """Of the text that was read."""
+        return math.exp(fmean(self.surprises))
+
+    def add(self, expected: Logits, found: Logits, following: int = 0) -> None:
+        """Compare two rows of logits; `following` is the token that the text has next."""
+        p, q = (row - np.logaddexp.reduce(row) for row in (expected, found))
+        self.surprises.append(-float(q[following]))
+        self.kls.append(max(0.0, float(np.sum(np.exp(p) * (p - q)))))
+        self.is_same_choice.append(int(p.argmax()) == int(q.argmax()))
+
+
+def listening_backend(directory: Path, dtype: DType = "auto") -> ListeningBackend:
+    """The model, by default in the precision the server runs it in."""
+    spec = ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
+    return ListeningBackend(directory, spec, TorchOptions(dtype=dtype))
+
+
+def text_tokens(directory: Path, num_tokens: int) -> list[int]:
+    """English that does not repeat itself: this project's own pages."""
+    root = Path(__file__).parents[1]
+    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    tokens = HFTokenizer(directory).encode("\n".join(page.read_text() for page in pages))
+    if len(tokens) < num_tokens:
+        raise ValueError(f"the pages have {len(tokens)} tokens only")
+    return tokens[:num_tokens]
+
+
+def rest(codec: KVCodec, payload: KVPayload) -> KVPayload:
+    """Quantise a payload and expand it again."""
+    return replace(payload, buffers=tuple(codec.decode(b) for b in codec.encode(payload)))
+
+
+# -- restart after restart -------------------------------------------------------------------------
+
+
+class Readers:
+    """Sequences that read one text: one that never rests, and one for each format."""
+
+    def __init__(self, backend: ListeningBackend, tokens: Sequence[int], num_first: int) -> None:
+        self._backend, self._tokens, self._length = backend, tokens, num_first
+        self._codecs = {SequenceId(bits): KVCodec(name) for bits, name in FORMATS.items()}
+        backend.open(SOURCE, tokens)
+        for start in range(0, num_first, 512):
+            chunk = Chunk(SOURCE, start, tuple(tokens[start : min(start + 512, num_first)]))
+            backend.collect(backend.launch(Step((chunk,))))
+        self._origin = dict.fromkeys(self._codecs, SOURCE)
+
+    def restart(self) -> None:
+        """Write everything in its format, and read it back."""
+        for sequence, codec in self._codecs.items():
+            blocks = [rest(codec, block) for block in self._blocks(self._origin[sequence])]
+            if self._origin[sequence] == sequence:
+                self._backend.close(sequence)
+            self._origin[sequence] = sequence
+            self._backend.open(sequence, self._tokens)
+            self._backend.load(sequence, blocks, self._length)
+
+    def _blocks(self, sequence: SequenceId) -> list[KVPayload]:
+        starts = range(0, self._length, BLOCK_TOKENS)
+        ranges = [(start, min(start + BLOCK_TOKENS, self._length)) for start in starts]
+        backend = self._backend
+        return [backend.payload(backend.snapshot(sequence, *r, LayerKind.FULL)) for r in ranges]
+
+    def read(self, num_tokens: int) -> dict[str, Divergence]:
+        """Read on, all together; the first of the result is the one that never rested."""
+        names = ("never", *(codec.kv_format for codec in self._codecs.values()))
+        found = {name: Divergence() for name in names}
+        for position in range(self._length, self._length + num_tokens):
+            token, following = self._tokens[position : position + 2]
+            rows = [Chunk(seq, position, (token,)) for seq in (SOURCE, *self._codecs)]
+            self._backend.collect(self._backend.launch(Step(tuple(rows))))
+            heard = self._backend.heard
+            for row, divergence in zip(heard, found.values(), strict=True):
+                divergence.add(heard[0], row, following)
+        self._length += num_tokens
+        return found
+
+    def close(self) -> None:
+        """Close all."""
+        for sequence in (SOURCE, *self._codecs):
+            self._backend.close(sequence)
+
+
+def divergences(
+    backend: ListeningBackend, tokens: Sequence[int], num_first: int, num_restarts: int = 1
+) -> list[dict[str, Divergence]]:
+    """For each restart, how far each format is from a sequence that never rested."""
+    readers = Readers(backend, tokens, num_first)
+    num_each = (len(tokens) - 1 - num_first) // num_restarts
+    found = []
+    for _ in range(num_restarts):
+        readers.restart()
+        found.append(readers.read(num_each))
+    readers.close()
+    return found
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+def answers(backend: TorchBackend, directory: Path, bits: int, *, is_restarted: bool) -> list[str]:
+    """What the model answers in one conversation; the engine is made anew before each question."""
+    tokenizer = HFTokenizer(directory)
+    messages: list[dict[str, JsonValue]] = []
+    with tempfile.TemporaryDirectory() as cache:
+        settings: dict[str, object] = {"cache_dir": cache, "kv_bits": bits, "durability": "sync"}
+        questions = iter(QUESTIONS)
+        while group := list(itertools.islice(questions, 1 if is_restarted else None)):
+            with persistent_engine(backend, directory, settings, EngineLimits()) as made:
+                for question in group:
+                    messages.append({"role": "user", "content": question})
+                    tokens = tokenizer.encode(tokenizer.render_chat(messages))
+                    made.events.clear()
+                    made.engine.submit(replace(made.job(tokens, 32), stop=StopRules()))
+                    made.run()
+                    texts = (e.text for e in made.events if isinstance(e, TextDelta))
+                    messages.append({"role": "assistant", "content": "".join(texts)})
+    return [str(m["content"]) for m in messages if m["role"] == "assistant"]
+
+
+def measure(report: Report) -> None:
+    """Divergence, perplexity and answers."""
+    directory = starter_directory()
+    num_first, num_each, num_restarts = report.choose((256, 16, 2), (2048, 48, 5))
+    report.settings.update(first=num_first, each=num_each, restarts=num_restarts)
+    backend = listening_backend(directory)
+    tokens = text_tokens(directory, num_first + num_each * num_restarts + 1)
+    found = divergences(backend, tokens, num_first, num_restarts)
+    for bits, name in FORMATS.items():
+        for number, divergence in enumerate((each[name] for each in found), 1):
+            title = f"{bits} bits, restart {number}: KL"
+            report.add(title, divergence.mean, "nats a token", most=MAX_KL[bits])
+        same = [100 * each[name].agreement for each in found]
+        report.add(f"{bits} bits: likeliest token the same", same, "%")
+    for form in ("never", *FORMATS.values()):
+        values = [each[form].perplexity for each in found]
+        report.add(f"perplexity, {form}", values, "")
+    expected = answers(backend, directory, 16, is_restarted=False)
+    for bits in FORMATS:
+        given = answers(backend, directory, bits, is_restarted=True)
+        num_same = sum(a == b for a, b in zip(expected, given, strict=True))
+        least = len(QUESTIONS) if bits == 16 else None
+        title = f"{bits} bits: answers as without a restart, of {len(QUESTIONS)}"
+        report.add(title, num_same, "answers", least=least)
+        for question, plain, rested in zip(QUESTIONS, expected, given, strict=True):
+            if plain != rested:
+                report.note(f"{bits} bits, {question!r}: {rested!r} and not {plain!r}")
+    backend.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(run("quality", measure))

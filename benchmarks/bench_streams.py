@@ -1,0 +1,168 @@
+"""What streams lose to their company: to HTTP, to clients that never pause, and to a long prompt.
+
+Eight streams over HTTP, by a server in a process of its own, against the same jobs on an engine
+without HTTP, in turns; with `--busy` another client keeps the server's event loop occupied. Then a
+prompt of 7,000 tokens beside a stream: the gaps between the stream's tokens stay near what
+`target_step_ms` is by default, and the prompt takes little longer than alone.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median, quantiles
+
+from benchmarks.client import Client, said
+from benchmarks.common import make_engine, make_job, serving
+from benchmarks.report import Report, interleaved, run
+from benchmarks.starter import backend, prompt_tokens, starter_directory
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.models.tokenizer import HFTokenizer
+from semantic.application.engine.request import EventBatch
+from semantic.application.engine.scheduler import ChunkBudget, EngineLimits
+from semantic.domain.errors import DrainingError
+from semantic.domain.events import Failed, Finished, TextDelta
+
+NUM_STREAMS = 8
+
+
+# -- over HTTP -----------------------------------------------------------------------------------
+
+
+async def chatter(port: int, stop: asyncio.Event) -> None:
+    """Keep the event loop busy with small requests."""
+    while not stop.is_set():
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
+        await reader.read()
+        writer.close()
+
+
+async def http_speed(port: int, num_tokens: int, *, is_busy: bool) -> float:
+    """Tokens a second of eight streams, from the first piece to the last."""
+    stop = asyncio.Event()
+    noise = [asyncio.create_task(chatter(port, stop))] if is_busy else []
+    client = Client(f"http://127.0.0.1:{port}/v1")
+    stories = (said(f"Write a long story about number {i}.") for i in range(NUM_STREAMS))
+    replies = await asyncio.gather(*(client.ask(story, num_tokens) for story in stories))
+    stop.set()
+    await asyncio.gather(*noise)
+    arrivals = sorted(at for reply in replies for at in reply.arrivals)
+    return (len(arrivals) - NUM_STREAMS) / (arrivals[-1] - arrivals[NUM_STREAMS - 1])
+
+
+def engine_speed(made: TorchBackend, directory: Path, num_tokens: int) -> float:
+    """Tokens a second of eight jobs without HTTP."""
+    engine = make_engine(made, HFTokenizer(directory), EngineLimits(max_idle=0))
+    for i in range(NUM_STREAMS):
+        engine.submit(make_job(str(i), [*prompt_tokens(directory, 40), 1000 + i], num_tokens))
+    for _ in range(2):
+        engine.step()
+    started, num_steps = time.perf_counter(), 0
+    while engine.has_work:
+        engine.step()
+        num_steps += 1
+    return NUM_STREAMS * num_steps / (time.perf_counter() - started)
+
+
+def measure_http(report: Report, made: TorchBackend, directory: Path) -> None:
+    """Eight streams with HTTP and without."""
+    num_tokens, rounds = report.choose((16, 1), (48, 3))
+    is_busy = report.options.busy
+    with serving() as port:
+        calls: dict[str, Callable[[], float]] = {
+            "engine alone": lambda: engine_speed(made, directory, num_tokens),
+            "over HTTP": lambda: asyncio.run(http_speed(port, num_tokens, is_busy=is_busy)),
+        }
+        speeds = interleaved(calls, rounds)
+    report.add_rounds(speeds, "tokens/s", f"{NUM_STREAMS} streams, ")
+    report.add("over HTTP / engine alone", speeds.ratios("over HTTP", "engine alone"))
+
+
+# -- beside a prompt -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds the prompt took, and between the stream's tokens before it came and meanwhile."""
+
+    took: float
+    gaps_before: list[float]
+    gaps: list[float]
+
+
+def prompt_round(
+    made: TorchBackend, directory: Path, num_prompt: int, *, has_stream: bool
+) -> Round:
+    """Compute the prompt, beside a stream or alone."""
+    arrivals: list[float] = []
+    finished: dict[str, float] = {}
+
+    def keep(events: EventBatch) -> None:
+        for name, event in events:
+            if isinstance(event, TextDelta) and name == "stream":
+                arrivals.append(time.perf_counter())
+            if isinstance(event, Failed) and "long" not in finished:
+                raise event.error
+            if isinstance(event, Finished):
+                finished[name] = time.perf_counter()
+
+    engine = make_engine(made, HFTokenizer(directory), emit=keep)
+    if has_stream:
+        engine.submit(make_job("stream", prompt_tokens(directory, 64)[::-1], 2000))
+        for _ in range(30):
+            engine.step()
+    started = time.perf_counter()
+    engine.submit(make_job("long", prompt_tokens(directory, num_prompt), 1))
+    while "long" not in finished:
+        engine.step()
+    engine.abandon(DrainingError("the round is over"))
+    before = [b - a for a, b in pairwise(t for t in arrivals if t < started)]
+    gaps = [b - a for a, b in pairwise(t for t in arrivals if started <= t <= finished["long"])]
+    return Round(finished["long"] - started, before, gaps)
+
+
+def measure_prompt(report: Report, made: TorchBackend, directory: Path) -> None:
+    """A prompt beside a stream and alone, in turns."""
+    num_prompt, rounds = report.choose((1024, 1), (7000, 2))
+    found: dict[bool, list[Round]] = {False: [], True: []}
+    prompt_round(made, directory, 512, has_stream=False)
+    for _ in range(rounds):
+        for has_stream, each in found.items():
+            each.append(prompt_round(made, directory, num_prompt, has_stream=has_stream))
+    alone, streams = found[False], found[True]
+    decode_ms = 1000 * median(gap for r in streams for gap in r.gaps_before)
+    gaps_ms = [1000 * gap for r in streams for gap in r.gaps]
+    # What `target_step_ms` is by default.
+    target = ChunkBudget.PATIENCE * decode_ms
+    report.settings["prompt_tokens"] = num_prompt
+    report.add("a decode step", decode_ms, "ms")
+    report.add("prompt alone", [r.took for r in alone], "s")
+    report.add("prompt beside a stream", [r.took for r in streams], "s")
+    ratios = [beside.took / plain.took for beside, plain in zip(streams, alone, strict=True)]
+    report.add("prompt beside a stream / alone", ratios, most=1.15)
+    if len(gaps_ms) > 1:
+        cuts = quantiles(gaps_ms, n=100)
+        report.add("gap of the stream, p95", cuts[94], "ms", most=1.5 * target)
+        report.add("gap of the stream, p99", cuts[98], "ms", most=3 * target)
+
+
+def measure(report: Report) -> None:
+    """Both."""
+    directory = starter_directory()
+    with backend(directory) as made:
+        measure_http(report, made, directory)
+        measure_prompt(report, made, directory)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Its own."""
+    parser.add_argument("--busy", action="store_true", help="with other requests meanwhile")
+
+
+if __name__ == "__main__":
+    sys.exit(run("streams", measure, add_options=add_options))

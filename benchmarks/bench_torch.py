@@ -1,0 +1,170 @@
+"""The torch backend against `transformers`: same weights, same dtype, in turns.
+
+Prefill is one forward over a prompt, against what `generate` does before its first token; decoding
+is one, four and eight sequences against `generate` with one. Also the price of quantised weights:
+the Kullback-Leibler divergence of next-token distributions from unquantised ones over running text.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch.nn import functional
+
+from benchmarks.common import GREEDY
+from benchmarks.report import Report, Rounds, interleaved, run, seconds
+from benchmarks.starter import (
+    backend,
+    library_model,
+    prompt_tokens,
+    served_dtype,
+    starter_directory,
+)
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.cpu import Weights, speed_up
+from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, SequenceId, Step
+
+NUM_PROMPT, NUM_NEW, PREFILL = 128, 24, 2048
+
+
+def generate(model: Any, prompt: list[int], num_new: int) -> float:
+    """Seconds of the library's own loop."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        return seconds(
+            lambda: model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=num_new,
+                min_new_tokens=num_new,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        )
+
+
+def generate_speed(model: Any, prompt: list[int]) -> float:
+    """Tokens a second of the library, prefill not counted."""
+    return (NUM_NEW - 1) / (generate(model, prompt, NUM_NEW) - generate(model, prompt, 1))
+
+
+def prefill_speed(made: TorchBackend, prompt: list[int], chunk_size: int) -> float:
+    """Tokens a second of the backend, in chunks."""
+    seq = SequenceId(0)
+    made.open(seq, prompt)
+
+    def compute() -> None:
+        for start in range(0, len(prompt), chunk_size):
+            tokens = tuple(prompt[start : start + chunk_size])
+            is_last = start + chunk_size >= len(prompt)
+            draw = Draw(GREEDY, len(prompt)) if is_last else None
+            made.collect(made.launch(Step((Chunk(seq, start, tokens, draw),))))
+
+    elapsed = seconds(compute)
+    made.close(seq)
+    return len(prompt) / elapsed
+
+
+def decode_speed(made: TorchBackend, prompt: list[int], num_sequences: int) -> float:
+    """Tokens a second of all sequences together."""
+    draw = Draw(GREEDY, len(prompt))
+    for seq in range(num_sequences):
+        made.open(SequenceId(seq), prompt)
+        first = Chunk(SequenceId(seq), 0, (*prompt[:-1], seq + 100), draw)
+        made.collect(made.launch(Step((first,))))
+
+    def decode() -> None:
+        for i in range(NUM_NEW):
+            rows = (
+                Chunk(SequenceId(s), len(prompt) + i, LAST_SAMPLED, draw)
+                for s in range(num_sequences)
+            )
+            made.collect(made.launch(Step(tuple(rows))))
+
+    elapsed = seconds(decode)
+    for seq in range(num_sequences):
+        made.close(SequenceId(seq))
+    return num_sequences * NUM_NEW / elapsed
+
+
+def speeds(directory: Path, num_prefill: int, rounds: int) -> tuple[Rounds, Rounds]:
+    """Tokens a second of prefill and of decoding, ours and the library's in turns."""
+    library = library_model(directory)
+    short, long = prompt_tokens(directory, NUM_PROMPT), prompt_tokens(directory, num_prefill)
+    decoding: dict[str, Callable[[], float]] = {"generate": partial(generate_speed, library, short)}
+    prefill: dict[str, Callable[[], float]] = {
+        "generate": lambda: num_prefill / generate(library, long, 1)
+    }
+    with contextlib.ExitStack() as stack:
+        for weights in get_args(Weights):
+            made = stack.enter_context(backend(directory, weights))
+            for count in (1, 4, 8):
+                decoding[f"{weights} {count}"] = partial(decode_speed, made, short, count)
+            if weights == "full":
+                for size in (num_prefill, 512, 128):
+                    prefill[f"chunks of {size}"] = partial(prefill_speed, made, long, size)
+        return interleaved(prefill, rounds), interleaved(decoding, rounds)
+
+
+# -- quantised weights ---------------------------------------------------------------------------
+
+
+def probabilities(model: Any, tokens: list[int], chunk: int) -> torch.Tensor:
+    """Log-probabilities after every token; small chunks take the path of decoding."""
+    cache, rows = None, []
+    with torch.inference_mode():
+        for start in range(0, len(tokens), chunk):
+            ids = torch.tensor([tokens[start : start + chunk]])
+            output = model(ids, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            rows.append(functional.log_softmax(output.logits[0].float(), dim=-1))
+    return torch.cat(rows)
+
+
+def divergence(found: torch.Tensor, full: torch.Tensor) -> list[float]:
+    """Of each row from the one of full weights, in nats."""
+    kls: list[float] = (
+        functional.kl_div(found, full, reduction="none", log_target=True).sum(dim=-1).tolist()
+    )
+    return kls
+
+
+def measure_quantised(report: Report, directory: Path, num_tokens: int) -> None:
+    """Exactness of quantised weights."""
+    tokens = prompt_tokens(directory, num_tokens)
+    full = probabilities(library_model(directory), tokens, 4)
+    for weights in ("int8", "int4"):
+        model = library_model(directory)
+        speed_up(model, weights)
+        kls = divergence(probabilities(model, tokens, 4), full)
+        report.add(f"KL of {weights}", sum(kls) / len(kls), "nats a token")
+        del model
+
+
+def measure(report: Report) -> None:
+    """All of it."""
+    directory = starter_directory()
+    num_prefill, rounds, num_tokens = report.choose((512, 1, 64), (PREFILL, 3, 256))
+    report.settings.update(
+        dtype=str(served_dtype()), threads=torch.get_num_threads(), prefill=num_prefill
+    )
+    prefill, decoding = speeds(directory, num_prefill, rounds)
+    report.add_rounds(prefill, "tokens/s", "prefill, ")
+    report.add_rounds(decoding, "tokens/s", "decode, ")
+    ratios = prefill.ratios(f"chunks of {num_prefill}", "generate")
+    report.add("prefill / generate", ratios, least=0.95)
+    for count, least in ((1, 1.4), (4, 4.0), (8, 6.0)):
+        ratios = decoding.ratios(f"full {count}", "generate")
+        report.add(f"decode {count} / generate with one", ratios, least=least)
+    best = max(("int8 1", "int4 1"), key=decoding.median)
+    ratios = decoding.ratios(best, "generate")
+    report.add("decode 1, int8 or int4 / generate", ratios, least=2.0)
+    measure_quantised(report, directory, num_tokens)
+
+
+if __name__ == "__main__":
+    sys.exit(run("torch", measure))

@@ -1,0 +1,206 @@
+"""Servers that a workflow can be run against: ours with memory and without, and other people's.
+
+All are started here, on this machine, with the same model: ours and llama.cpp from the same GGUF
+file; `transformers` and mlx-lm cannot read it, and get its weights in full, as `plain_model` writes
+them. Each gets settings under which it serves agents well: several slots, prefixes kept.
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.common import serving
+from benchmarks.report import ROOT
+
+_START_S = 300.0
+_PLAIN = ROOT / "build" / "bench" / "starter-in-full"
+_MLX = (
+    "import sys; from semantic.adapters.outbound.backends.mlx import runtime; runtime.prepare(); "
+    "from mlx_lm.server import main; sys.exit(main())"
+)
+
+
+@dataclass(frozen=True)
+class System:
+    """A server that can be started again and again.
+
+    Attributes:
+        start: Starts it, given a directory it may keep things in; yields its address up to `/v1`.
+        more: Fields that requests have for it alone.
+        is_salted: Every request begins with words of its own, so that nothing can be reused.
+        can_restart: Whether it is ours to stop and start.
+    """
+
+    name: str
+    start: Callable[[Path], AbstractContextManager[str]]
+    model: str = "any"
+    more: Mapping[str, Any] = field(default_factory=dict)
+    is_salted: bool = False
+    can_restart: bool = True
+
+
+# -- ours ------------------------------------------------------------------------------------------
+
+
+def ours(num_agents: int, *, has_memory: bool) -> System:
+    """This server; without memory it keeps nothing between requests.
+
+    No setting forbids reuse altogether. So without memory nothing is kept on disk or open, and what
+    is left in the pool is of no use, since every prompt begins otherwise.
+    """
+    settings = {"model_aliases": "any", "max_batch_size": "16", "max_idle": str(num_agents)}
+    if not has_memory:
+        settings |= {"durability": "none", "max_idle": "0"}
+
+    @contextlib.contextmanager
+    def start(home: Path) -> Iterator[str]:
+        with serving("--cache-dir", str(home / "cache"), settings=settings) as port:
+            yield f"http://127.0.0.1:{port}/v1"
+
+    name = "memory on" if has_memory else "memory off"
+    return System(name, start, more={"ignore_eos": True}, is_salted=not has_memory)
+
+
+# -- others ----------------------------------------------------------------------------------------
+
+
+def llama_cpp(num_agents: int, num_tokens: int) -> System:
+    """llama.cpp's server on the same file, a slot for each agent (`make peer` builds it)."""
+    from benchmarks import peer  # noqa: PLC0415 - it may not be built
+    from semantic.adapters.outbound.models.gguf import starter_gguf  # noqa: PLC0415 - imports torch
+
+    @contextlib.contextmanager
+    def start(home: Path) -> Iterator[str]:
+        del home
+        context = 2 ** (num_tokens + 1024).bit_length()
+        with peer.peer_serving(starter_gguf(), streams=num_agents, context=context) as port:
+            yield f"http://127.0.0.1:{port}/v1"
+
+    return System("llama.cpp", start, more={"ignore_eos": True, "cache_prompt": True})
+
+
+def transformers_serve() -> System:
+    """`transformers serve`, in the dtype our server takes on this CPU."""
+    program = Path(sys.executable).with_name("transformers")
+
+    def command(port: int) -> list[str]:
+        model = str(plain_model())
+        where = ["--host", "127.0.0.1", "--port", str(port), "--device", "auto"]
+        return [str(program), "serve", model, *where, "--dtype", "auto", "--log-level", "error"]
+
+    return System("transformers", _process(command), model=str(_PLAIN))
+
+
+def mlx_server() -> System:
+    """`mlx_lm.server`, on the device MLX finds here."""
+
+    def command(port: int) -> list[str]:
+        where = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "ERROR"]
+        return [sys.executable, "-c", _MLX, "--model", str(plain_model()), *where]
+
+    return System("mlx_lm.server", _process(command), model="default_model")
+
+
+def other(url: str, model: str) -> System:
+    """Any server that speaks OpenAI's protocol and runs already; it is not restarted."""
+
+    @contextlib.contextmanager
+    def start(home: Path) -> Iterator[str]:
+        del home
+        yield url.rstrip("/")
+
+    return System(url, start, model=model, can_restart=False)
+
+
+def plain_model() -> Path:
+    """The starter model's directory with its weights in full, written when first asked for."""
+    if not (_PLAIN / "model.safetensors").exists():
+        from benchmarks.starter import write_plain_model  # noqa: PLC0415 - imports torch
+
+        write_plain_model(_PLAIN)
+    return _PLAIN
+
+
+def _process(command: Callable[[int], list[str]]) -> Callable[[Path], AbstractContextManager[str]]:
+    """Start a process that is told its port, and wait until it answers."""
+
+    @contextlib.contextmanager
+    def start(home: Path) -> Iterator[str]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        log = home / "log"
+        home.mkdir(parents=True, exist_ok=True)
+        with (
+            log.open("ab") as output,
+            subprocess.Popen(  # noqa: S603 - commands of this module
+                command(port), stdout=output, stderr=output, env=environment
+            ) as process,
+        ):
+            try:
+                _await(process, f"http://127.0.0.1:{port}/v1/models", log)
+                yield f"http://127.0.0.1:{port}/v1"
+            finally:
+                process.terminate()
+
+    return start
+
+
+def _await(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(httpx.TransportError):
+            httpx.get(url, timeout=60)
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"the server did not start: {log.read_text(errors='replace')[-500:]}")
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def children() -> set[int]:
+    """Processes that this one has started."""
+    return {pid for pid, (parent, _) in _processes().items() if parent == os.getpid()}
+
+
+def peak_mb(pids: set[int]) -> float:
+    """The most memory that processes and their own have taken; now, where that is unknown."""
+    known = _processes()
+    tree, size = set(pids), 0
+    while len(tree) > size:
+        size = len(tree)
+        tree |= {pid for pid, (parent, _) in known.items() if parent in tree}
+    return sum(_peak_kb(pid) or known[pid][1] for pid in tree if pid in known) / 1024
+
+
+def _peak_kb(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1])
+    return 0
+
+
+def _processes() -> dict[int, tuple[int, int]]:
+    """Parents and kilobytes of all processes."""
+    output = subprocess.run(  # noqa: S603 - a constant command
+        [shutil.which("ps") or "/bin/ps", "-A", "-o", "pid=,ppid=,rss="],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    rows = (tuple(map(int, line.split())) for line in output.splitlines())
+    return {pid: (parent, size) for pid, parent, size in rows}

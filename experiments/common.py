@@ -1,0 +1,130 @@
+"""What an experiment is: a question, how it is answered, what passes; how it is run and told."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias
+
+Verdict: TypeAlias = Literal["PASS", "FAIL", "SKIP"]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of an answer."""
+
+    verdict: Verdict
+    name: str
+    figure: str
+
+    def __str__(self) -> str:
+        return f"{self.verdict} {self.name}: {self.figure}"
+
+
+@dataclass
+class Findings:
+    """The answer to one experiment, as it grows; lines are printed at once.
+
+    Attributes:
+        is_quick: Whether a small version of the work will do.
+    """
+
+    is_quick: bool = False
+    lines: list[Line] = field(default_factory=list)
+
+    def check(self, name: str, figure: str, *, is_passed: bool) -> None:
+        """Add a line that passes or fails."""
+        self._add(Line("PASS" if is_passed else "FAIL", name, figure))
+
+    def at_most(self, name: str, figure: float, limit: float, unit: str) -> None:
+        """Add a figure that must not exceed a limit."""
+        text = f"{figure:.4g} {unit} (at most {limit:.4g})"
+        self.check(name, text, is_passed=figure <= limit)
+
+    def at_least(self, name: str, figure: float, limit: float, unit: str = "x") -> None:
+        """Add a figure that must reach a limit."""
+        text = f"{figure:.4g} {unit} (at least {limit:.4g})"
+        self.check(name, text, is_passed=figure >= limit)
+
+    def skip(self, name: str, reason: str) -> None:
+        """Add a part that cannot be run here."""
+        self._add(Line("SKIP", name, reason))
+
+    def _add(self, line: Line) -> None:
+        self.lines.append(line)
+        print(f"  {line}", flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """A question that is answered by running something.
+
+    Attributes:
+        id: As the plan names it.
+        criterion: What passes.
+        adapted: How it differs from the plan, and why; empty if it does not.
+        answer: Runs it.
+    """
+
+    id: str
+    question: str
+    method: str
+    criterion: str
+    answer: Callable[[Findings], None]
+    adapted: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of an experiment, with what was asked."""
+
+    id: str
+    question: str = ""
+    method: str = ""
+    criterion: str = ""
+    adapted: str = ""
+    lines: tuple[Line, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> Verdict:
+        """FAIL if a line failed, SKIP if none could be run, else PASS."""
+        verdicts = {line.verdict for line in self.lines}
+        return "FAIL" if "FAIL" in verdicts else "PASS" if "PASS" in verdicts else "SKIP"
+
+    @property
+    def anchor(self) -> str:
+        """Of its section."""
+        return f"{self.id}-{self.verdict}".lower()
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> "Answer":
+        """Of a file."""
+        return cls(**{**stored, "lines": tuple(Line(**line) for line in stored["lines"])})
+
+    def __str__(self) -> str:
+        text = [f"## {self.id}: {self.verdict}", "", f"**{self.question}**", ""]
+        text += [f"- Method: {self.method}", f"- Passes if: {self.criterion}"]
+        text += [f"- Differs from the plan: {self.adapted}"] if self.adapted else []
+        text += ["", "| | | |", "|---|---|---|"]
+        text += [f"| {line.verdict} | {line.name} | {line.figure} |" for line in self.lines]
+        return "\n".join(text)
+
+
+def answer(experiment: Experiment, *, is_quick: bool = False) -> Answer:
+    """Run an experiment; what goes wrong in it is a FAIL."""
+    print(f"{experiment.id}: {experiment.question}", flush=True)
+    found = Findings(is_quick)
+    started = time.monotonic()
+    try:
+        experiment.answer(found)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+        found.check("run", f"{type(error).__name__}: {error}", is_passed=False)
+    asked = ("id", "question", "method", "criterion", "adapted")
+    given = {name: getattr(experiment, name) for name in asked}
+    made = Answer(**given, lines=tuple(found.lines), seconds=time.monotonic() - started)
+    print(f"{made.verdict} {made.id} ({made.seconds:.0f} s)", flush=True)
+    return made

@@ -1,0 +1,162 @@
+"""EXP-002 and EXP-006: what it costs to allocate a block, and to gather a context from blocks."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks.blocks import BLOCK_TOKENS, GEMMA_FULL, GEMMA_WINDOW, Geometry
+from benchmarks.report import interleaved, seconds
+from experiments.common import Experiment, Findings
+from semantic.adapters.outbound.backends.mlx import runtime
+from semantic.domain.blocks import BlockNamespace, PartKey, block_name
+from semantic.domain.pool import BlockPool
+from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
+
+BLOCK_BYTES = 2**20
+
+
+# -- EXP-002 ---------------------------------------------------------------------------------------
+
+
+def make_keys(first: int, count: int) -> list[PartKey]:
+    """Distinct full-size blocks that follow the same root."""
+    root = BlockNamespace("bench", "bf16").root()
+    indices = range(first, first + count)
+    return [(block_name(root, (index, *range(255))), LayerKind.FULL) for index in indices]
+
+
+def make_full_pool(num_blocks: int) -> BlockPool:
+    """Fill a pool to the last byte, and leave every other block idle."""
+    layer = LayerSpec(LayerKind.FULL, num_kv_heads=8, key_dim=128, value_dim=128)
+    spec = ModelCacheSpec("bench", (layer,), vocab_size=2**17, max_context=2**17)
+    pool = BlockPool(spec, num_blocks * BLOCK_BYTES)
+    keys = make_keys(0, num_blocks)
+    pool.put(dict.fromkeys(keys, BLOCK_BYTES))
+    for key in keys[1::2]:
+        pool.hold(key)
+    return pool
+
+
+def allocation_ms(pool: BlockPool, keys: list[PartKey]) -> list[float]:
+    """Milliseconds to put, hold and let go each block; each evicts exactly one."""
+    times = []
+    for key in keys:
+        started = time.perf_counter_ns()
+        evicted = pool.put({key: BLOCK_BYTES})
+        pool.hold(key)
+        pool.let_go(key)
+        times.append((time.perf_counter_ns() - started) / 1e6)
+        assert len(evicted) == 1
+    return times
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """The value that so many percent of them do not exceed.
+
+    >>> percentile([4, 1, 3, 2], 50)
+    2
+    """
+    return sorted(values)[max(0, len(values) * percent // 100 - 1)]
+
+
+def allocation(found: Findings) -> None:
+    """Blocks in a full pool of 100,000."""
+    num_blocks, count = (1000, 200) if found.is_quick else (100_000, 20_000)
+    pool = make_full_pool(num_blocks)
+    times = allocation_ms(pool, make_keys(num_blocks, count))
+    pool.check_integrity()
+    for percent in (50, 95, 99):
+        found.at_most(f"p{percent} of {count:,}", percentile(times, percent), 1.0, "ms")
+    found.at_most("p95, our own bound", percentile(times, 95), 0.05, "ms")
+
+
+# -- EXP-006 ---------------------------------------------------------------------------------------
+
+
+class Gather:
+    """A context of a model, in blocks, to be put together in working memory.
+
+    Blocks take turns in few arrays, so that memory for them is not needed twice.
+    """
+
+    def __init__(self, geometry: Geometry, num_blocks: int) -> None:
+        self._geometry, self._num_blocks = geometry, num_blocks
+        self._blocks = [np.ones(geometry.shape(), np.uint16) for _ in range(4)]
+        self._working = np.zeros(geometry.shape(num_blocks * BLOCK_TOKENS), np.uint16)
+        self.num_bytes = self._working.nbytes
+
+    def copy(self) -> None:
+        """Copy as many bytes, in one piece a block."""
+        flat = self._working.reshape(self._num_blocks, -1)
+        for index in range(self._num_blocks):
+            flat[index] = self._blocks[index % 4].reshape(-1)
+
+    def gather(self) -> None:
+        """Put every block's layers in their places, as backends do."""
+        for index in range(self._num_blocks):
+            place = slice(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS)
+            for layer in range(self._geometry.num_layers):
+                self._working[layer, :, place] = self._blocks[index % 4][layer]
+
+    def concatenate(self) -> None:
+        """The plan's way: `mx.concatenate`, layer by layer."""
+        import mlx.core as mx  # noqa: PLC0415 - after the BLAS it is to use
+
+        for layer in range(self._geometry.num_layers):
+            parts = [mx.array(self._blocks[i % 4][layer]) for i in range(self._num_blocks)]
+            mx.eval(mx.concatenate(parts, axis=1))
+
+
+def gathering(found: Findings) -> None:
+    """8K tokens of Gemma 3 12B: 32 blocks of full layers, and 4 of window layers."""
+    runtime.prepare(1)
+    scale = 32 if found.is_quick else 1
+    parts = [
+        Gather(Geometry(g.name, g.num_layers, g.num_heads, g.dim // scale), num_blocks)
+        for g, num_blocks in ((GEMMA_FULL, 32), (GEMMA_WINDOW, 4))
+    ]
+
+    def spent(way: Callable[[Gather], None]) -> float:
+        def all_parts() -> None:
+            for part in parts:
+                way(part)
+
+        return seconds(all_parts)
+
+    ways = {"copy": Gather.copy, "gather": Gather.gather, "mx.concatenate": Gather.concatenate}
+    rounds = interleaved(
+        {name: lambda way=way: spent(way) for name, way in ways.items()},  # type: ignore[misc]
+        1 if found.is_quick else 3,
+    )
+    gigabytes = sum(part.num_bytes for part in parts) / 1e9
+    name = f"gather of {gigabytes:.2f} GB, of a plain copy's speed"
+    found.at_least(name, rounds.ratio("copy", "gather"), 0.5)
+    spent_ms = ", ".join(f"{way} {1000 * rounds.median(way):.0f} ms" for way in ways)
+    if 1000 * rounds.median("copy") > 5:
+        found.skip("below 5 ms", f"this memory needs longer to copy as many bytes: {spent_ms}")
+    else:
+        found.at_most("gather", 1000 * rounds.median("gather"), 5, "ms")
+
+
+EXPERIMENTS = (
+    Experiment(
+        id="EXP-002",
+        question="What does it cost to allocate a block?",
+        method="in a full pool of 100,000 blocks, half of them idle, put, hold and let go 20,000 "
+        "more; each evicts one",
+        criterion="below 1 ms each (p95 below 0.05 ms by our own bound)",
+        adapted="the pool keeps names and sizes, backends the tensors: a name is put, not memory",
+        answer=allocation,
+    ),
+    Experiment(
+        id="EXP-006",
+        question="What does it cost to gather 8K tokens from blocks?",
+        method="blocks of Gemma 3 12B's 48 layers into working buffers, layer by layer, against a "
+        "plain copy of as many bytes and against `mx.concatenate`, in turns",
+        criterion="below 5 ms where memory copies that fast; at least half a plain copy's speed "
+        "anywhere",
+        adapted="window layers have 4 blocks and not 32: a window is all they keep",
+        answer=gathering,
+    ),
+)

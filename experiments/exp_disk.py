@@ -1,0 +1,120 @@
+"""EXP-007a and EXP-008: how long large caches take to be written and read."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.blocks import BLOCK_TOKENS, GEMMA_FULL, Geometry, make_part, make_payload
+from benchmarks.report import Rounds, interleaved, seconds
+from experiments.common import Experiment, Findings
+from semantic.adapters.outbound.blocks.files import SafetensorsCache
+
+SIZES = (2048, 4096, 8192, 16384)
+STEP_MS = 10.0  # what a decode step may be held up
+
+
+class CacheFiles:
+    """The full layers of a conversation, in block files."""
+
+    def __init__(self, directory: Path, geometry: Geometry, num_tokens: int) -> None:
+        self._directory, self._geometry = directory, geometry
+        self._cache = SafetensorsCache(directory)
+        self._parts = [make_part(index) for index in range(num_tokens // BLOCK_TOKENS)]
+        self.num_bytes = len(self._parts) * make_payload(geometry, 0).nbytes
+
+    def write(self) -> None:
+        """Write all blocks: beside their place, then moved there."""
+        self._parts = [
+            self._cache.write(part, make_payload(self._geometry, index), is_synced=False)
+            for index, part in enumerate(self._parts)
+        ]
+
+    def read(self) -> None:
+        """Read and check them."""
+        for part in self._parts:
+            self._cache.read(part)
+
+    def write_plainly(self) -> None:
+        """Write as many bytes to files at their place: no checksum, no name, no move."""
+        for index in range(len(self._parts)):
+            payload = make_payload(self._geometry, index)
+            with (self._directory / f"plain-{index}").open("wb", buffering=0) as file:
+                for buffer in payload.buffers:
+                    file.write(buffer.data)
+
+    def calls(self) -> dict[str, Callable[[], float]]:
+        """Milliseconds of each."""
+        ways = {"write": self.write, "plain": self.write_plainly, "read": self.read}
+        return {
+            name: lambda way=way: 1000 * seconds(way)  # type: ignore[misc]
+            for name, way in ways.items()
+        }
+
+
+def measure(num_tokens: int, *, is_quick: bool) -> tuple[float, Rounds]:
+    """MB of a cache of so many tokens, and milliseconds to write and read it."""
+    scale = 16 if is_quick else 1
+    geometry = Geometry(
+        GEMMA_FULL.name, GEMMA_FULL.num_layers, GEMMA_FULL.num_heads, GEMMA_FULL.dim // scale
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        files = CacheFiles(Path(directory), geometry, num_tokens)
+        return files.num_bytes / 1e6, interleaved(files.calls(), 1 if is_quick else 3)
+
+
+def threshold_mb(sizes: list[tuple[float, float]], most_ms: float) -> float:
+    """The size that is written in so many ms, by the speed of the largest that was.
+
+    >>> threshold_mb([(10.0, 5.0), (100.0, 50.0)], 10.0)
+    20.0
+    """
+    megabytes, ms = sizes[-1]
+    return megabytes / ms * most_ms
+
+
+def atomic_writes(found: Findings) -> None:
+    """What writing safely adds, and what a step could afford."""
+    sizes = []
+    for num_tokens in SIZES[1:2] if found.is_quick else SIZES[1:]:
+        megabytes, rounds = measure(num_tokens, is_quick=found.is_quick)
+        sizes.append((megabytes, rounds.median("write")))
+        name = (
+            f"{num_tokens:,} tokens, {megabytes:.0f} MB: {rounds.median('write'):.0f} ms, of plain"
+        )
+        found.at_most(name, rounds.ratio("write", "plain"), 2.0, "x")
+    limit = threshold_mb(sizes, STEP_MS)
+    found.at_most("written within a step of 10 ms", limit, 100, "MB")
+
+
+def disk_times(found: Findings) -> None:
+    """Times by size, and who waits for them."""
+    for num_tokens in SIZES[:1] if found.is_quick else SIZES:
+        megabytes, rounds = measure(num_tokens, is_quick=found.is_quick)
+        write, read = rounds.median("write"), rounds.median("read")
+        text = f"written in {write:.0f} ms, read in {read:.0f} ms"
+        name = f"{num_tokens:,} tokens, {megabytes:.0f} MB"
+        found.check(name, text, is_passed=np.isfinite(write) and read < 5000)
+
+
+EXPERIMENTS = (
+    Experiment(
+        id="EXP-007a",
+        question="What does writing safely add, and from which size on must nobody wait for it?",
+        method="caches of 4K, 8K and 16K tokens (Gemma 3 12B's full layers): written beside "
+        "their place with checksums and moved, against plain writes of as many bytes, in turns",
+        criterion="at most twice a plain write, which checks nothing; what fits a step of 10 ms is "
+        "below the 100 MB that the plan expected, so that waiting is never right",
+        adapted="files are of 256 tokens and not of whole caches; all are written by a thread "
+        "behind the replies, whatever their size, so that there is no threshold to choose",
+        answer=atomic_writes,
+    ),
+    Experiment(
+        id="EXP-008",
+        question="How long do caches of 2K to 16K tokens take to the disk and back?",
+        method="the same, with 2K as well; files are in the page cache",
+        criterion="read within 5 s; times are for the record",
+        answer=disk_times,
+    ),
+)
