@@ -186,6 +186,8 @@ def test_the_stored_form_of_a_turn_stays_what_it_is() -> None:
             "cache_read_tokens": 0,
             "cache_creation_tokens": 0,
             "thinking_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
         },
         "reuse": {"hot": 5, "pool": 0, "disk": 0, "computed": 2},
         "num_messages": 2,
