@@ -142,3 +142,49 @@ def test_a_mask_is_of_its_own_row(backend: ModelBackendPort, alone: Alone) -> No
     run, masked = begin(backend, 0, prompt(9)), begin(backend, 1, prompt(9))
     rows = step(backend, masked.chunk(allowed=mask(4)), run.chunk())
     assert [sampled(row).token for row in rows] == [4, alone(prompt(9))[0]]
+
+
+# -- guesses --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "params", [GREEDY, SEEDED, PENALISED], ids=["greedy", "seeded", "penalised"]
+)
+def test_no_draft_changes_a_reply(
+    shared_backend: ModelBackendPort, alone: Alone, params: SamplingParams
+) -> None:
+    """Right guesses, wrong ones and none, side by side and beside a row that has none."""
+    backend = shared_backend
+    if not backend.traits.max_draft:
+        pytest.skip("its layers cannot be cut back")
+    scored = replace(params, top_logprobs=1) if params is SEEDED else params
+    expected = {size: alone(prompt(size), scored, 12) for size in (4, 9)}
+    runs = [begin(backend, 900 + size, prompt(size), scored) for size in expected]
+    other = begin(backend, 990, prompt(6))
+    num_accepted = 0
+    advance([*runs, other])
+    for wrong in (2, 0, 9, 1, 9, 0):
+        going = [run for run in runs if len(run.reply) < 12]
+        chunks = []
+        for run in going:
+            reply = expected[run.num_prompt]
+            room = backend.traits.draft_end - len(run.tokens)
+            guesses = reply[len(run.reply) : len(run.reply) + max(0, min(4, room))]
+            guesses[wrong : wrong + 1] = [95] * (wrong < len(guesses))
+            masks = (None,) * len(guesses)
+            chunks.append(replace(run.chunk(), draft=tuple(guesses), masks=masks))
+        rows = step(backend, *chunks, other.chunk())
+        other.take(other.chunk(), rows[-1])
+        for run, chunk, row in zip(going, chunks, rows, strict=False):
+            drawn = (*sampled(row).accepted, sampled(row))
+            num_accepted += len(drawn) - 1
+            run.tokens += [each.token for each in drawn]
+            run.num_held += len(drawn)
+            assert all((each.logprob is None) == (scored is params) for each in drawn)
+            assert len(chunk.draft) >= len(drawn) - 1
+    assert num_accepted > 6
+    for run in runs:
+        assert run.finish(12)[:12] == expected[run.num_prompt]
+    assert other.reply == alone(prompt(6), GREEDY, 7)
+    for run in (*runs, other):
+        backend.close(run.seq)

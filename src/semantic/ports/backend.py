@@ -1,6 +1,7 @@
 """What the core asks of a model on a device: sequences, steps, and their state as payloads."""
 
 import enum
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NewType, Protocol, TypeAlias
@@ -203,6 +204,7 @@ class Traits:
         state_bits: Of a number of attention state, as it is computed.
         compute: None where nothing is computed.
         max_draft: The most guesses of a chunk; 0 where layers cannot be cut back.
+        draft_end: Guesses must lie before this position: windows cannot be cut back further on.
     """
 
     pipeline_depth: Literal[0, 1]
@@ -210,6 +212,7 @@ class Traits:
     state_bits: int = 16
     compute: Compute | None = None
     max_draft: int = 0
+    draft_end: int = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)

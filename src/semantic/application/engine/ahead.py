@@ -21,6 +21,7 @@ from typing import Protocol
 
 from semantic.application.engine.drafts import MAX_MATCH, Conversation, DraftMemory, TenantMemory
 from semantic.application.engine.request import NO_DRAFT, Draft, Generation
+from semantic.ports.backend import Traits
 from semantic.ports.text import TokenConstraint
 
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
@@ -217,9 +218,9 @@ class Ahead:
         memory: Where they come from.
     """
 
-    def __init__(self, max_draft: int, ends: frozenset[int]) -> None:
+    def __init__(self, traits: Traits, ends: frozenset[int]) -> None:
         """Start with nothing known; a guess ends with one of the tokens that end replies."""
-        self.max_draft = max_draft
+        self.max_draft, self._draft_end = traits.max_draft, traits.draft_end
         self.memory = DraftMemory()
         self._ends = ends
         self._costs = StepCosts()
@@ -253,7 +254,7 @@ class Ahead:
             follower = self._follower(row)
             follower.catch_up(row.tokens, self._rates)
             found = list(follower.chances(self._rates, self.max_draft + 1))
-            chances.append(found[1 : 1 + min(row.draft_room, self.max_draft)])
+            chances.append(found[1 : 1 + self._room(row)])
         return any(self._chosen(chances, has_prompts=False))
 
     def observe(self, num_rows: int, num_drafted: int, seconds: float) -> None:
@@ -293,9 +294,13 @@ class Ahead:
             )
         return self._followers[row.order]
 
+    def _room(self, row: Generation) -> int:
+        room = min(row.draft_room, self.max_draft, self._draft_end - row.num_launched - 1)
+        return max(room, 0)
+
     def _offer(self, row: Generation, *, is_hopeful: bool) -> tuple[Draft, list[float]]:
         """What could be sent for a row, and how likely it is right, guess by guess."""
-        follower, limit = self._follower(row), min(row.draft_room, self.max_draft)
+        follower, limit = self._follower(row), self._room(row)
         follower.catch_up(row.tokens, self._rates)
         if limit < 1:
             return NO_DRAFT, []

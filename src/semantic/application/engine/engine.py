@@ -86,7 +86,7 @@ class BlockPoolBatchEngine:
         )
         budget = self._scheduler.budget
         self._sharing = PrefixSharing(backend, store, self._memory.idle, budget, on_ready)
-        self.guess_with(Ahead(backend.traits.max_draft, tokenizer.eos_ids))
+        self.guess_with(Ahead(backend.traits, tokenizer.eos_ids))
         self._generations: dict[str, Generation] = {}
         self._embeddings = EmbeddingQueue()
         self._flights: deque[Flight] = deque()

@@ -19,7 +19,7 @@ from semantic.domain.errors import BackendError
 from semantic.domain.events import Finished, TextDelta
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.domain.spec import ModelCacheSpec
-from semantic.ports.backend import Step, Ticket
+from semantic.ports.backend import Step, Ticket, Traits
 from semantic.ports.text import TokenConstraint
 from tests.unit.application.engine_rig import ROOT, FaultyBackend, Rig, make_job, make_rig
 
@@ -342,4 +342,4 @@ def test_forced_tokens_are_seen(mask: bytes | None, token: int | None) -> None:
 
 
 def test_nothing_is_guessed_before_the_cost_of_steps_is_known() -> None:
-    assert not Ahead(16, frozenset()).wants_tokens([])
+    assert not Ahead(Traits(0, "", max_draft=16), frozenset()).wants_tokens([])

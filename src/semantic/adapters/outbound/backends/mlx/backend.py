@@ -42,6 +42,7 @@ from semantic.ports.backend import (
 
 _LOG = logging.getLogger(__name__)
 _CLEAR_INTERVAL = 256  # steps between two returns of unused buffers
+_MAX_DRAFT = 16
 _DEVICE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, MemoryError)
 
 
@@ -81,6 +82,9 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             f"mlx.v1.{dtype}.full" if loaded.is_expanded else f"mlx.v1.{dtype}",
             kept.dtypes[0].size * 8,
             loading.describe(dtype, loaded.reason),
+            # Guesses are rows of a pass; a ring would lose what wrong ones are written over.
+            max_draft=_MAX_DRAFT if self._runner.can_draft else 0,
+            **({"draft_end": spec.window} if spec.window else {}),
         )
         super().__init__(spec, traits, MlxSequence)
         self._device = mx.default_device()
@@ -244,8 +248,16 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         has_sampled = sequence.last_token is not None and not sequence.last_token.has_failed()
         self._check_tokens(chunk, has_sampled=has_sampled)
         if chunk.draw is not None:
-            check_draw(chunk.draw, self._spec.vocab_size)
-        return PendingRow(chunk, sequence)
+            for draw in chunk.draws:
+                check_draw(draw, self._spec.vocab_size)
+        return PendingRow(chunk, sequence, draft=self._checkable(chunk, sequence))
+
+    def _checkable(self, chunk: Chunk, sequence: MlxSequence) -> tuple[int, ...]:
+        """The guesses that have room in the sequence's arrays; only a decoded token has any."""
+        if not chunk.draft or chunk.num_tokens > 1 or not sequence.length:
+            return ()
+        room = sequence.group_row()[0].capacity - sequence.length - 1
+        return chunk.draft[: max(0, min(room, self._traits.draft_end - sequence.length - 1))]
 
     def _finish(self, row: PendingRow | RowFailed) -> Row:
         if isinstance(row, RowFailed):

@@ -65,7 +65,12 @@ class AttentionView:
 
     def make_mask(self, *_: Any, **__: Any) -> Array | None:
         """What the model passes on to attention; groups have masks of their own."""
-        return self.steps[0].mask(self.part) if len(self.steps) == 1 else None
+        return self.steps[0].mask(self.part) if self._is_plain else None
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the model's attention is given plain arrays: one group, no guesses."""
+        return len(self.steps) == 1 and not self.steps[0].is_drafted
 
     def is_own(self, mask: Any) -> bool:
         """Whether the model passed on the mask it was given, and there is one."""
@@ -73,7 +78,7 @@ class AttentionView:
 
     def update_and_fetch(self, keys: Array, values: Array) -> tuple[Any, Any]:
         """Keep the new token's keys and values and return all there are."""
-        if len(self.steps) == 1:
+        if self._is_plain:
             return self._write(self.steps[0], keys, values)
         groups = [self._write(s, keys[s.place], values[s.place]) for s in self.steps]
         all_keys, all_values = zip(*groups, strict=True)
@@ -133,7 +138,7 @@ class StateView:
 
 def views(layout: Layout, caches: Sequence[Any], steps: Sequence[GroupStep]) -> list[Any]:
     """One view for each of the model's caches, nested as the library nests them."""
-    positions = [position for step in steps for position in step.positions]
+    positions = [position for step in steps for position in step.all_positions]
     array = mx.array(positions)
     offset = positions[0] if len(set(positions)) == 1 else array
     kernels = KernelStep(steps, array)
@@ -193,6 +198,8 @@ def _attend_group(
     scale: float,
     sinks: Array | None,
 ) -> Array:
+    if step.is_drafted:
+        return _attend_drafted(step, part, attended, scale, sinks)
     mask = step.mask(part)
     if mask is None or sinks is not None or not cuda.is_in_use():
         return mx.fast.scaled_dot_product_attention(*attended, scale=scale, mask=mask, sinks=sinks)
@@ -204,3 +211,29 @@ def _attend_group(
     scores = mx.where(mask, folded @ keys.swapaxes(-1, -2), -mx.inf)
     weights = mx.softmax(scores, axis=-1, precise=True)
     return (weights @ values).reshape(num_rows, num_heads, 1, values.shape[-1])
+
+
+def _attend_drafted(
+    step: GroupStep,
+    part: Part,
+    attended: tuple[Array, Array, Array],
+    scale: float,
+    sinks: Array | None,
+) -> Array:
+    """The new tokens' rows as ever, then each row's guesses together."""
+    queries, keys, values = attended
+    num_rows, plain = len(step.positions), GroupStep(step.group, step.positions, 0)
+    held = [array[:num_rows, :, : plain.size(part)] for array in (keys, values)]
+    outputs = [_attend_group(plain, part, (queries[:num_rows], held[0], held[1]), scale, sinks)]
+    for row, place in step.draft_places():
+        end = step.all_positions[place.stop - 1] + 1
+        outputs.append(
+            mx.fast.scaled_dot_product_attention(
+                queries[place].swapaxes(0, 2),
+                *(array[row : row + 1, :, :end] for array in (keys, values)),
+                scale=scale,
+                mask="causal",
+                sinks=sinks,
+            ).swapaxes(0, 2)
+        )
+    return mx.concatenate(outputs)

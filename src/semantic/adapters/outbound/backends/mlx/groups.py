@@ -200,21 +200,46 @@ def _joined(pieces: list[Array]) -> Array:
 class GroupStep:
     """The first rows of a group, which take part in a step.
 
+    After their new tokens come guesses of what follows, as rows of the batch of their own.
+
     Attributes:
         positions: Of the new token, by row.
         start: The first row's place in the step's batch.
+        drafts: How many guesses follow the new token, by row; none where it is empty.
     """
 
     group: Group
     positions: tuple[int, ...]
     start: int
+    drafts: tuple[int, ...] = ()
     _known_places: dict[int, Array] = field(default_factory=dict)
     _masks: dict[int, Array | None] = field(default_factory=dict)
+    rows: list[int] = field(init=False)
+    all_positions: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        guesses = [(r, g) for r, size in enumerate(self.drafts) for g in range(1, size + 1)]
+        self.rows = [*range(len(self.positions)), *(row for row, _ in guesses)]
+        self.all_positions = [*self.positions, *(self.positions[r] + g for r, g in guesses)]
+
+    @property
+    def is_drafted(self) -> bool:
+        """Whether there are guesses."""
+        return len(self.rows) > len(self.positions)
 
     @property
     def place(self) -> slice:
         """Where the rows are in the batch."""
-        return slice(self.start, self.start + len(self.positions))
+        return slice(self.start, self.start + len(self.rows))
+
+    def draft_places(self) -> list[tuple[int, slice]]:
+        """Rows of the group that have guesses, and where these are among the step's rows."""
+        places, start = [], len(self.positions)
+        for row, size in enumerate(self.drafts):
+            if size:
+                places.append((row, slice(start, start + size)))
+            start += size
+        return places
 
     def size(self, part: Part) -> int:
         """Tokens of a part that the longest row looks at."""
@@ -231,12 +256,14 @@ class GroupStep:
         return self._masks[size]
 
     def lengths(self, part: Part) -> list[int]:
-        """How many of those each row looks at."""
-        size = self.size(part)
-        return [min(position + 1, size) for position in self.positions]
+        """How many each row of the batch looks at, guesses included."""
+        size = part.size(self.group.capacity)
+        return [min(position + 1, size) for position in self.all_positions]
 
     def write(self, part: Part, arrays: list[Array], news: Sequence[Array]) -> list[Array]:
-        """Put the new token's keys and values in their places; returns what to attend over."""
+        """Put new tokens' keys and values in their places; returns what to attend over."""
+        if self.is_drafted:
+            return self._write_drafted(part, arrays, news)
         num_rows, slots = len(self.positions), self._slots(part)
         is_even = len(set(slots)) == 1
         for i, new in enumerate(news):
@@ -251,10 +278,17 @@ class GroupStep:
         is_whole = num_rows == arrays[0].shape[0] and size == arrays[0].shape[2]
         return arrays if is_whole else [array[:num_rows, :, :size] for array in arrays]
 
+    def _write_drafted(self, part: Part, arrays: list[Array], news: Sequence[Array]) -> list[Array]:
+        """The same with guesses; returns the whole arrays."""
+        rows = mx.array(self.rows)
+        for i, new in enumerate(news):
+            arrays[i][rows, :, self._places(part)] = new[:, :, 0]
+        return arrays
+
     def _slots(self, part: Part) -> list[int]:
-        """Where each row's new token is kept."""
+        """Where each new token is kept, by row of the batch."""
         ring = part.window or self.group.capacity
-        return [position % ring for position in self.positions]
+        return [position % ring for position in self.all_positions]
 
     def _places(self, part: Part) -> Array:
         """The same on the device, by window."""

@@ -7,8 +7,8 @@ alone: several groups in one pass, one group in a pass, or one row in a pass.
 import enum
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -21,10 +21,11 @@ from semantic.adapters.outbound.backends.mlx.decode import views, wrap_attention
 from semantic.adapters.outbound.backends.mlx.groups import Group, GroupStep, MlxSequence, RowGroups
 from semantic.adapters.outbound.backends.mlx.sampling import PendingToken, draw_rows, input_tokens
 from semantic.domain.errors import InvalidRequestError
+from semantic.domain.spec import LayerKind
 from semantic.ports.backend import LAST_SAMPLED, Chunk, Computed, Row, Sampled
 
 _LOG = logging.getLogger(__name__)
-_ROW_COUNTS = (9,)  # with which kernels differ from those of fewer rows
+_ROW_COUNTS = (9, 17)  # with which kernels differ from those of fewer rows
 _TOLERANCES = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 
 
@@ -48,17 +49,36 @@ class PendingRow:
     sequence: MlxSequence
     token: PendingToken | None = None
     mark: Array | None = None
+    draft: tuple[int, ...] = ()
+    later: list[PendingToken] = field(default_factory=list)
 
     def finish(self) -> Row:
         """Wait for the row, and let the sequence know its token."""
         if self.token is None:
             mx.eval(self.mark)  # so that steps take the time they take
             return Computed(self.chunk.seq)
+        if self.draft:
+            return self._verified(self.token)
         row = self.token.answer()
         known, position = self.sequence.known, self.token.position
         # The next step may have been launched with this token before it was known.
         if isinstance(row, Sampled) and position < len(known) and known[position] < 0:
             known[position] = row.token
+        return row
+
+    def _verified(self, token: PendingToken) -> Row:
+        """Wait for what was drawn, and let the sequence keep the guesses that were."""
+        sequence, accepted = self.sequence, []
+        row = token.answer()
+        for guess, following in zip(self.draft, self.later, strict=True):
+            if not isinstance(row, Sampled) or row.token != guess:
+                break
+            accepted.append(row)
+            token, row = following, following.answer()
+        del sequence.known[token.position :]
+        if isinstance(row, Sampled):
+            sequence.length, sequence.last_token = token.position, token
+            row = replace(row, accepted=tuple(accepted))
         return row
 
 
@@ -89,6 +109,11 @@ class MlxRunner:
         if self.batching is not Batching.GROUPS:
             _LOG.info("mlx runs %s at a time with this model", self.batching.value)
 
+    @property
+    def can_draft(self) -> bool:
+        """Whether guesses can be rows of a pass, and be left behind."""
+        return self.batching is Batching.GROUPS and not self.layout.of_kind(LayerKind.STATE)
+
     def run(self, rows: Sequence[PendingRow]) -> list[Array]:
         """Build the computation of a step; mutates the sequences.
 
@@ -101,8 +126,10 @@ class MlxRunner:
         for row in rows:
             chunk, sequence = row.chunk, row.sequence
             if chunk.draw is not None:
-                row.token = PendingToken(
-                    chunk.draw, chunk.seq, sequence.known, chunk.start + chunk.num_tokens
+                end = chunk.start + chunk.num_tokens
+                row.token, *row.later = (
+                    PendingToken(draw, chunk.seq, sequence.known, end + place)
+                    for place, draw in enumerate(chunk.draws[: 1 + len(row.draft)])
                 )
             by_sequence[sequence] = row
             tokens = _tokens_of(row)
@@ -122,10 +149,12 @@ class MlxRunner:
                 [*last],
                 lambda ordered: input_tokens([last[sequence] for sequence in ordered]),
                 self.batching,
+                {sequence: by_sequence[sequence].draft for sequence in last},
             )
-            outputs += _draw(logits, [by_sequence[sequence].token for sequence in order])
+            drawn = [by_sequence[s].later[g - 1] if g else by_sequence[s].token for s, g in order]
+            outputs += _draw(logits, drawn)
             outputs.append(logits)  # rows that ask for no token are computed by it
-            for sequence in order:
+            for sequence, _ in order:
                 by_sequence[sequence].mark = logits
         for row in rows:
             row.sequence.last_token = row.token
@@ -165,42 +194,55 @@ class MlxRunner:
         sequences: Sequence[MlxSequence],
         feed: Callable[[Sequence[MlxSequence]], Array],
         batching: Batching,
-    ) -> tuple[list[MlxSequence], Array]:
-        """Compute one token of each sequence.
+        drafts: Mapping[MlxSequence, tuple[int, ...]] | None = None,
+    ) -> tuple[list[tuple[MlxSequence, int]], Array]:
+        """Compute one token of each sequence, and guesses of what follows it.
 
         Args:
             sequences: They hold at least one token each.
             feed: Gives the tokens of sequences, in their order.
             batching: Which of them share a pass.
+            drafts: Guesses; only where all groups share one.
 
         Returns:
-            The sequences in the order of the rows, and the rows' logits.
+            The rows' sequences, each with the number of its guess or 0, and the rows' logits.
         """
         if batching is Batching.ALONE:
             rows = [self.extend(sequence, feed([sequence])) for sequence in sequences]
-            return list(sequences), mx.concatenate(rows)
+            return [(sequence, 0) for sequence in sequences], mx.concatenate(rows)
         self._step += 1
         wanted = set(sequences)
         batches: list[list[Group]] = [self.groups.assemble(sequences, self._step)]
         if batching is Batching.GROUP:
             batches = [[group] for group in batches[0]]
-        order: list[MlxSequence] = []
+        order: list[tuple[MlxSequence, int]] = []
         outputs = []
         for batch in batches:
             members = [[m for m in group.members if m in wanted] for group in batch]
             rows = [member for group in members for member in group]
-            outputs.append(self._pass(batch, members, feed(rows)))
-            order += rows
+            if drafts and any(drafts[row] for row in rows):
+                outputs.append(
+                    self._pass(batch, members, _drafted_tokens(members, feed, drafts), drafts)
+                )
+                order += [row for group in members for row in _drafted_rows(group, drafts)]
+            else:
+                outputs.append(self._pass(batch, members, feed(rows)))
+                order += [(row, 0) for row in rows]
         return order, outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def _pass(
-        self, groups: Sequence[Group], members: Sequence[Sequence[MlxSequence]], tokens: Array
+        self,
+        groups: Sequence[Group],
+        members: Sequence[Sequence[MlxSequence]],
+        tokens: Array,
+        drafts: Mapping[MlxSequence, tuple[int, ...]] | None = None,
     ) -> Array:
         steps: list[GroupStep] = []
         start = 0
         for group, rows in zip(groups, members, strict=True):
-            steps.append(GroupStep(group, tuple(row.length for row in rows), start))
-            start += len(rows)
+            sizes = tuple(len(drafts[row]) for row in rows) if drafts else ()
+            steps.append(GroupStep(group, tuple(row.length for row in rows), start, sizes))
+            start = steps[-1].place.stop
         caches = views(self.layout, self._nesting, steps)
         logits = self._model(tokens[:, None], cache=caches)[:, -1]
         self.latest = logits
@@ -257,7 +299,7 @@ class MlxRunner:
         try:
             given = self._rows()
             rows, logits = self._decode(given, lambda rows: mx.repeat(token, len(rows)), batching)
-            expected = mx.concatenate([alone[given.index(row)] for row in rows])
+            expected = mx.concatenate([alone[given.index(row)] for row, _ in rows])
             return _is_close(logits, expected)
         except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             _LOG.debug("batching of %s fails: %s", batching.value, error)
@@ -281,8 +323,31 @@ def _tokens_of(row: PendingRow) -> tuple[int, ...] | PendingToken:
             raise ValueError("nothing was sampled here")
         sequence.known[chunk.start : chunk.start + 1] = [drawn.token_if_known()]
         return drawn
-    sequence.known[chunk.start : chunk.start + len(chunk.tokens)] = chunk.tokens
+    tokens = (*chunk.tokens, *row.draft)
+    sequence.known[chunk.start : chunk.start + len(tokens)] = tokens
     return chunk.tokens
+
+
+def _drafted_rows(
+    group: Sequence[MlxSequence], drafts: Mapping[MlxSequence, tuple[int, ...]]
+) -> list[tuple[MlxSequence, int]]:
+    """A group's rows as a step has them: each sequence, then each one's guesses from 1 on."""
+    guesses = [(row, place) for row in group for place in range(1, len(drafts[row]) + 1)]
+    return [*((row, 0) for row in group), *guesses]
+
+
+def _drafted_tokens(
+    members: Sequence[Sequence[MlxSequence]],
+    feed: Callable[[Sequence[MlxSequence]], Array],
+    drafts: Mapping[MlxSequence, tuple[int, ...]],
+) -> Array:
+    """What the rows of a step are given, guesses included."""
+    pieces = []
+    for group in members:
+        pieces.append(feed(group))
+        guesses = [token for row in group for token in drafts[row]]
+        pieces += [mx.array(guesses, mx.int32)] if guesses else []
+    return mx.concatenate(pieces)
 
 
 def _draw(logits: Array, rows: Sequence[PendingToken | None]) -> list[Array]:

@@ -234,13 +234,20 @@ class Plan:
     firsts: Array
 
 
-def make_plan(lengths: Sequence[Sequence[int]], num_key_heads: int) -> Plan:
-    """Plan a step over groups of rows, given how many tokens each row looks at: at least one."""
+def make_plan(
+    lengths: Sequence[Sequence[int]],
+    num_key_heads: int,
+    places: Sequence[Sequence[int]] | None = None,
+) -> Plan:
+    """Plan a step over groups of rows, given how many tokens each row looks at: at least one.
+
+    `places` says which row of its group's arrays that is: without it the first, the second, ...
+    """
     most = _most_tokens([length for rows in lengths for length in rows], num_key_heads)
     chunks: list[tuple[int, int, int, int]] = []
     firsts = [0]
     for group, rows in enumerate(lengths):
-        for place, length in enumerate(rows):
+        for place, length in zip(places[group] if places else range(len(rows)), rows, strict=True):
             row = len(firsts) - 1
             num_chunks = -(-length // most)
             size = -(-length // (num_chunks * TILE)) * TILE

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
+
 from semantic.adapters.outbound.backends.mlx.caches import Array, Part, concatenate_rows
 from semantic.adapters.outbound.backends.mlx.cuda import attention as cuda_attention
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
@@ -83,19 +85,22 @@ class KernelStep:
             scale: Of the scores.
         """
         angles = self._angles(rope, heads.shape[-1])
-        return concatenate_rows(
-            [
-                cuda_attention.keep_and_attend(
-                    call.rows_of(heads),
-                    call.rows_of(angles),
-                    norms,
-                    groups[call.groups],
-                    call.plan,
-                    scale,
-                )
-                for call in self._calls(part, groups[0][0].shape[1])
-            ]
-        )
+
+        def run(given: Array) -> Array:
+            return concatenate_rows(
+                [
+                    cuda_attention.keep_and_attend(
+                        *(call.rows_of(given), call.rows_of(angles), norms),
+                        *(groups[call.groups], call.plan, scale),
+                    )
+                    for call in self._calls(part, groups[0][0].shape[1])
+                ]
+            )
+
+        if any(step.is_drafted for step in self._steps):
+            # A guess looks at those before it: all are kept before the first one attends.
+            heads = mx.depends([heads], [run(heads)])[0]
+        return run(heads)
 
     def _angles(self, rope: Any, dim: int) -> Array:
         if id(rope) not in self._known_angles:
@@ -115,5 +120,6 @@ class KernelStep:
     def _call(self, part: Part, groups: slice, num_key_heads: int) -> KernelCall:
         steps = self._steps[groups]
         rows = slice(steps[0].place.start, steps[-1].place.stop)
-        plan = make_plan([step.lengths(part) for step in steps], num_key_heads)
+        lengths, places = [step.lengths(part) for step in steps], [step.rows for step in steps]
+        plan = make_plan(lengths, num_key_heads, places)
         return KernelCall(groups, None if len(steps) == len(self._steps) else rows, plan)
