@@ -26,6 +26,7 @@ from semantic.ports.backend import LAST_SAMPLED, Chunk, Computed, Row, Sampled
 
 _LOG = logging.getLogger(__name__)
 _ROW_COUNTS = (9, 17)  # with which kernels differ from those of fewer rows
+_PROBLEMS = (ValueError, TypeError, AttributeError, IndexError, RuntimeError)
 _TOLERANCES = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 
 
@@ -87,6 +88,7 @@ class MlxRunner:
 
     Attributes:
         latest: What the last decode pass computed; whatever it wrote is written by then.
+        can_draft: Whether guesses can be rows of a pass, and be left behind.
     """
 
     def __init__(self, model: Any, make_caches: Callable[[], list[Any]]) -> None:
@@ -106,13 +108,9 @@ class MlxRunner:
         self._step = 0
         wrap_attention()
         self.batching = self._choose_batching()
+        self.can_draft = self._is_draft_sound()
         if self.batching is not Batching.GROUPS:
             _LOG.info("mlx runs %s at a time with this model", self.batching.value)
-
-    @property
-    def can_draft(self) -> bool:
-        """Whether guesses can be rows of a pass, and be left behind."""
-        return self.batching is Batching.GROUPS and not self.layout.of_kind(LayerKind.STATE)
 
     def run(self, rows: Sequence[PendingRow]) -> list[Array]:
         """Build the computation of a step; mutates the sequences.
@@ -301,8 +299,26 @@ class MlxRunner:
             rows, logits = self._decode(given, lambda rows: mx.repeat(token, len(rows)), batching)
             expected = mx.concatenate([alone[given.index(row)] for row, _ in rows])
             return _is_close(logits, expected)
-        except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        except _PROBLEMS as error:
             _LOG.debug("batching of %s fails: %s", batching.value, error)
+            return False
+
+    def _is_draft_sound(self) -> bool:
+        """Whether guesses get the logits that the same tokens get one after another."""
+        if self.batching is not Batching.GROUPS or self.layout.of_kind(LayerKind.STATE):
+            return False
+        tokens = [mx.array([token], mx.int32) for token in (1, 2, 3)]
+        alone = [[self.extend(row, token) for token in tokens] for row in self._rows()]
+        given = self._rows()
+        drafts = dict(zip(given, ((2, 3), (), (2,)), strict=True))
+        try:
+            rows, logits = self._decode(
+                given, lambda some: mx.repeat(tokens[0], len(some)), Batching.GROUPS, drafts
+            )
+            expected = mx.concatenate([alone[given.index(row)][guess] for row, guess in rows])
+            return _is_close(logits, expected)
+        except _PROBLEMS as error:
+            _LOG.debug("guesses cannot be checked: %s", error)
             return False
 
     def _rows(self) -> list[MlxSequence]:
