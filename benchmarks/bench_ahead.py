@@ -15,30 +15,31 @@ A model with random weights writes no code: its replies stand for text of that l
 checking guesses costs and spares. With the starter model `edit` is a real file.
 
     python -m benchmarks.bench_ahead                                   # the starter model
-    python -m benchmarks.bench_ahead --shape llama-8b --backend mlx --memory-mb 40000 \
-        --directory /tmp/models --json ahead.json
+    python -m benchmarks.bench_ahead --shape llama-8b --backend mlx --memory-mb 40000 --goals \
+        --json ahead.json
 """
 
 import argparse
 import asyncio
-import itertools
-import json
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import httpx
 
-from benchmarks.common import Target, serving, verdict
+from benchmarks.client import Client, Reply
+from benchmarks.common import serving
 from benchmarks.random_models import SHAPES, make_model
+from benchmarks.report import Report, run
 from semantic.adapters.config.settings import STARTER_MODEL
 
 SCENARIOS = ("edit", "again", "calls", "agents", "prose")
+GOALS = {"edit": 2.5, "calls": 2.0}
+LEAST = 0.97
 TASK = "You are one of five reviewers. List every function of this file with one line on each.\n\n"
 
 
@@ -65,155 +66,108 @@ def changed(text: str) -> str:
     return "".join(lines)
 
 
-@dataclass
-class Asked:
-    """What came of some replies."""
+@dataclass(frozen=True)
+class Server:
+    """A server, and how long its files and replies are to be."""
 
-    seconds: float = 0.0
-    num_tokens: int = 0
-    num_accepted: int = 0
-    num_rejected: int = 0
-    texts: list[str] = field(default_factory=list)
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second."""
-        return self.num_tokens / self.seconds if self.seconds else 0.0
-
-
-class Client:
-    """Asks a server."""
-
-    def __init__(self, port: int, options: argparse.Namespace) -> None:
-        self._base, self._options = f"http://127.0.0.1:{port}", options
-        self.names = itertools.count()
+    port: int
+    num_lines: int
+    num_tokens: int
 
     async def draft(self, num_tokens: int) -> None:
-        """Turn it on or off."""
-        async with httpx.AsyncClient(base_url=self._base) as http:
+        """Turn decoding ahead on or off."""
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}") as http:
             reply = await http.patch("/admin/runtime", json={"draft_tokens": num_tokens})
             reply.raise_for_status()
 
-    async def ask(self, prompt: str, num_tokens: int, **more: Any) -> Asked:
-        """Send a chat and read its stream; nobody has the agent's name."""
-        body = {
-            "model": "any",
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": num_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **more,
-        }
-        first, last, pieces, usage = 0.0, 0.0, [], {}
-        headers = {"x-agent-id": f"agent-{next(self.names)}"}
-        async with (
-            httpx.AsyncClient(base_url=self._base, timeout=600) as http,
-            http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as reply,
-        ):
-            async for line in reply.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line[6:])
-                usage = event.get("usage") or usage
-                piece = "".join(c["delta"].get("content") or "" for c in event.get("choices", ()))
-                if piece:
-                    last = time.perf_counter()
-                    first = first or last
-                    pieces.append(piece)
-        details = usage["completion_tokens_details"]
-        return Asked(
-            last - first,
-            usage["completion_tokens"] - 1,
-            details["accepted_prediction_tokens"],
-            details["rejected_prediction_tokens"],
-            ["".join(pieces)],
-        )
+    async def ask(self, prompt: str, num_tokens: int = 0, **more: Any) -> Reply:
+        """Ask for a reply of exactly so many tokens."""
+        client = Client(f"http://127.0.0.1:{self.port}/v1")
+        client = replace(client, more={**client.more, **more})
+        messages = [{"role": "user", "content": prompt}]
+        return await client.ask(messages, num_tokens or self.num_tokens)
 
 
-async def edit(client: Client, options: argparse.Namespace, name: str, before: Asked) -> Asked:
-    """Change a file."""
-    prompt = (
-        f"Rename `value` to `amount` and write the whole file.\n\n{source(name, options.lines)}"
-    )
-    expected = changed(before.texts[0] if before.texts else "")
-    prediction = {"type": "content", "content": expected}
-    more = {"prediction": prediction} if expected else {}
-    return await client.ask(prompt, options.tokens, **more)
+@dataclass(frozen=True)
+class Work:
+    """What came of some replies."""
+
+    replies: Sequence[Reply]
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, after the first."""
+        return sum(reply.num_tokens - 1 for reply in self.replies) / self.seconds
 
 
-async def again(client: Client, options: argparse.Namespace, name: str, before: Asked) -> Asked:  # noqa: ARG001
+def one_by_one(*replies: Reply) -> Work:
+    """Replies that were asked for one after another."""
+    return Work(replies, sum(reply.last - reply.first for reply in replies))
+
+
+async def edit(server: Server, name: str, before: Work | None) -> Work:
+    """Change a file; the client expects what was said before, with changes."""
+    file = source(name, server.num_lines)
+    prompt = f"Rename `value` to `amount` and write the whole file.\n\n{file}"
+    if before is None:
+        return one_by_one(await server.ask(prompt))
+    expected = {"type": "content", "content": changed(before.replies[0].text)}
+    return one_by_one(await server.ask(prompt, prediction=expected))
+
+
+async def again(server: Server, name: str, before: Work | None) -> Work:  # noqa: ARG001
     """Say something once more."""
-    return await client.ask(f"{name}: tell me of the city.", options.tokens)
+    return one_by_one(await server.ask(f"{name}: tell me of the city."))
 
 
-async def calls(client: Client, options: argparse.Namespace, name: str, before: Asked) -> Asked:  # noqa: ARG001
+async def calls(server: Server, name: str, before: Work | None) -> Work:  # noqa: ARG001
     """Call a tool, five times."""
-    asked = [await client.ask(f"{name}: call the tool.", 48) for _ in range(5)]
-    return _sum(asked, sum(each.seconds for each in asked))
+    return one_by_one(*[await server.ask(f"{name}: call the tool.", 48) for _ in range(5)])
 
 
-async def agents(client: Client, options: argparse.Namespace, name: str, before: Asked) -> Asked:  # noqa: ARG001
-    """Five at once."""
-    prompts = [TASK + source(f"{name}{who}", options.lines // 4) for who in "abcde"]
+async def agents(server: Server, name: str, before: Work | None) -> Work:
+    """Five at once, other ones each time."""
+    names = [f"{name}{who}{'' if before is None else 'x'}" for who in "abcde"]
+    prompts = [TASK + source(own, server.num_lines // 4) for own in names]
     started = time.perf_counter()
-    asked = await asyncio.gather(*(client.ask(p, options.tokens // 2) for p in prompts))
-    return _sum(asked, time.perf_counter() - started)
+    replies = await asyncio.gather(*(server.ask(each, server.num_tokens // 2) for each in prompts))
+    return Work(replies, time.perf_counter() - started)
 
 
-async def prose(client: Client, options: argparse.Namespace, name: str, before: Asked) -> Asked:  # noqa: ARG001
+async def prose(server: Server, name: str, before: Work | None) -> Work:
     """Say what nobody has said."""
-    return await client.ask(f"{name}: tell me a story.", options.tokens, temperature=1, seed=1)
+    seed = 1 if before is None else 2
+    return one_by_one(await server.ask(f"{name}: tell me a story.", temperature=1, seed=seed))
 
 
-def _sum(asked: list[Asked], seconds: float) -> Asked:
-    return Asked(
-        seconds,
-        sum(each.num_tokens for each in asked),
-        sum(each.num_accepted for each in asked),
-        sum(each.num_rejected for each in asked),
-        [text for each in asked for text in each.texts],
-    )
+Scenario = Callable[[Server, str, Work | None], Awaitable[Work]]
 
 
-Scenario = Callable[[Client, argparse.Namespace, str, Asked], Awaitable[Asked]]
+async def compare(report: Report, server: Server, scenario: Scenario) -> None:
+    """Ask in pairs, after one that does not count; keeps their figures."""
+    name, options, pairs = scenario.__name__, report.options, []
+    for turn in range(1 + options.rounds):
+        await server.draft(0)
+        without = await scenario(server, f"{name}{turn}", None)
+        await server.draft(options.draft_tokens)
+        ahead = await scenario(server, f"{name}{turn}", without)
+        right = sum(reply.num_accepted for reply in ahead.replies)
+        wrong = sum(reply.num_rejected for reply in ahead.replies)
+        texts = [[reply.text for reply in work.replies] for work in (without, ahead)]
+        is_other = scenario in (edit, again, calls) and texts[0] != texts[1]
+        rates = f"{without.rate:.1f} and {ahead.rate:.1f} tokens/s"
+        said = ", OTHER TEXT" if is_other else ""
+        report.note(f"{name} {turn}: {rates}; {right} guesses right, {wrong} wrong{said}")
+        pairs += [(without.rate, ahead.rate)] if turn else []
+    report.add(f"{name}, without", [without for without, _ in pairs], "tokens/s")
+    report.add(f"{name}, with", [ahead for _, ahead in pairs], "tokens/s")
+    least = GOALS.get(name, LEAST) if options.goals else LEAST
+    report.add(f"{name}, with over without", [b / a for a, b in pairs], least=least)
 
 
-async def measure(
-    client: Client, scenario: Scenario, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Ask in pairs; returns what each gave."""
-    pairs: list[tuple[Asked, Asked]] = []
-    for turn in range(options.rounds + 1):
-        name = f"{scenario.__name__}{turn}"
-        await client.draft(0)
-        without = await scenario(client, options, name, Asked())
-        # The same reply again where that is the point; elsewhere another.
-        other = name if scenario in (edit, again, calls) else f"{name}x"
-        await client.draft(options.draft_tokens)
-        ahead = await scenario(client, options, other, without)
-        is_same = without.texts == ahead.texts or scenario in (agents, prose)
-        print(
-            f"  {name:<10} {without.rate:8.1f} {ahead.rate:8.1f} tokens/s, of {ahead.num_tokens} "
-            f"{ahead.num_accepted} right, {ahead.num_rejected} wrong"
-            f"{'' if is_same else ', OTHER TEXT'}"
-        )
-        if turn:
-            pairs.append((without, ahead))
-    return {
-        "without": median(without.rate for without, _ in pairs),
-        "with": median(ahead.rate for _, ahead in pairs),
-        "ratio": median(ahead.rate / without.rate for without, ahead in pairs),
-        "accepted": sum(ahead.num_accepted for _, ahead in pairs),
-        "rejected": sum(ahead.num_rejected for _, ahead in pairs),
-        "tokens": sum(ahead.num_tokens for _, ahead in pairs),
-    }
-
-
-def parse() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description="Decoding ahead, with against without.")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Its own."""
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights; else the starter")
     parser.add_argument("--backend", choices=("auto", "mlx", "torch"), default="auto")
     parser.add_argument("--lines", type=int, default=400, help="of the file to edit")
@@ -227,42 +181,28 @@ def parse() -> argparse.Namespace:
         "--tokenizer", type=Path, default=Path("~/.semantic/models/smollm2-135m-instruct")
     )
     parser.add_argument("--directory", type=Path, help="where models are kept")
-    parser.add_argument("--json", type=Path, help="a file for all figures")
-    parser.add_argument("--goals", action="store_true", help="those of a device with cheap rows")
-    return parser.parse_args()
+    parser.add_argument("--goals", action="store_true", help="of devices where rows cost little")
 
 
-def main() -> int:
-    """Measure; returns 1 if a goal is missed."""
-    options = parse()
-    chosen = [s for s in (edit, again, calls, agents, prose) if s.__name__ in options.only]
+def measure(report: Report) -> None:
+    """Start the server and run what was asked for."""
+    options = report.options
+    report.settings.update({name: str(value) for name, value in vars(options).items()})
     with tempfile.TemporaryDirectory() as temporary:
         home, model = Path(temporary) / "home", STARTER_MODEL
         arguments = ["--memory-budget-mb", str(options.memory_mb), "--backend", options.backend]
         if options.shape:
-            directory = options.directory or Path(temporary)
-            model = str(make_model(options.shape, directory, options.tokenizer.expanduser()))
+            models = options.directory or Path(temporary) / "models"
+            model = str(make_model(options.shape, models, options.tokenizer.expanduser()))
             arguments += ["--home", str(home)]
         settings = {"model_aliases": "any", "cache_dir": str(home / "cache")}
         settings |= dict(pair.split("=", 1) for pair in options.set)
         with serving("--model", model, *arguments, settings=settings) as port:
-            client = Client(port, options)
-            figures = {s.__name__: asyncio.run(measure(client, s, options)) for s in chosen}
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1))
-    least = {"edit": 2.5, "calls": 2.0} if options.goals else {}
-    return verdict(
-        [
-            Target(
-                f"{name}: tokens/s with over without",
-                told["ratio"],
-                least.get(name, 0.97),
-                is_least=True,
-            )
-            for name, told in figures.items()
-        ]
-    )
+            server = Server(port, options.lines, report.choose(120, options.tokens))
+            for scenario in (edit, again, calls, agents, prose):
+                if scenario.__name__ in options.only:
+                    asyncio.run(compare(report, server, scenario))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("ahead", measure, add_options=add_options))

@@ -19,6 +19,8 @@ class Reply:
         arrivals: By the clock, of every piece of text.
         num_prompt: Tokens of the prompt as the server counts them; 0 if it does not say.
         num_reused: Of those, the ones it did not compute.
+        num_accepted: Tokens of the reply that were guessed before they were computed.
+        num_rejected: Guesses that were wrong.
     """
 
     first: float
@@ -27,6 +29,8 @@ class Reply:
     text: str
     num_prompt: int = 0
     num_reused: int = 0
+    num_accepted: int = 0
+    num_rejected: int = 0
     arrivals: tuple[float, ...] = field(default=(), repr=False)
 
     @property
@@ -78,6 +82,7 @@ class Client:
         if not pieces:
             raise RuntimeError(f"{self.url} answered nothing")
         reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        details = usage.get("completion_tokens_details") or {}
         return Reply(
             first=arrivals[0] - started,
             last=arrivals[-1] - started,
@@ -85,6 +90,8 @@ class Client:
             text="".join(pieces),
             num_prompt=usage.get("prompt_tokens", 0),
             num_reused=reused or 0,
+            num_accepted=details.get("accepted_prediction_tokens") or 0,
+            num_rejected=details.get("rejected_prediction_tokens") or 0,
             arrivals=tuple(arrivals),
         )
 
