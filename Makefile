@@ -192,6 +192,10 @@ bench: $(VENV)/.dev ## run the benchmarks (20 minutes on two cores), compared wi
 bench-quick: $(VENV)/.dev ## a rough version of them, in under two minutes
 	@$(BIN)/python -m benchmarks --quick $(ARGS)
 
+.PHONY: bench-load
+bench-load: $(VENV)/.dev ## the workflow by guidellm, which others wrote, in an environment of its own
+	@$(BIN)/python -m benchmarks.bench_load $(ARGS)
+
 .PHONY: experiments
 experiments: $(VENV)/.dev ## run the experiments (PASS, FAIL or SKIP) and write docs/experiments.md
 	@$(BIN)/python -m experiments $(ARGS)

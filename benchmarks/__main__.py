@@ -3,7 +3,7 @@
     python -m benchmarks                      # all of them, about 20 minutes on two cores
     python -m benchmarks --quick              # a rough answer in under two
     python -m benchmarks resume workflow      # some of them
-    python -m benchmarks --keep               # what is found becomes the result to compare with
+    python -m benchmarks --keep               # keeps the result to compare with, and draws it
 
 Figures go to `build/bench/full.json` or `quick.json`, with the machine, versions and commit, and
 are compared with `benchmarks/results`. Exit status 1 means that a benchmark broke; a bound that
@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plots import draw_all
 from benchmarks.report import RESULTS, ROOT, earlier_result, environment
 
 # In the order they run; the value says whether a quick run has it too.
@@ -107,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     save(found, OUTPUT / file)
     if options.keep:
         save(found, RESULTS / file)
+        if not options.quick:
+            draw_all(json.loads((RESULTS / file).read_text("utf-8")))
     failed = [name for name, result in found["benchmarks"].items() if "failed" in result]
     print(f"\n{found['minutes']} minutes; figures are in {OUTPUT / file}")
     for line in missed(found):

@@ -3,8 +3,9 @@
 Agents of mixed lengths, 1 to 10 of them, share a system prompt. Their blocks are sealed by the real
 store with random numbers and counted; the padded batch is mlx-lm's own caches, filled and counted,
 for a layer of each kind. Heads are a sixteenth as wide, and bytes are multiplied by sixteen. Beside
-them stands what the geometry alone asks for. The padded batch keeps windows too: only the padding
-and the sharing differ.
+them stands what the geometry alone asks for; where prompts part, a window is kept once more, so
+that others can go on from there. The padded batch keeps windows too: only the padding and the
+sharing differ.
 
 How many agents fit is counted with the scales of the 8- and 4-bit formats. These are formats at
 rest, on disk: in memory, blocks have the bits the model computes with, so 16 is what fits there.
@@ -34,7 +35,7 @@ from semantic.ports.backend import HostBuffer, KVPayload
 
 SCALE = 16
 GROUP = 64  # numbers that share a scale
-BUDGET = 10.2e9
+BUDGET = 10.2 * 2**30
 CONTEXTS = (4096, 8192, 16384, 32768)
 NUM_SHARED = 1024
 LENGTHS = (3000, 1500, 8000, 2000, 12000, 1200, 6000, 16000, 4000, 2500)
@@ -97,7 +98,7 @@ def agents_bytes(spec: ModelCacheSpec, lengths: Sequence[int], num_shared: int) 
     head = list(range(num_shared))
     for agent, length in enumerate(lengths):
         own = [10**6 * (agent + 1) + index for index in range(length - num_shared)]
-        seal(store, spec, [*head, *own], num_shared)
+        seal(store, spec, [*head, *own], num_shared or length)
     return store.usage().used
 
 
@@ -228,11 +229,12 @@ def measure(report: Report) -> None:
         spec = spec_of(model, scale=SCALE)
         for count in report.choose((1, 5), COUNTS):
             lengths = LENGTHS[:count]
-            blocks = SCALE * agents_bytes(spec, lengths, NUM_SHARED)
+            num_shared = NUM_SHARED if count > 1 else 0
+            blocks = SCALE * agents_bytes(spec, lengths, num_shared)
             padded = SCALE * padded_batch_bytes(spec, lengths)
             title = f"{model}, {count} agents"
             report.add(f"{title}: blocks", blocks / _GB, "GB")
-            computed = SCALE * computed_bytes(spec, lengths, NUM_SHARED)
+            computed = SCALE * computed_bytes(spec, lengths, num_shared)
             report.add(f"{title}: blocks, computed", computed / _GB, "GB")
             report.add(f"{title}: padded batch", padded / _GB, "GB")
             computed = SCALE * padded_bytes(spec, lengths)

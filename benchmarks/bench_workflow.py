@@ -51,10 +51,15 @@ PHASES = ("first", "later", "after a restart")
 # -- what is said ----------------------------------------------------------------------------------
 
 
+def starter_tokenizer_directory() -> Path:
+    """Where the starter model's tokenizer is; found without torch."""
+    models = load_settings().home_dir / "models"
+    return LocalModelSource(models, STARTER_MODEL).resolve(STARTER_MODEL, print)
+
+
 @cache
 def _tokenizer() -> HFTokenizer:
-    models = load_settings().home_dir / "models"
-    return HFTokenizer(LocalModelSource(models, STARTER_MODEL).resolve(STARTER_MODEL, print))
+    return HFTokenizer(starter_tokenizer_directory())
 
 
 @cache

@@ -102,7 +102,9 @@ def serving(*arguments: str, settings: Mapping[str, str] | None = None) -> Itera
         settings: Others than the command line has, by name.
     """
     command = [sys.executable, "-m", "semantic", "serve", "--port", "0", "--log-level", "warning"]
-    given = {f"SEMANTIC_{name.upper()}": value for name, value in (settings or {}).items()}
+    # Benchmarks ask any server for any model.
+    wanted = {"model_aliases": "any", **(settings or {})}
+    given = {f"SEMANTIC_{name.upper()}": value for name, value in wanted.items()}
     with subprocess.Popen(  # noqa: S603 - our own server
         [*command, *arguments], stdout=subprocess.PIPE, text=True, env={**os.environ, **given}
     ) as process:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.bench_load import add_metrics
 from benchmarks.bench_workflow import PHASES, Talk, run_workflow, tell_ratios, tell_talk
 from benchmarks.client import said
 from benchmarks.report import Report
@@ -56,3 +57,13 @@ def test_a_server_that_is_not_ours_is_not_restarted(tmp_path: Path) -> None:
         talk = Talk(other(f"{running.url}/v1/", "any"), tmp_path, [said("Hello")], num_reply=2)
         run_workflow([talk], num_later=1, tell=lambda _: None)
     assert list(talk.firsts) == ["first", "later"]
+
+
+def test_what_a_load_generator_found_is_kept() -> None:
+    report = Report("load")
+    percentiles = {"p25": 100.0, "p50": 200.0, "p75": 400.0}
+    first = {"successful": {"percentiles": percentiles, "count": 10}}
+    speed = {"successful": {"mean": 33.0}}
+    metrics = {"time_to_first_token_ms": first, "output_tokens_per_second": speed}
+    add_metrics(report, "memory on, first run", metrics)
+    assert [figure.median for figure in report.figures.values()] == [0.2, 33.0, 10.0]

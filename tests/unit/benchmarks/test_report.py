@@ -98,7 +98,7 @@ def test_every_benchmark_of_the_suite_is_a_module_and_every_module_a_benchmark()
     folder = Path(runner.__file__).parent
     there = {path.stem.removeprefix("bench_") for path in folder.glob("bench_*.py")}
     # By hand: they take a device, or another server.
-    assert there - set(runner.SUITE) <= {"mlx_decode", "served", "peer"}
+    assert there - set(runner.SUITE) <= {"load", "mlx_decode", "served", "peer"}
     assert set(runner.SUITE) <= there
 
 
