@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
-Verdict: TypeAlias = Literal["PASS", "FAIL", "SKIP"]
+Verdict: TypeAlias = Literal["PASS", "FAIL", "SKIP", "NOTE"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,10 @@ class Findings:
         """Add a figure that must reach a limit."""
         text = f"{figure:.4g} {unit} (at least {limit:.4g})"
         self.check(name, text, is_passed=figure >= limit)
+
+    def note(self, name: str, figure: str) -> None:
+        """Add a figure that nothing depends on."""
+        self._add(Line("NOTE", name, figure))
 
     def skip(self, name: str, reason: str) -> None:
         """Add a part that cannot be run here."""

@@ -95,11 +95,13 @@ def test_files_are_written_plainly_and_safely() -> None:
     found = Findings(is_quick=True)
     atomic_writes(found)
     disk_times(found)
-    assert [line.name.split(" tokens")[0] for line in found.lines] == [
-        "4,096",
+    assert [line.name.split(",")[0] for line in found.lines] == [
+        "4",
         "written within a step of 10 ms",
-        "2,048",
+        *["write 2", "read 2", "write 4", "read 4"],
+        *["write a MB", "read a MB"],
     ]
+    assert [line.verdict for line in found.lines[2:6]] == ["NOTE"] * 4
 
 
 def test_events_are_read_and_their_order_checked() -> None:
