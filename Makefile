@@ -97,6 +97,8 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
 	@echo "==> installing the clients into $(CLIENTS) (needs npm)"
 	@$(PYTHON) -m venv $(CLIENTS)/venv
 	@$(CLIENTS)/venv/bin/pip install -q -r tests/clients/requirements.txt || $(INSTALL_FAILED)
+	@$(PYTHON) -m venv $(CLIENTS)/aider # which pins what others need newer
+	@$(CLIENTS)/aider/bin/pip install -q aider-chat==0.86.2 || $(INSTALL_FAILED)
 	@cp tests/clients/package.json $(CLIENTS)/
 	@npm install --silent --no-audit --no-fund --prefix $(CLIENTS) || $(INSTALL_FAILED)
 	@touch $@
@@ -104,14 +106,18 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
 .PHONY: clients clients-openai
 clients: TESTS := tests/clients/test_claude_code.py tests/clients/test_anthropic_clients.py
 clients: ## run real clients (Claude Code and others; needs npm) against the starter model
-clients-openai: TESTS := tests/clients/test_openai_clients.py
-clients-openai: ## run real OpenAI clients (Codex and others; needs npm) against the starter model
+clients-openai: TESTS := tests/clients/test_openai_clients.py tests/clients/test_launch.py
+clients-openai: ## run real OpenAI clients (Codex, opencode, pi and others; needs npm) against the starter model
 clients clients-openai: $(VENV)/.dev $(CLIENTS)/.ready
 	@CLIENTS_DIR=$(abspath $(CLIENTS)) $(PYTEST) $(TESTS) $(ARGS)
 
 .PHONY: page-tests
 page-tests: $(VENV)/.dev ## run the tests of the page in a real Chromium (apt-get install chromium, or CHROMIUM=...)
 	@PAGE_TESTS=1 $(PYTEST) -m page $(ARGS)
+
+.PHONY: install-test
+install-test: $(VENV)/.serve ## install the wheel with pipx into an empty home, serve, and ask (minutes, and gigabytes of downloads)
+	@$(BIN)/python -m tests.smoke.install_wheel
 
 .PHONY: lint
 lint: $(VENV)/.dev ## check format, lint rules and spelling
@@ -128,12 +134,14 @@ format: $(VENV)/.dev ## format the code and fix what can be fixed
 typecheck: $(VENV)/.dev ## check types strictly
 	@$(BIN)/mypy
 
-.PHONY: docs
-docs: $(VENV)/.dev ## build the documentation into site/; broken links are errors
+.PHONY: docs docs-check
+docs: $(VENV)/.dev ## serve the documentation on 127.0.0.1:8001
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8001
+docs-check: $(VENV)/.dev ## build the documentation into site/; broken links are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 
 .PHONY: check
-check: lint typecheck docs ## everything CI runs: format, lint, types, docs, tests, coverage
+check: lint typecheck docs-check ## everything CI runs: format, lint, types, docs, tests, coverage
 	@rm -f .coverage .coverage.*
 	@$(BIN)/coverage run -m pytest --numprocesses=$(JOBS) --dist=worksteal $(ARGS)
 	@$(BIN)/coverage combine -q

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.smoke.server_process import serve
@@ -35,7 +36,7 @@ def examples(page: str) -> list[tuple[str, str]]:
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     place = tmp_path_factory.mktemp("server")
     config = place / "settings.toml"
-    config.write_text('model_aliases = ["smollm2-135m-instruct"]')
+    config.write_text('model_aliases = ["smollm2-135m-instruct"]\ndefault_max_tokens = 16\n')
     arguments = ("--backend", "fake", "--config", str(config))
     with serve(place / "home", place / "log", *arguments) as server:
         server.await_ready()
@@ -44,6 +45,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if examples(page)])
 def test_examples_can_be_followed(page: str, url: str, tmp_path: Path) -> None:
+    for agent in httpx.get(f"{url}/v1/agents", trust_env=False).json()["data"]:
+        httpx.delete(f"{url}/v1/agents/{agent['id']}", trust_env=False)
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": programs, "HOME": str(tmp_path), "SEMANTIC_URL": url}
     for language, example in examples(page):
@@ -57,7 +60,7 @@ def test_examples_can_be_followed(page: str, url: str, tmp_path: Path) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             check=False,
         )
         assert result.returncode == 0, f"{text}\n{result.stdout}\n{result.stderr}"

@@ -24,7 +24,7 @@ _FLAGS = (
     *("--disable-gpu", "--hide-scrollbars", "--force-color-profile=srgb", "--mute-audio"),
     *("--disable-background-networking", "--disable-extensions", "--disable-dev-shm-usage"),
 )
-_PATIENCE_S = 30.0
+_PATIENCE_S = 90.0
 # The browser reads commands from descriptor 3, and writes events to 4.
 _START = """import fcntl, os, sys
 reads, writes = (fcntl.fcntl(int(one), fcntl.F_DUPFD, 10) for one in sys.argv[1:3])

@@ -206,9 +206,8 @@ def export_agent(
     if target.exists() and not force:
         raise InvalidRequestError(f"{target} is there; name another file, or give --force")
     part = target.with_name(f"{target.name}.part")
-    screen = console(is_error=True)
     try:
-        with part.open("wb") as sink, Progress(console=screen, transient=True) as progress:
+        with part.open("wb") as sink, _progress() as progress:
             task = progress.add_task(f"exporting {agent}", total=None)
             for nbytes in client.download(f"/v1/agents/{agent}/export", sink):
                 progress.advance(task, nbytes)
@@ -236,8 +235,7 @@ def import_agent(
     query: Json = {"messages_only": str(messages_only).lower()}
     if agent_id:
         query["id"] = agent_id
-    screen = console(is_error=True)
-    with Progress(console=screen, transient=True) as progress:
+    with _progress() as progress:
         pieces = progress.track(
             file_pieces(file), total=-(-file.stat().st_size // 2**20), description="importing"
         )
@@ -249,6 +247,11 @@ def import_agent(
             f"{found['id']}: at turn {found['turns']:,}; state {found['import_state']} "
             f"({found['import_reason']})"
         )
+
+
+def _progress() -> Progress:
+    screen = console(is_error=True)
+    return Progress(console=screen, transient=True, disable=not screen.is_terminal)
 
 
 # -- turns -----------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """How values look on a terminal."""
 
+import sys
 import time
 
 from rich.console import Console
@@ -25,7 +26,7 @@ def working(text: str) -> Status:
 
     Print nothing inside it: what goes to standard output would come out on standard error.
     """
-    return Status(text, console=console(is_error=True))
+    return Status(text, console=Console(stderr=True, quiet=not sys.stderr.isatty()))
 
 
 def size(nbytes: float) -> str:

@@ -270,8 +270,8 @@ function Budgets({ cache }) {
   return html`<div class="budgets">
     <${Budget} name="RAM" used=${memory.used} budget=${memory.budget} parts=${[["pool", kept], ["hot", memory.working]]} note=${`${bytes(kept)} blocks, ${bytes(memory.working)} at work, pressure ${memory.pressure}`} />
     <${Budget} name="Disk" used=${disk.used + disk.other} budget=${disk.budget} parts=${[["disk", disk.used], ["computed", disk.other]]} note=${disk.problem || `${short(disk.files)} files, ${bytes(disk.other)} ledger`} />
-    ${device ? html`<${Budget} name="Device" used=${device.used} budget=${device.budget} parts=${[["hot", device.used]]} note="weights, open conversations and other programs" />` : html`<div class="budget"><header><b>Device</b><span>none reported</span></header><small>on a CPU the model computes in RAM, where its weights are too</small></div>`}
-    <${Budget} name="Write queue" used=${disk.queue_used} budget=${disk.queue_budget} parts=${[["disk", disk.queue_used]]} note=${disk.queue_used ? "being written" : "all is written"} />
+    ${device ? html`<${Budget} name="Device" used=${device.used} budget=${device.budget} parts=${[["hot", device.used]]} note="weights, open conversations and other programs" />` : html`<div class="budget"><header><b>Device</b><span>none reported</span></header><small>on a CPU, all is in RAM</small></div>`}
+    <${Budget} name="To write" used=${disk.queue_used} budget=${disk.queue_budget} parts=${[["disk", disk.queue_used]]} note=${disk.queue_used ? "being written" : "all is written"} />
     <div class="budget"><header><b>Sharing</b><span>${cache.dedup_ratio ? `${cache.dedup_ratio.toFixed(2)} ×` : "–"}</span></header><small>${cache.dedup_ratio ? "what agents would take alone, over what they take" : "no agent has state yet"}</small></div>
     <div class="budget"><header><b>Reused</b><span>${percent(cache.hit_rates.all)}</span></header><${Bar} parts=${["hot", "pool", "disk", "computed"].map((name) => [name, cache.reuse[name]])} label="prompt tokens by where they came from" /><small>of ${short(Object.values(cache.reuse).reduce((a, b) => a + b, 0))} prompt tokens</small></div>
   </div>`;

@@ -169,12 +169,16 @@ const isListed = (agent) =>
   !leaving.has(agent.id) &&
   (known.agents.has(agent.id) || agent.settings.pin || agent.turns > 1 || !/^(anon|client)-/.test(agent.id));
 
-export function putAgent(agent) {
+const gone = new Map(); // when agents were deleted: what was asked before that is too old
+
+export function putAgent(agent, askedAt = Infinity) {
+  if ((gone.get(agent.id) ?? 0) > askedAt) return;
   if (isListed(agent)) known.agents.set(agent.id, agent);
   tell("agents");
 }
 
 export function forgetAgent(id) {
+  gone.set(id, performance.now());
   known.agents.delete(id);
   tell("agents");
 }
@@ -187,10 +191,11 @@ export function refreshAgent(id) {
 
 async function refreshStale() {
   const ids = [...stale];
+  const askedAt = performance.now();
   stale.clear();
   await Promise.all(
     ids.slice(0, 4).map((id) =>
-      get(`v1/agents/${id}`).then(putAgent, (error) => error.status === 404 && forgetAgent(id)),
+      get(`v1/agents/${id}`).then((agent) => putAgent(agent, askedAt), (error) => error.status === 404 && forgetAgent(id)),
     ),
   );
   ids.slice(4).forEach((id) => stale.add(id));
@@ -203,10 +208,11 @@ async function loadAgents() {
   known.isWhole = false;
   do {
     const query = new URLSearchParams({ limit: PAGE, history: HISTORY, ...(after && { after }) });
+    const askedAt = performance.now();
     const page = await get(`v1/agents?${query}`);
     for (const agent of page.data) {
       seen.add(agent.id);
-      if (isListed(agent)) known.agents.set(agent.id, agent);
+      putAgent(agent, askedAt);
     }
     after = page.next;
     tell("agents");

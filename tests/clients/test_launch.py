@@ -1,0 +1,51 @@
+"""`semantic launch` with the clients it knows, as their users install them.
+
+Each answers one question without a screen, and finds its own configuration afterwards as it was.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.clients.conftest import run_client
+from tests.smoke.server_process import ServerProcess
+
+pytestmark = pytest.mark.clients
+
+QUESTION = "What is the capital of France? Answer in one sentence."
+# How each asks without a screen, and a file of its own configuration.
+WAYS = {
+    "opencode": (("run", QUESTION), ".config/opencode/opencode.json"),
+    "pi": (("-p", QUESTION), ".pi/agent/models.json"),
+    "qwen": (("-p", QUESTION), ".qwen/settings.json"),
+    "aider": (("--no-git", "--yes-always", "--message", QUESTION), ".aider.conf.yml"),
+    "continue": (("-p", QUESTION), ".continue/config.yaml"),
+}
+
+
+@pytest.mark.parametrize("client", WAYS)
+def test_a_client_answers_and_its_configuration_stays(
+    client: str, clients: Path, server: ServerProcess, tmp_path: Path
+) -> None:
+    arguments, name = WAYS[client]
+    own = tmp_path / name
+    own.parent.mkdir(parents=True, exist_ok=True)
+    own.write_text("name: mine\nversion: 0.0.1\nschema: v1\n" if client == "continue" else "{}")
+    before = own.read_bytes()
+    places = (clients / "node_modules" / ".bin", clients / "aider" / "bin", os.environ["PATH"])
+    environment = {"PATH": os.pathsep.join(map(str, places))}
+    command = [sys.executable, "-m", "semantic", "launch", client, "--server", server.url, "--"]
+    num_replies = replies(server)
+    done = run_client([*command, *arguments], tmp_path, environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip()
+    assert replies(server) > num_replies
+    assert own.read_bytes() == before
+
+
+def replies(server: ServerProcess) -> int:
+    """How many replies the server has written."""
+    return int(httpx.get(f"{server.url}/v1/cache", trust_env=False).json()["replies"])

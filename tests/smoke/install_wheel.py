@@ -1,0 +1,83 @@
+"""What a user does who has no checkout: `pipx install semantic-server[torch]`, `semantic serve`.
+
+Builds the wheel of this tree, installs it by pipx into an empty home, with the versions that are
+tested, serves the starter model from there, and asks README's question. Run by `make install-test`.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+PORT = os.environ.get("PORT", "8000")
+QUESTION = "What is the capital of France? Answer in one sentence."
+
+
+def main() -> int:
+    """Install, serve, ask; 0 if the answer is right."""
+    with tempfile.TemporaryDirectory(prefix="semantic-install-") as name:
+        place = Path(name)
+        home = place / "home"
+        home.mkdir()
+        kept = {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
+        env = {**kept, "HOME": str(home), "PATH": f"{home}/.local/bin:/usr/bin:/bin"}
+        say("building the wheel")
+        run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", place, ROOT, env=env)
+        (wheel,) = place.glob("*.whl")
+        run(sys.executable, "-m", "venv", place / "venv", env=env)
+        run(place / "venv" / "bin" / "pip", "install", "-q", "pipx", env=env)
+        say(f"installing {wheel.name} with pipx")
+        limits = f"--pip-args=--constraint {ROOT / 'constraints.txt'}"
+        pipx = (place / "venv" / "bin" / "pipx", "install", "--python", sys.executable)
+        run(*pipx, limits, f"{wheel}[torch]", env=env)
+        return serve_and_ask(home, env)
+
+
+def serve_and_ask(home: Path, env: dict[str, str]) -> int:
+    """Start what was installed, as its user would."""
+    command = [home / ".local" / "bin" / "semantic", "serve", "--port", PORT]
+    say("starting semantic serve")
+    with subprocess.Popen(command, env=env, cwd=home) as server:  # noqa: S603 - our own
+        try:
+            answer = ask(f"http://127.0.0.1:{PORT}", server)
+        finally:
+            server.terminate()
+    say(answer)
+    return 0 if "Paris" in answer else 1
+
+
+def ask(url: str, server: "subprocess.Popen[bytes]") -> str:
+    """Wait for the model, and ask."""
+    with httpx.Client(base_url=url, trust_env=False, timeout=300) as http:
+        while server.poll() is None:
+            try:
+                if http.get("/health/ready").is_success:
+                    break
+            except httpx.TransportError:
+                pass
+            time.sleep(0.5)
+        else:
+            return f"it ended with status {server.returncode}"
+        body = {"temperature": 0, "messages": [{"role": "user", "content": QUESTION}]}
+        reply = http.post("/v1/chat/completions", json=body).raise_for_status().json()
+        return str(reply["choices"][0]["message"]["content"])
+
+
+def run(*command: str | Path, env: dict[str, str]) -> None:
+    """Run a program; what it says is seen if it fails."""
+    subprocess.run(command, env=env, check=True)  # noqa: S603 - our own
+
+
+def say(text: str) -> None:
+    """Tell whoever waits."""
+    sys.stdout.write(f"==> {text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
