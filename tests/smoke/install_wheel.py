@@ -40,7 +40,7 @@ def main() -> int:
 
 def serve_and_ask(home: Path, env: dict[str, str]) -> int:
     """Start what was installed, as its user would."""
-    command = [home / ".local" / "bin" / "semantic", "serve", "--port", PORT]
+    command = [str(home / ".local" / "bin" / "semantic"), "serve", "--port", PORT]
     say("starting semantic serve")
     with subprocess.Popen(command, env=env, cwd=home) as server:  # noqa: S603 - our own
         try:
