@@ -31,7 +31,7 @@ SUITE = {
     "resume": True,
     "workflow": True,
     "quality": False,
-    "growth": True,
+    "growth": False,
     "torch": False,
     "quantised": False,
     "keeping": False,

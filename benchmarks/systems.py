@@ -96,10 +96,14 @@ def transformers_serve() -> System:
 
     def command(port: int) -> list[str]:
         model = str(plain_model())
-        where = ["--host", "127.0.0.1", "--port", str(port), "--device", "auto"]
+        where = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
         return [str(program), "serve", model, *where, "--dtype", "auto", "--log-level", "error"]
 
-    return System("transformers", _process(command), model=str(_PLAIN))
+    def start(home: Path) -> AbstractContextManager[str]:
+        # It loads models by accelerate, which is nothing that we need.
+        return _process(command, {"PYTHONPATH": str(_packages("accelerate", "psutil"))})(home)
+
+    return System("transformers", start, model=str(_PLAIN))
 
 
 def mlx_server() -> System:
@@ -132,7 +136,18 @@ def plain_model() -> Path:
     return _PLAIN
 
 
-def _process(command: Callable[[int], list[str]]) -> Callable[[Path], AbstractContextManager[str]]:
+def _packages(*names: str) -> Path:
+    """A folder with packages that other servers need and we do not, installed when asked for."""
+    target = ROOT / "build" / "bench" / "-".join(names)
+    if not target.exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        subprocess.run([*command, "--target", str(target), *names], check=True)  # noqa: S603 - ours
+    return target
+
+
+def _process(
+    command: Callable[[int], list[str]], more: Mapping[str, str] | None = None
+) -> Callable[[Path], AbstractContextManager[str]]:
     """Start a process that is told its port, and wait until it answers."""
 
     @contextlib.contextmanager
@@ -141,6 +156,7 @@ def _process(command: Callable[[int], list[str]]) -> Callable[[Path], AbstractCo
             probe.bind(("127.0.0.1", 0))
             port: int = probe.getsockname()[1]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        environment |= more or {}
         log = home / "log"
         home.mkdir(parents=True, exist_ok=True)
         with (

@@ -146,5 +146,5 @@ def test_four_bits_with_their_scales_are_four_and_a_half() -> None:
 
 def test_a_directory_of_agents_opens_as_a_server_left_it(tmp_path: Path) -> None:
     fill(tmp_path, 7)
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 14
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 7
     assert all(spent > 0 for spent in opening(tmp_path))
