@@ -13,6 +13,7 @@ from semantic.adapters.outbound.backends.fake import FakeBackend, fake_spec
 from semantic.adapters.outbound.backends.mlx import runtime
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.adapters.outbound.backends.torch.native import NativeBuild
 from semantic.domain.sampling import SamplingParams
 from semantic.ports.backend import ModelBackendPort
 from tests.contract.driver import GREEDY, NUM_REPLY, begin
@@ -77,6 +78,12 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def native(tmp_path_factory: pytest.TempPathFactory) -> NativeBuild:
+    """The library of decode steps; there is none but on an ARM CPU."""
+    return NativeBuild(tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
     """Writes a family's tiny model when it is first asked for."""
     written: dict[str, TinyModel] = {}
@@ -138,6 +145,7 @@ def subject(
     request: pytest.FixtureRequest,
     tiny_model: Callable[[str], TinyModel],
     mlx_model: Callable[[str], TinyModel],
+    native: NativeBuild,
 ) -> Subject:
     name: str = request.param
     if name in _FAKES:
@@ -146,8 +154,8 @@ def subject(
     if library == "mlx":
         written = mlx_model(family)
         return Subject(lambda: make_mlx(written), cuts_anywhere=family not in CUT_WHERE_SAVED)
-    model = tiny_model(family)
-    return Subject(lambda: TorchBackend(model.directory, model.spec, TorchOptions(dtype="float32")))
+    model, options = tiny_model(family), TorchOptions("float32", native=native)
+    return Subject(lambda: TorchBackend(model.directory, model.spec, options))
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import structlog
 
 from semantic.adapters.config.settings import STARTER_MODEL, Settings
 from semantic.adapters.outbound.backends.mlx import runtime as mlx_runtime
+from semantic.adapters.outbound.backends.torch.native import NativeBuild
 from semantic.application.engine.model import LoadedModel
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.model_names import SHORT_NAMES, ModelNames, served_id
@@ -186,6 +187,7 @@ class ModelLoader:
 
 def _import_torch(settings: Settings) -> MakeBackend:
     _calm_openmp()
+    native = NativeBuild(settings.home_dir / "native")  # while torch is imported
     # Threads that read weights and end keep the memory of those that are freed later.
     os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
     try:
@@ -193,7 +195,8 @@ def _import_torch(settings: Settings) -> MakeBackend:
         from semantic.adapters.outbound.backends.torch.loading import TorchOptions
     except ModuleNotFoundError as error:
         raise _missing(error, "torch") from error
-    options = TorchOptions(settings.dtype, settings.device, settings.weights, settings.threads)
+    how = (settings.dtype, settings.device, settings.weights, settings.threads)
+    options = TorchOptions(*how, native=native)
     return lambda directory, spec: TorchBackend(directory, spec, options)
 
 

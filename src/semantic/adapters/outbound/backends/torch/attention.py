@@ -57,12 +57,13 @@ class TorchSequence:
 
 @dataclass(slots=True)
 class Span:
-    """A chunk's tokens and their place in the packed row; made when its buffers have room.
+    """A chunk's tokens and their place in the packed row.
 
     Attributes:
         end: The sequence's length after the step.
         place: Where the chunk lies in the row.
-        keys: Each layer's up to `end`: those held, and room for the chunk's. So `values`.
+        keys: Each layer's up to `end`: those held, and room for the chunk's. So `values`. They and
+            the following are there once the views are made.
         new_keys: Of them, the chunk's. So `new_values`.
     """
 
@@ -78,10 +79,13 @@ class Span:
     new_values: Sequence[torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.end = self.sequence.length + len(self.tokens)
+        self.place = slice(self.offset, self.offset + len(self.tokens))
+
+    def make_views(self) -> None:
+        """Look at the buffers, which have room."""
         # All layers' views at once: made one by one, they would take as long as attending.
         start = self.sequence.length
-        self.end = start + len(self.tokens)
-        self.place = slice(self.offset, self.offset + len(self.tokens))
         keys = self.sequence.keys[:, None, :, : self.end]
         values = self.sequence.values[:, None, :, : self.end]
         self.keys, self.values = keys.unbind(), values.unbind()

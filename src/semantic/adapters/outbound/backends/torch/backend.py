@@ -7,12 +7,13 @@ sequence's keys and values to that sequence's buffers and attends within it alon
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 
 from semantic.adapters.outbound.backends.common import (
@@ -26,6 +27,7 @@ from semantic.adapters.outbound.backends.common import (
 from semantic.adapters.outbound.backends.sampler import Logits, sample
 from semantic.adapters.outbound.backends.torch import loading as torch_loading
 from semantic.adapters.outbound.backends.torch.attention import Span, TorchSequence
+from semantic.adapters.outbound.backends.torch.decoding import Decoder
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.backends.torch.threads import ThreadCount
 from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
@@ -50,6 +52,9 @@ _BITS = {2: np.int16, 4: np.int32}
 _PURGE_S, _PURGE_BYTES = 0.15, 32 * 2**20
 _MAX_DRAFT = 16
 _GROWTH = 256  # tokens by which a sequence's buffers grow
+_MOST_OFF = 2e-3  # between two ways to compute the same, relative to it
+
+_log = structlog.get_logger()
 
 
 class TorchBackend(EagerBackend[TorchSequence]):
@@ -68,7 +73,9 @@ class TorchBackend(EagerBackend[TorchSequence]):
         torch.set_num_threads(self._threads.number)
         plan = torch_loading.make_plan(directory, options)
         self._device, self._dtype = plan.device, plan.dtype
-        self._model: Any = torch_loading.load_model(directory, spec, plan)
+        self._model: Any
+        self._model, decoder = torch_loading.load_model(directory, spec, plan)
+        self._decoder: Decoder | None = None
         layer = spec.layers[0]
         self._layers = {kind: _layers_of(kind, spec) for kind in spec.kinds}
         self._shape = (spec.num_layers, layer.num_kv_heads)
@@ -77,6 +84,8 @@ class TorchBackend(EagerBackend[TorchSequence]):
         traits = Traits(0, abi, self._dtype.itemsize * 8, compute, _MAX_DRAFT)
         super().__init__(spec, traits, TorchSequence)
         self._check_model()
+        if decoder is not None:
+            self._check_decoder(decoder)
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
         """Append state from payloads."""
@@ -155,7 +164,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
     def shutdown(self) -> None:
         """Drop everything, and give its memory back."""
         self._sequences.clear()
-        self._model = None
+        self._model = self._decoder = None
         give_memory_back()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -192,15 +201,21 @@ class TorchBackend(EagerBackend[TorchSequence]):
             for span in spans
             for place in range(span.place.stop - 1 - len(span.chunk.draft), span.place.stop)
         ]
+        forward = self._forward_by_library if self._decoder is None else self._decoder.step
+        return forward(spans, last)
+
+    def _forward_by_library(self, spans: Sequence[Span], last: Sequence[int]) -> Logits:
         with torch.inference_mode():
             output = self._model(
-                **self._inputs(spans), logits_to_keep=torch.tensor(last, device=self._device)
+                **self._inputs(spans), logits_to_keep=torch.tensor([*last], device=self._device)
             )
             logits: Logits = output.logits[0].float().cpu().numpy()
         return logits
 
     def _inputs(self, spans: Sequence[Span]) -> dict[str, Any]:
         """What the model is given of a packed row."""
+        for span in spans:
+            span.make_views()
         packed = [token for span in spans for token in span.tokens]
         positions = [place for span in spans for place in range(span.sequence.length, span.end)]
         return {
@@ -250,12 +265,43 @@ class TorchBackend(EagerBackend[TorchSequence]):
         scratch.keys.fill_(torch.nan)
         chunk = Chunk(SequenceId(0), 0, (0,))
         try:
-            self._forward([Span(chunk, scratch, (0,), 0)])
+            self._forward_by_library([Span(chunk, scratch, (0,), 0)], [0])
         except (RuntimeError, BackendError) as error:
             raise torch_loading.refusal(self._spec, str(error)) from error
         if scratch.keys[:, :, 0].isnan().any():
             reason = "not all of its layers use the library's attention interface"
             raise torch_loading.refusal(self._spec, reason)
+
+    def _check_decoder(self, decoder: Decoder) -> None:
+        """Compare with the model's own code: two sequences with some state, and several tokens."""
+        spans, random = [], torch.Generator().manual_seed(0)
+        for offset, (length, tokens) in enumerate(((5, (1,)), (37, (2, 3, 0)))):
+            sequence = TorchSequence([0] * length)
+            self._grow(sequence, length + len(tokens))
+            for state in (sequence.keys, sequence.values):
+                state.normal_(generator=random)
+            sequence.length = length
+            spans.append(Span(Chunk(SequenceId(0), length, tokens), sequence, tokens, offset))
+        found = self._computed(spans, decoder.step)
+        expected = self._computed(spans, self._forward_by_library)
+        off = float((found - expected).norm() / expected.norm())
+        if off < _MOST_OFF:
+            self._decoder = decoder
+        else:
+            _log.warning("the native decode step differs and is not used", off_by=round(off, 4))
+
+    def _computed(
+        self, spans: Sequence[Span], forward: Callable[[Sequence[Span], Sequence[int]], Logits]
+    ) -> torch.Tensor:
+        """All that comes of a step, as one row of numbers."""
+        last = range(spans[-1].place.stop)
+        logits = torch.from_numpy(forward(spans, last)).log_softmax(dim=-1)
+        states = [
+            state[:, :, span.sequence.length : span.end].flatten()
+            for span in spans
+            for state in (span.sequence.keys, span.sequence.values)
+        ]
+        return torch.cat([logits.flatten(), *states])
 
     def _arrays(self, part: KVPayload) -> tuple[Bits, Bits]:
         buffers = {buffer.name: buffer for buffer in part.buffers}

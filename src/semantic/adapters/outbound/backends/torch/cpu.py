@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional
 
 from semantic.adapters.outbound.backends.torch.grouped import GroupedLinear, GroupedWeight
+from semantic.adapters.outbound.backends.torch.native import Library
 
 Weights = Literal["full", "int8", "int4"]
 AnyLinear = nn.Linear | GroupedLinear
@@ -55,12 +56,15 @@ def speed_up(model: nn.Module, weights: Weights = "full") -> None:
             module.use_huge_pages()
 
 
-def pack_grouped(model: nn.Module) -> None:
+def pack_grouped(
+    model: nn.Module, library: Library | None = None, *, is_merged: bool = True
+) -> None:
     """Make a model's grouped linears ready, merged where they share an input; mutates it."""
-    _merge(model, GroupedLinear, "full")
+    if is_merged:
+        _merge(model, GroupedLinear, "full")
     for module in model.modules():
         if isinstance(module, GroupedLinear):
-            module.pack()
+            module.pack(library)
 
 
 class PackedLinear(nn.Module):

@@ -7,10 +7,12 @@ which are multiples of the least of them, and so integers of eight bits without 
 Linears multiply without ever holding the weights in full; where there is no kernel for them, or the
 weights are asked for in full, the model is loaded as if it had never been quantised.
 
-On ARM the kernels are KleidiAI's, elsewhere those of a CPU that computes in bfloat16. The latter
-are for few rows: for many, as in a prompt, the weights of one linear at a time are expanded.
+On ARM the kernels are our own, or KleidiAI's where there is no compiler for ours; elsewhere those
+of a CPU that computes in bfloat16. The latter are for few rows: for many, as in a prompt, the
+weights of one linear at a time are expanded.
 """
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from semantic.adapters.outbound.backends.torch.native import Library, Matrix
 from semantic.domain.errors import InvalidRequestError
 
 _Replaceable = nn.Linear | nn.Embedding
@@ -37,6 +40,7 @@ _MXFP4 = torch.tensor(
     [12 + half for half in (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)],
     dtype=torch.uint8,
 )
+_HALF_EXPONENT = 15  # of the greatest numbers in half precision
 
 
 class GroupedWeight:
@@ -117,20 +121,29 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.grouped, self.bias = weight, None if bias is None else bias.detach()
         self.in_features, self.out_features = weight.num_columns, len(weight.scales)
-        self._kernel: _KleidiKernel | _Bfloat16Kernel | None = None
+        self._kernel: _NativeKernel | _KleidiKernel | _Bfloat16Kernel | None = None
 
     @property
     def kind(self) -> tuple[int, int, bool]:
         """What linears must share to be joined."""
         return self.grouped.kind
 
-    def pack(self) -> None:
+    def pack(self, library: Library | None = None) -> None:
         """Lay the weights as a kernel reads them; the file's form stays if many rows need it."""
-        if has_kleidi():
+        if library is not None:
+            self._kernel = _NativeKernel(self.grouped, library)
+            del self.grouped
+        elif has_kleidi():
             self._kernel = _KleidiKernel(self.grouped)
             del self.grouped
         elif self.out_features % _KERNEL_ROWS == 0:
             self._kernel = _Bfloat16Kernel(self.grouped)
+
+    def native_matrix(self) -> Matrix:
+        """What the native library is told of it; it was packed for that."""
+        if not isinstance(self._kernel, _NativeKernel):
+            raise TypeError("a linear that was not packed for the native library")
+        return self._kernel.with_bias(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply."""
@@ -213,6 +226,45 @@ class _Digits:
         rest = biases + (16 * 8 + 8) * scales
         digits = torch.cat([digits >> 4, digits & 15], dim=1)
         return _Digits(digits, torch.cat([16 * scales, scales], dim=1), rest)
+
+
+class _NativeKernel:
+    """Our own, for float32: activations of sixteen bits, scales and biases of half precision.
+
+    Those are multiples of a power of two, so that what a file has in sixteen bits stays exact.
+    """
+
+    max_rows = sys.maxsize
+
+    def __init__(self, weight: GroupedWeight, library: Library) -> None:
+        self._library, size = library, (len(weight.scales), weight.num_columns)
+        packed = (weight.integers() if weight.biases is None else weight.packed).contiguous()
+        scales, biases = (array.contiguous() for array in weight.steps())
+        largest = float(2**weight.bits * scales.abs().max() + biases.abs().max())
+        unit = 2.0 ** (math.ceil(math.log2(max(largest, _SMALLEST_STEP))) - _HALF_EXPONENT)
+        num_blocks = -(-size[0] // 4) * (size[1] // _GROUP)
+        self._packed = torch.empty(num_blocks * (16 + 16 * weight.bits), dtype=torch.uint8)
+        library.pack(
+            [array.data_ptr() for array in (packed, scales, biases)],
+            (*size, weight.group, weight.bits),
+            *(unit, self._packed.data_ptr()),
+        )
+        self._matrix = Matrix(self._packed.data_ptr(), None, weight.bits, *size, unit)
+
+    def with_bias(self, bias: torch.Tensor | None) -> Matrix:
+        """Describe the matrix."""
+        self._bias = None if bias is None else bias.float().contiguous()
+        address = None if self._bias is None else self._bias.data_ptr()
+        matrix = self._matrix
+        size = (matrix.rows, matrix.columns)
+        return Matrix(matrix.data, address, matrix.kind, *size, matrix.unit)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        product = x.new_empty(len(x), self._matrix.rows)
+        self._library.linear(
+            *(self._matrix, x.data_ptr(), len(x), product.data_ptr(), torch.get_num_threads())
+        )
+        return product
 
 
 class _KleidiKernel:

@@ -24,12 +24,14 @@ from transformers.utils.logging import disable_progress_bar
 from semantic.adapters.outbound.backends.torch import cpu
 from semantic.adapters.outbound.backends.torch.attention import ATTENTION_NAME, packed_attention
 from semantic.adapters.outbound.backends.torch.cpu import Weights
+from semantic.adapters.outbound.backends.torch.decoding import Decoder, is_plain
 from semantic.adapters.outbound.backends.torch.grouped import (
     has_kleidi,
     is_grouped,
     load_grouped,
     quantise_linears,
 )
+from semantic.adapters.outbound.backends.torch.native import Library, NativeBuild
 from semantic.adapters.outbound.backends.torch.shares import Share, load_share
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import Compute, LayerKind, ModelCacheSpec
@@ -55,6 +57,7 @@ class TorchOptions:
             faster and less exact; a CPU in bfloat16 or with ARM's kernels only.
         num_threads: 0 takes OMP_NUM_THREADS, or as many as the process may use.
         share: Which part of the model this process holds; None is all of it.
+        native: The library of decode steps, where one is wanted; an ARM CPU in float32 only.
     """
 
     dtype: DType = "auto"
@@ -62,6 +65,7 @@ class TorchOptions:
     weights: WeightsOption = "auto"
     num_threads: int = 0
     share: Share | None = None
+    native: NativeBuild | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ class Plan:
         weights: What weights that are not in groups are quantised to.
         reason: Why this dtype.
         share: Which part of the model is held; None is all of it.
+        library: Of decode steps.
     """
 
     device: torch.device
@@ -81,6 +86,7 @@ class Plan:
     weights: Weights
     reason: str
     share: Share | None = None
+    library: Library | None = None
 
     @property
     def number_format(self) -> str:
@@ -103,11 +109,19 @@ class Plan:
 
 
 def make_plan(directory: Path, options: TorchOptions) -> Plan:
-    """Choose device, number format and weights for a model.
+    """Choose device, number format, weights and kernels for a model.
 
     Raises:
         InvalidRequestError: this machine has not what is asked for.
     """
+    plan = _make_plan(directory, options)
+    is_whole = plan.device.type == "cpu" and plan.share is None
+    is_native = is_whole and plan.dtype == torch.float32
+    library = options.native.library() if is_native and options.native else None
+    return replace(plan, library=library)
+
+
+def _make_plan(directory: Path, options: TorchOptions) -> Plan:
     device = choose_device(options.device)
     if options.share is not None:
         return _plan_of_share(directory, options, device)
@@ -184,7 +198,9 @@ def describe(plan: Plan) -> Compute:
     """Say how a model that was loaded so is computed."""
     device, weights = plan.device.type, plan.weights
     kernels = "oneDNN with packed weights" if plan.is_packable else "PyTorch"
-    if plan.has_arm_kernels and (plan.is_kept or weights != "full"):
+    if plan.library is not None:
+        kernels = "our own"
+    elif plan.has_arm_kernels and (plan.is_kept or weights != "full"):
         kernels = "KleidiAI"
     if plan.is_kept:
         kernels = f"{kernels}, weights quantised as in the file"
@@ -195,8 +211,8 @@ def describe(plan: Plan) -> Compute:
     return Compute(device, dtype, num_threads, kernels, plan.reason)
 
 
-def load_model(directory: Path, spec: ModelCacheSpec, plan: Plan) -> Any:
-    """Load a model with our attention in it.
+def load_model(directory: Path, spec: ModelCacheSpec, plan: Plan) -> tuple[Any, Decoder | None]:
+    """Load a model with our attention in it, and what runs it in one call where it can be.
 
     Raises:
         InvalidRequestError: this backend cannot run the model.
@@ -214,10 +230,9 @@ def load_model(directory: Path, spec: ModelCacheSpec, plan: Plan) -> Any:
     if reason := _why_not(model):
         raise refusal(spec, reason)
     model.to(plan.device).eval()
-    if plan.device.type == "cpu":
-        _prepare_for_cpu(model, plan)
+    decoder = _prepare_for_cpu(model, spec, plan) if plan.device.type == "cpu" else None
     shorten_calls(model)
-    return model
+    return model, decoder
 
 
 def _read_model(directory: Path, plan: Plan) -> Any:
@@ -230,14 +245,18 @@ def _read_model(directory: Path, plan: Plan) -> Any:
     )
 
 
-def _prepare_for_cpu(model: Any, plan: Plan) -> None:
+def _prepare_for_cpu(model: Any, spec: ModelCacheSpec, plan: Plan) -> Decoder | None:
     if plan.weights != "full" and plan.has_arm_kernels:
         quantise_linears(model, bits=4 if plan.weights == "int4" else 8)
     if plan.dtype == torch.bfloat16:
         cpu.round_less(model)
-    cpu.pack_grouped(model)
+    if plan.library is not None and is_plain(model):
+        cpu.pack_grouped(model, plan.library, is_merged=False)
+        return Decoder(model, spec, plan.library)
+    cpu.pack_grouped(model, plan.library)
     if plan.is_packable:
         cpu.speed_up(model, plan.weights)
+    return None
 
 
 def refusal(spec: ModelCacheSpec, reason: str) -> InvalidRequestError:

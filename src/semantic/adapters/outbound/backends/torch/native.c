@@ -1,0 +1,726 @@
+/* Linears of few rows, and whole decode steps of Llama-like models, on an ARM CPU in float32.
+ *
+ * A decode step of a small model is some nine hundred operations of microseconds each; calling them
+ * one by one takes three times as long as computing them. Here a step is one call: threads are
+ * woken once and meet at a barrier after each phase, and whoever is free takes the next piece.
+ *
+ * Weights are float32 as they lie, or integers of 4 or 8 bits with a scale and a bias for every
+ * 32 of a row. Against integers, activations are rounded to sixteen bits, as two digits of eight;
+ * what is summed is exact within a group. Four rows of a matrix lie side by side, so that a
+ * dot product's lanes are four results.
+ *
+ * `native.py` builds this file, lays out the structures, and checks the results.
+ */
+#include <arm_neon.h>
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if !defined(__ARM_FEATURE_DOTPROD) || !defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+#error "this CPU has no dot products of bytes or no half precision"
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+enum { GROUP = 32, LANES = 4, TILE = 4, KEYS = 128, MAX_THREADS = 64 };
+enum { FULL = 0, FOUR_BITS = 4, EIGHT_BITS = 8 };
+
+typedef struct {
+    const void *data;   /* float32 rows, or blocks of four rows by 32 columns */
+    const float *bias;  /* or NULL */
+    int32_t kind, rows, columns;
+    float unit; /* what scales and biases of groups are multiples of */
+} Matrix;
+
+typedef struct {
+    const float *norm, *mlp_norm, *query_norm, *key_norm; /* the last two may be NULL */
+    Matrix inputs[3];                                     /* queries, keys, values; or one for all */
+    Matrix output, gate, up, down;
+    int32_t num_inputs, window; /* 0: sees everything */
+} Layer;
+
+typedef struct {
+    const Layer *layers;
+    const float *norm;
+    Matrix head;
+    int32_t num_layers, hidden, inner, heads, kv_heads, dim;
+    float eps, scaling;
+} Model;
+
+/* One token: its sequence's buffers, [layers, heads, capacity, dim], and its place there. */
+typedef struct {
+    float *keys, *values;
+    int64_t capacity, position;
+} Row;
+
+/* ---- threads ---------------------------------------------------------------------------------- */
+
+typedef struct {
+    int count;
+    atomic_int next, arrived, phase;
+} Team;
+
+typedef void (*Job)(void *about, Team *team);
+
+static struct {
+    pthread_mutex_t one_job, lock;
+    pthread_cond_t wake;
+    int started;
+    atomic_int generation, working;
+    Job job;
+    void *about;
+    Team *team;
+} pool = {.one_job = PTHREAD_MUTEX_INITIALIZER,
+          .lock = PTHREAD_MUTEX_INITIALIZER,
+          .wake = PTHREAD_COND_INITIALIZER};
+
+INLINE void relax(int *spins) {
+    if (++*spins < 4000)
+        __asm__ volatile("yield");
+    else
+        sched_yield(); /* a core that is not ours is waited for */
+}
+
+static void meet(Team *team) {
+    int phase = atomic_load_explicit(&team->phase, memory_order_relaxed), spins = 0;
+    if (atomic_fetch_add(&team->arrived, 1) == team->count - 1) {
+        atomic_store_explicit(&team->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&team->next, 0, memory_order_relaxed);
+        atomic_store_explicit(&team->phase, phase + 1, memory_order_release);
+    } else {
+        while (atomic_load_explicit(&team->phase, memory_order_acquire) == phase) relax(&spins);
+    }
+}
+
+/* The next piece of a phase, or -1. */
+INLINE int take(Team *team, int count, int size) {
+    int start = atomic_fetch_add_explicit(&team->next, size, memory_order_relaxed);
+    return start < count ? start : -1;
+}
+
+static void *work(void *argument) {
+    int index = (int)(intptr_t)argument, seen = 0;
+    for (;;) {
+        pthread_mutex_lock(&pool.lock);
+        while (atomic_load(&pool.generation) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
+        seen = atomic_load(&pool.generation);
+        Team *team = pool.team;
+        int is_in = team && index < team->count;
+        pthread_mutex_unlock(&pool.lock);
+        if (is_in) {
+            pool.job(pool.about, team);
+            atomic_fetch_sub(&pool.working, 1);
+        }
+    }
+    return NULL;
+}
+
+static void run(Job job, void *about, int threads) {
+    Team team = {.count = 1};
+    pthread_mutex_lock(&pool.one_job);
+    if (threads > MAX_THREADS) threads = MAX_THREADS;
+    for (; pool.started < threads - 1; pool.started++) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, work, (void *)(intptr_t)(pool.started + 1))) break;
+        pthread_detach(thread);
+    }
+    if (threads > pool.started + 1) threads = pool.started + 1;
+    team.count = threads < 1 ? 1 : threads;
+    if (team.count > 1) {
+        pthread_mutex_lock(&pool.lock);
+        pool.job = job, pool.about = about, pool.team = &team;
+        atomic_store(&pool.working, team.count - 1);
+        atomic_fetch_add(&pool.generation, 1);
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.lock);
+    }
+    job(about, &team);
+    if (team.count > 1) {
+        int spins = 0;
+        while (atomic_load(&pool.working)) relax(&spins);
+        pthread_mutex_lock(&pool.lock);
+        pool.team = NULL;
+        pthread_mutex_unlock(&pool.lock);
+    }
+    pthread_mutex_unlock(&pool.one_job);
+}
+
+/* ---- activations as digits -------------------------------------------------------------------- */
+
+/* A row for a group: 32 high digits, 32 low ones; then each group's sum, and the row's step. */
+INLINE size_t digits_size(int columns) {
+    return (size_t)columns * 2 + ((size_t)columns / GROUP + 1) * sizeof(float) + 64;
+}
+INLINE float *sums_of(const int8_t *digits, int columns) {
+    return (float *)(digits + (size_t)columns * 2);
+}
+
+static void to_digits(const float *x, int columns, int8_t *digits) {
+    float32x4_t largest = vdupq_n_f32(0);
+    for (int i = 0; i < columns; i += 4) largest = vmaxq_f32(largest, vabsq_f32(vld1q_f32(x + i)));
+    float most = vmaxvq_f32(largest), *sums = sums_of(digits, columns);
+    float inverse = most > 1e-30f ? 32512.0f / most : 0.0f;
+    for (int g = 0; g < columns / GROUP; g++) {
+        int32x4_t sum = vdupq_n_s32(0);
+        for (int half = 0; half < 2; half++) {
+            const float *from = x + g * GROUP + half * 16;
+            int8x8_t high[2], low[2];
+            for (int part = 0; part < 2; part++) {
+                int32x4_t a = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(from + part * 8), inverse));
+                int32x4_t b = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(from + part * 8 + 4), inverse));
+                sum = vaddq_s32(sum, vaddq_s32(a, b));
+                int16x8_t both = vcombine_s16(vmovn_s32(a), vmovn_s32(b));
+                high[part] = vrshrn_n_s16(both, 8); /* the nearest, so that the rest has a sign */
+                low[part] = vmovn_s16(both);
+            }
+            vst1q_s8(digits + g * 64 + half * 16, vcombine_s8(high[0], high[1]));
+            vst1q_s8(digits + g * 64 + 32 + half * 16, vcombine_s8(low[0], low[1]));
+        }
+        sums[g] = (float)vaddvq_s32(sum);
+    }
+    sums[columns / GROUP] = most / 32512.0f;
+}
+
+/* ---- four rows of a matrix times some rows of activations ------------------------------------- */
+
+/* Half of a group: four columns of four rows at a time. Two sums, so that neither waits. */
+INLINE void dots(const int8x16_t *w, const int8_t *digits, int32x4_t *high, int32x4_t *low) {
+    int8x16_t h = vld1q_s8(digits), l = vld1q_s8(digits + GROUP);
+    *high = vdotq_laneq_s32(*high, w[0], h, 0), *low = vdotq_laneq_s32(*low, w[0], l, 0);
+    *high = vdotq_laneq_s32(*high, w[1], h, 1), *low = vdotq_laneq_s32(*low, w[1], l, 1);
+    *high = vdotq_laneq_s32(*high, w[2], h, 2), *low = vdotq_laneq_s32(*low, w[2], l, 2);
+    *high = vdotq_laneq_s32(*high, w[3], h, 3), *low = vdotq_laneq_s32(*low, w[3], l, 3);
+}
+
+INLINE void integers(const uint8_t *block, int columns, int bits, const int8_t *const *x, int count,
+                     float32x4_t *out) {
+    const float *sums[TILE];
+    const int8_t *digits[TILE];
+    float32x4_t total[TILE];
+    for (int m = 0; m < count; m++)
+        digits[m] = x[m], sums[m] = sums_of(x[m], columns), total[m] = vdupq_n_f32(0);
+    for (int g = 0; g < columns / GROUP; g++, block += 16 + 16 * bits) {
+        int32x4_t high[TILE], low[TILE];
+        uint8x16_t pairs[4];
+        int8x16_t w[4];
+        for (int m = 0; m < count; m++) high[m] = vdupq_n_s32(0), low[m] = vdupq_n_s32(0);
+        for (int half = 0; half < 2; half++) {
+            for (int v = 0; v < 4; v++) {
+                if (bits == 8) {
+                    w[v] = vld1q_s8((const int8_t *)block + half * 64 + v * 16);
+                } else if (half == 0) {
+                    pairs[v] = vld1q_u8(block + v * 16);
+                    w[v] = vreinterpretq_s8_u8(vandq_u8(pairs[v], vdupq_n_u8(15)));
+                } else {
+                    w[v] = vreinterpretq_s8_u8(vshrq_n_u8(pairs[v], 4));
+                }
+            }
+            for (int m = 0; m < count; m++) dots(w, digits[m] + half * 16, &high[m], &low[m]);
+        }
+        float16x8_t about = vld1q_f16((const float16_t *)(block + 16 * bits));
+        float32x4_t scale = vcvt_f32_f16(vget_low_f16(about)), bias = vcvt_high_f32_f16(about);
+        for (int m = 0; m < count; m++) {
+            int32x4_t sum = vaddq_s32(vshlq_n_s32(high[m], 8), low[m]);
+            total[m] = vfmaq_f32(total[m], scale, vcvtq_f32_s32(sum));
+            total[m] = vfmaq_n_f32(total[m], bias, sums[m][g]);
+            digits[m] += 2 * GROUP;
+        }
+    }
+    for (int m = 0; m < count; m++) out[m] = vmulq_n_f32(total[m], sums[m][columns / GROUP]);
+}
+
+INLINE float32x4_t across(const float32x4_t *v) {
+    return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]));
+}
+
+INLINE void floats(const float *block, int columns, const float *const *x, int count, int rows,
+                   float32x4_t *out) {
+    float32x4_t acc[TILE][LANES];
+    const float *row[LANES];
+    for (int r = 0; r < LANES; r++) row[r] = block + (size_t)(r < rows ? r : 0) * columns;
+    for (int m = 0; m < count; m++)
+        for (int r = 0; r < LANES; r++) acc[m][r] = vdupq_n_f32(0);
+    for (int k = 0; k < columns; k += 4) {
+        float32x4_t w[LANES];
+        for (int r = 0; r < LANES; r++) w[r] = vld1q_f32(row[r] + k);
+        for (int m = 0; m < count; m++) {
+            float32x4_t v = vld1q_f32(x[m] + k);
+            for (int r = 0; r < LANES; r++) acc[m][r] = vfmaq_f32(acc[m][r], w[r], v);
+        }
+    }
+    for (int m = 0; m < count; m++) out[m] = across(acc[m]);
+}
+
+INLINE size_t block_size(const Matrix *a) {
+    size_t groups = a->columns / GROUP;
+    if (a->kind == FULL) return (size_t)a->columns * LANES * sizeof(float);
+    return groups * (a->kind == FOUR_BITS ? 80 : 144);
+}
+
+#define COUNTS(call)                                                                               \
+    switch (count) {                                                                               \
+    case 1: call(1); break;                                                                        \
+    case 2: call(2); break;                                                                        \
+    case 3: call(3); break;                                                                        \
+    default: call(4);                                                                              \
+    }
+
+/* Four results for each of up to four rows. `x` are float rows or digits, as the matrix wants. */
+static void multiply(const Matrix *a, int index, const void *const *x, int count, float32x4_t *out) {
+    const uint8_t *block = (const uint8_t *)a->data + block_size(a) * index;
+    int left = a->rows - index * LANES;
+#define FOUR(n) integers(block, a->columns, 4, (const int8_t *const *)x, n, out)
+#define EIGHT(n) integers(block, a->columns, 8, (const int8_t *const *)x, n, out)
+#define FLOATS(n) floats((const float *)block, a->columns, (const float *const *)x, n, left, out)
+    if (a->kind == FOUR_BITS) {
+        COUNTS(FOUR)
+    } else if (a->kind == EIGHT_BITS) {
+        COUNTS(EIGHT)
+    } else {
+        COUNTS(FLOATS)
+    }
+    float32x4_t bias = vdupq_n_f32(0);
+    if (a->bias) {
+        float padded[LANES] = {0};
+        memcpy(padded, a->bias + index * LANES, (left < LANES ? left : LANES) * sizeof(float));
+        bias = vld1q_f32(padded);
+    }
+    for (int m = 0; m < count; m++) out[m] = vfmaq_n_f32(bias, out[m], a->unit);
+}
+
+INLINE void put(float *target, float32x4_t value, int left) {
+    if (left >= LANES) {
+        vst1q_f32(target, value);
+    } else {
+        float all[LANES];
+        vst1q_f32(all, value);
+        memcpy(target, all, left * sizeof(float));
+    }
+}
+
+/* Rows of activations, as a matrix wants them. */
+typedef struct {
+    const float *floats;
+    const int8_t *digits;
+    int rows, columns;
+} Input;
+
+INLINE int tile(const Input *input, const Matrix *a, int first, const void **x) {
+    int count = input->rows - first < TILE ? input->rows - first : TILE;
+    for (int m = 0; m < count; m++)
+        x[m] = a->kind == FULL ? (const void *)(input->floats + (size_t)(first + m) * a->columns)
+                               : (const void *)(input->digits + (first + m) * digits_size(a->columns));
+    return count;
+}
+
+INLINE int num_blocks(const Matrix *a) { return (a->rows + LANES - 1) / LANES; }
+INLINE int piece(int blocks, const Team *team) {
+    int size = blocks / (team->count * 8);
+    return size < 1 ? 1 : size > 16 ? 16 : size;
+}
+
+/* Everything of one phase; results are put at `out`, or added to what is there. */
+static void project(Team *team, const Matrix *all, int num_matrices, const Input *input, float *out,
+                    int stride, int is_added) {
+    int total = 0, start;
+    for (int i = 0; i < num_matrices; i++) total += num_blocks(&all[i]);
+    int size = piece(total, team);
+    while ((start = take(team, total, size)) >= 0) {
+        int end = start + size < total ? start + size : total;
+        for (int first = 0; first < input->rows; first += TILE) {
+            const Matrix *a = all;
+            int index = start, offset = 0;
+            for (; index >= num_blocks(a); a++) index -= num_blocks(a), offset += a->rows;
+            for (int block = start; block < end; block++, index++) {
+                const void *x[TILE];
+                float32x4_t y[TILE];
+                if (index == num_blocks(a)) offset += a->rows, a++, index = 0;
+                int count = tile(input, a, first, x), left = a->rows - index * LANES;
+                multiply(a, index, x, count, y);
+                for (int m = 0; m < count; m++) {
+                    float *target = out + (size_t)(first + m) * stride + offset + index * LANES;
+                    if (is_added) y[m] = vaddq_f32(y[m], vld1q_f32(target));
+                    put(target, y[m], left);
+                }
+            }
+        }
+    }
+    meet(team);
+}
+
+/* e to the power of four numbers, none of them above 88; within 2e-7 of its value. */
+INLINE float32x4_t exponential(float32x4_t x) {
+    x = vmaxq_f32(x, vdupq_n_f32(-87.0f));
+    float32x4_t n = vrndnq_f32(vmulq_n_f32(x, 1.44269504f));
+    x = vfmsq_n_f32(vfmsq_n_f32(x, n, 0.693359375f), n, -2.12194440e-4f);
+    float32x4_t p = vdupq_n_f32(1.9875691500e-4f);
+    p = vfmaq_f32(vdupq_n_f32(1.3981999507e-3f), p, x);
+    p = vfmaq_f32(vdupq_n_f32(8.3334519073e-3f), p, x);
+    p = vfmaq_f32(vdupq_n_f32(4.1665795894e-2f), p, x);
+    p = vfmaq_f32(vdupq_n_f32(1.6666665459e-1f), p, x);
+    p = vfmaq_f32(vdupq_n_f32(5.0000001201e-1f), p, x);
+    p = vaddq_f32(vfmaq_f32(x, p, vmulq_f32(x, x)), vdupq_n_f32(1.0f));
+    int32x4_t power = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23);
+    return vmulq_f32(p, vreinterpretq_f32_s32(power));
+}
+
+/* silu(gate) * up */
+static void gated(Team *team, const Layer *layer, const Input *input, float *out, int stride) {
+    int total = num_blocks(&layer->gate), start, size = piece(total, team);
+    while ((start = take(team, total, size)) >= 0) {
+        int end = start + size < total ? start + size : total;
+        for (int first = 0; first < input->rows; first += TILE)
+            for (int index = start; index < end; index++) {
+                const void *x[TILE];
+                float32x4_t g[TILE], u[TILE], one = vdupq_n_f32(1.0f);
+                int count = tile(input, &layer->gate, first, x);
+                multiply(&layer->gate, index, x, count, g);
+                count = tile(input, &layer->up, first, x);
+                multiply(&layer->up, index, x, count, u);
+                for (int m = 0; m < count; m++) {
+                    float32x4_t least = vmaxq_f32(g[m], vdupq_n_f32(-87.0f));
+                    float32x4_t sigmoid = vdivq_f32(one, vaddq_f32(one, exponential(vnegq_f32(least))));
+                    float *target = out + (size_t)(first + m) * stride + index * LANES;
+                    vst1q_f32(target, vmulq_f32(vmulq_f32(g[m], sigmoid), u[m]));
+                }
+            }
+    }
+    meet(team);
+}
+
+/* ---- a step ----------------------------------------------------------------------------------- */
+
+typedef struct {
+    const Model *model;
+    const Row *rows;
+    const float *cos, *sin; /* of each row */
+    const int32_t *last;    /* rows whose logits are wanted */
+    float *hidden, *logits;
+    int32_t num_rows, num_last, num_shares; /* threads that may share a row's keys */
+    float *normed, *inputs, *attended, *inner, *parts;
+    int8_t *digits;
+} Step;
+
+static void normalise(const float *x, const float *weight, int size, float eps, float *out) {
+    float32x4_t sum = vdupq_n_f32(0);
+    for (int i = 0; i < size; i += 4) {
+        float32x4_t v = vld1q_f32(x + i);
+        sum = vfmaq_f32(sum, v, v);
+    }
+    float scale = 1.0f / sqrtf(vaddvq_f32(sum) / (float)size + eps);
+    for (int i = 0; i < size; i += 4)
+        vst1q_f32(out + i, vmulq_f32(vld1q_f32(weight + i), vmulq_n_f32(vld1q_f32(x + i), scale)));
+}
+
+/* Rows of `floats` as the matrix that reads them wants them. */
+INLINE void prepare(Step *s, const Matrix *reader, int row, const float *floats) {
+    if (reader->kind != FULL)
+        to_digits(floats, reader->columns, s->digits + row * digits_size(reader->columns));
+}
+
+static void norm_phase(Step *s, Team *team, const float *weight, const Matrix *reader) {
+    int size = s->model->hidden, row;
+    while ((row = take(team, s->num_rows, 1)) >= 0) {
+        float *out = s->normed + (size_t)row * size;
+        normalise(s->hidden + (size_t)row * size, weight, size, s->model->eps, out);
+        prepare(s, reader, row, out);
+    }
+    meet(team);
+}
+
+static void turn(float *x, const float *norm, const Model *m, const float *cos, const float *sin,
+                 float scale) {
+    int half = m->dim / 2;
+    if (norm) normalise(x, norm, m->dim, m->eps, x);
+    for (int i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        x[i] = (a * cos[i] - b * sin[i]) * scale;
+        x[i + half] = (b * cos[i + half] + a * sin[i + half]) * scale;
+    }
+}
+
+/* Turn queries and keys to their positions, and append keys and values to the buffers. */
+static void append_phase(Step *s, Team *team, int index) {
+    const Model *m = s->model;
+    const Layer *layer = &m->layers[index];
+    int stride = (m->heads + 2 * m->kv_heads) * m->dim, row;
+    while ((row = take(team, s->num_rows, 1)) >= 0) {
+        const Row *r = &s->rows[row];
+        const float *cos = s->cos + row * m->dim, *sin = s->sin + row * m->dim;
+        float *x = s->inputs + (size_t)row * stride;
+        for (int h = 0; h < m->heads; h++, x += m->dim)
+            turn(x, layer->query_norm, m, cos, sin, m->scaling);
+        for (int h = 0; h < m->kv_heads; h++, x += m->dim) {
+            size_t place = (((size_t)index * m->kv_heads + h) * r->capacity + r->position) * m->dim;
+            turn(x, layer->key_norm, m, cos, sin, 1.0f);
+            memcpy(r->keys + place, x, m->dim * sizeof(float));
+            memcpy(r->values + place, x + m->kv_heads * m->dim, m->dim * sizeof(float));
+        }
+    }
+    meet(team);
+}
+
+/* One query head over some keys: weighted values, the greatest score, and the sum of weights. */
+static void attend(const float *query, const float *keys, const float *values, int count, int dim,
+                   float *part) {
+    float scores[KEYS + 4];
+    float32x4_t most = vdupq_n_f32(-INFINITY), total = vdupq_n_f32(0);
+    for (int j = 0; j < count; j += 4) {
+        float32x4_t acc[4] = {vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0)};
+        const float *k[4];
+        for (int i = 0; i < 4; i++) k[i] = keys + (size_t)(j + i < count ? j + i : j) * dim;
+        for (int d = 0; d < dim; d += 4) {
+            float32x4_t q = vld1q_f32(query + d);
+            for (int i = 0; i < 4; i++) acc[i] = vfmaq_f32(acc[i], q, vld1q_f32(k[i] + d));
+        }
+        vst1q_f32(scores + j, across(acc));
+    }
+    for (int j = count; j % 4; j++) scores[j] = -INFINITY;
+    for (int j = 0; j < count; j += 4) most = vmaxq_f32(most, vld1q_f32(scores + j));
+    most = vdupq_n_f32(vmaxvq_f32(most));
+    for (int j = 0; j < count; j += 4) {
+        float32x4_t score = vld1q_f32(scores + j), zero = vdupq_n_f32(0);
+        float32x4_t weight = exponential(vsubq_f32(score, most));
+        weight = vbslq_f32(vceqq_f32(score, vdupq_n_f32(-INFINITY)), zero, weight);
+        vst1q_f32(scores + j, weight);
+        total = vaddq_f32(total, weight);
+    }
+    for (int d = 0; d < dim; d += 16) {
+        int num = dim - d < 16 ? (dim - d) / 4 : 4;
+        float32x4_t acc[4] = {vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0)};
+        const float *v = values + d;
+        if (num == 4)
+            for (int j = 0; j < count; j++, v += dim)
+                for (int i = 0; i < 4; i++) acc[i] = vfmaq_n_f32(acc[i], vld1q_f32(v + 4 * i), scores[j]);
+        else
+            for (int j = 0; j < count; j++, v += dim)
+                for (int i = 0; i < num; i++) acc[i] = vfmaq_n_f32(acc[i], vld1q_f32(v + 4 * i), scores[j]);
+        for (int i = 0; i < num; i++) vst1q_f32(part + d + 4 * i, acc[i]);
+    }
+    part[dim] = vgetq_lane_f32(most, 0);
+    part[dim + 1] = vaddvq_f32(total);
+}
+
+INLINE int64_t first_seen(const Row *r, const Layer *layer) {
+    int64_t first = layer->window ? r->position + 1 - layer->window : 0;
+    return first > 0 ? first : 0;
+}
+INLINE float *part_of(const Step *s, int row, int head, int share) {
+    const Model *m = s->model;
+    return s->parts + (((size_t)row * m->heads + head) * s->num_shares + share) * (m->dim + 4);
+}
+
+/* Add a piece to others of the same head. */
+static void merge(float *part, const float *other, int dim) {
+    float most = fmaxf(part[dim], other[dim]);
+    float mine = expf(part[dim] - most), its = expf(other[dim] - most);
+    for (int d = 0; d < dim; d++) part[d] = part[d] * mine + other[d] * its;
+    part[dim] = most;
+    part[dim + 1] = part[dim + 1] * mine + other[dim + 1] * its;
+}
+
+/* Heads that share keys take a piece of them one after the other, while it is in the cache. Where
+ * there are few rows, several threads share a row's pieces. */
+static void attend_phase(Step *s, Team *team, int index) {
+    const Model *m = s->model;
+    int shared = m->heads / m->kv_heads, stride = (m->heads + 2 * m->kv_heads) * m->dim, item;
+    float other[m->dim + 4];
+    while ((item = take(team, s->num_rows * m->kv_heads * s->num_shares, 1)) >= 0) {
+        int row = item % s->num_rows, head = item / s->num_rows % m->kv_heads;
+        int share = item / s->num_rows / m->kv_heads;
+        const Row *r = &s->rows[row];
+        int64_t start = first_seen(r, &m->layers[index]) + (int64_t)share * KEYS;
+        for (int is_first = 1; start <= r->position; start += s->num_shares * KEYS, is_first = 0) {
+            int count = r->position + 1 - start < KEYS ? (int)(r->position + 1 - start) : KEYS;
+            size_t place = (((size_t)index * m->kv_heads + head) * r->capacity + start) * m->dim;
+            for (int h = head * shared; h < (head + 1) * shared; h++) {
+                const float *query = s->inputs + (size_t)row * stride + h * m->dim;
+                float *part = part_of(s, row, h, share);
+                attend(query, r->keys + place, r->values + place, count, m->dim,
+                       is_first ? part : other);
+                if (!is_first) merge(part, other, m->dim);
+            }
+        }
+    }
+    meet(team);
+}
+
+/* Put each head's parts together. */
+static void join_phase(Step *s, Team *team, int index) {
+    const Model *m = s->model;
+    int row;
+    while ((row = take(team, s->num_rows, 1)) >= 0) {
+        const Row *r = &s->rows[row];
+        int64_t count = r->position + 1 - first_seen(r, &m->layers[index]);
+        float *out = s->attended + (size_t)row * m->heads * m->dim;
+        for (int h = 0; h < m->heads; h++, out += m->dim) {
+            float *part = part_of(s, row, h, 0);
+            for (int share = 1; share < s->num_shares && (int64_t)share * KEYS < count; share++)
+                merge(part, part_of(s, row, h, share), m->dim);
+            for (int d = 0; d < m->dim; d++) out[d] = part[d] / part[m->dim + 1];
+        }
+        prepare(s, &m->layers[index].output, row, out - m->heads * m->dim);
+    }
+    meet(team);
+}
+
+static void inner_phase(Step *s, Team *team, const Matrix *reader) {
+    int row;
+    while ((row = take(team, s->num_rows, 1)) >= 0)
+        prepare(s, reader, row, s->inner + (size_t)row * reader->columns);
+    meet(team);
+}
+
+static void head_phase(Step *s, Team *team) {
+    const Model *m = s->model;
+    int row;
+    while ((row = take(team, s->num_last, 1)) >= 0) {
+        float *out = s->normed + (size_t)row * m->hidden;
+        normalise(s->hidden + (size_t)s->last[row] * m->hidden, m->norm, m->hidden, m->eps, out);
+        prepare(s, &m->head, row, out);
+    }
+    meet(team);
+    Input input = {s->normed, s->digits, s->num_last, m->hidden};
+    project(team, &m->head, 1, &input, s->logits, m->head.rows, 0);
+}
+
+static void step_job(void *about, Team *team) {
+    Step *s = about;
+    const Model *m = s->model;
+    int width = m->heads * m->dim, stride = (m->heads + 2 * m->kv_heads) * m->dim;
+    for (int i = 0; i < m->num_layers; i++) {
+        const Layer *layer = &m->layers[i];
+        Input normed = {s->normed, s->digits, s->num_rows, m->hidden};
+        Input attended = {s->attended, s->digits, s->num_rows, width};
+        Input inner = {s->inner, s->digits, s->num_rows, m->inner};
+        norm_phase(s, team, layer->norm, layer->inputs);
+        project(team, layer->inputs, layer->num_inputs, &normed, s->inputs, stride, 0);
+        append_phase(s, team, i);
+        attend_phase(s, team, i);
+        join_phase(s, team, i);
+        project(team, &layer->output, 1, &attended, s->hidden, m->hidden, 1);
+        norm_phase(s, team, layer->mlp_norm, &layer->gate);
+        gated(team, layer, &normed, s->inner, m->inner);
+        inner_phase(s, team, &layer->down);
+        project(team, &layer->down, 1, &inner, s->hidden, m->hidden, 1);
+    }
+    head_phase(s, team);
+}
+
+static void *room(size_t bytes) {
+    void *memory = NULL;
+    return posix_memalign(&memory, 64, bytes + 64) ? NULL : memory;
+}
+
+/* Run a model over some rows; `hidden` comes as embeddings and is overwritten. 0 if it did. */
+int semantic_step(const Model *model, const Row *rows, int num_rows, const float *cos,
+                  const float *sin, const int32_t *last, int num_last, float *hidden,
+                  float *logits, int threads) {
+    const Model *m = model;
+    int width = m->heads * m->dim, stride = (m->heads + 2 * m->kv_heads) * m->dim;
+    int widest = m->hidden > m->inner ? m->hidden : m->inner;
+    int64_t longest = 0;
+    for (int i = 0; i < num_rows; i++)
+        if (rows[i].position + 1 > longest) longest = rows[i].position + 1;
+    Step s = {.model = model, .rows = rows, .cos = cos, .sin = sin, .last = last};
+    s.hidden = hidden, s.logits = logits, s.num_rows = num_rows, s.num_last = num_last;
+    int pieces = (int)((longest + KEYS - 1) / KEYS), wanted = 8 * threads / (num_rows * m->kv_heads);
+    s.num_shares = wanted < 1 ? 1 : wanted < pieces ? wanted : pieces;
+    size_t n = num_rows;
+    s.normed = room(n * m->hidden * sizeof(float));
+    s.inputs = room(n * stride * sizeof(float));
+    s.attended = room(n * width * sizeof(float));
+    s.inner = room(n * m->inner * sizeof(float));
+    s.parts = room(n * m->heads * s.num_shares * (m->dim + 4) * sizeof(float));
+    s.digits = room(n * digits_size(width > widest ? width : widest));
+    int failed = !(s.normed && s.inputs && s.attended && s.inner && s.parts && s.digits);
+    if (!failed) run(step_job, &s, threads);
+    free(s.normed), free(s.inputs), free(s.attended), free(s.inner), free(s.parts), free(s.digits);
+    return failed;
+}
+
+/* ---- one linear ------------------------------------------------------------------------------- */
+
+typedef struct {
+    const Matrix *matrix;
+    const float *x;
+    float *out;
+    int8_t *digits;
+    int rows;
+} Linear;
+
+static void linear_job(void *about, Team *team) {
+    Linear *l = about;
+    int row, columns = l->matrix->columns;
+    if (l->matrix->kind != FULL) {
+        while ((row = take(team, l->rows, 1)) >= 0)
+            to_digits(l->x + (size_t)row * columns, columns, l->digits + row * digits_size(columns));
+        meet(team);
+    }
+    Input input = {l->x, l->digits, l->rows, columns};
+    project(team, l->matrix, 1, &input, l->out, l->matrix->rows, 0);
+}
+
+int semantic_linear(const Matrix *matrix, const float *x, int rows, float *out, int threads) {
+    Linear l = {matrix, x, out, NULL, rows};
+    if (matrix->kind != FULL && !(l.digits = room(rows * digits_size(matrix->columns)))) return 1;
+    run(linear_job, &l, threads);
+    free(l.digits);
+    return 0;
+}
+
+/* ---- packing ---------------------------------------------------------------------------------- */
+
+typedef struct {
+    const uint8_t *packed;
+    const float *scales, *biases;
+    int rows, columns, group, bits;
+    uint8_t *out;
+    float unit;
+} Packing;
+
+INLINE int integer_at(const Packing *p, int row, int column) {
+    if (row >= p->rows) return 0;
+    const uint8_t *start = p->packed + (size_t)row * p->columns * p->bits / 8;
+    if (p->bits == 8) return start[column];
+    return start[column / 2] >> (column % 2 * 4) & 15;
+}
+
+static void pack_job(void *about, Team *team) {
+    Packing *p = about;
+    int blocks = (p->rows + LANES - 1) / LANES, index, groups = p->columns / GROUP;
+    size_t bytes = p->bits == 4 ? 64 : 128, size = groups * (bytes + 16);
+    while ((index = take(team, blocks, 1)) >= 0) {
+        uint8_t *out = p->out + size * index;
+        for (int g = 0; g < groups; g++, out += bytes + 16) {
+            for (int i = 0; i < 64; i++) { /* vector, row of the block, column of the four */
+                int row = index * LANES + i / 4 % 4, column = g * GROUP + i / 16 * 4 + i % 4;
+                int first = integer_at(p, row, column), second = integer_at(p, row, column + 16);
+                if (p->bits == 4)
+                    out[i] = first | second << 4;
+                else
+                    out[i] = first - 128, out[i + 64] = second - 128;
+            }
+            float16_t *about_rows = (float16_t *)(out + bytes);
+            for (int r = 0; r < LANES; r++) {
+                int row = index * LANES + r;
+                size_t at = (size_t)row * (p->columns / p->group) + g * GROUP / p->group;
+                float scale = row < p->rows ? p->scales[at] : 0, bias = row < p->rows ? p->biases[at] : 0;
+                if (p->bits == 8) bias += 128 * scale;
+                about_rows[r] = (float16_t)(scale / p->unit);
+                about_rows[LANES + r] = (float16_t)(bias / p->unit);
+            }
+        }
+    }
+    meet(team);
+}
+
+/* Lay a file's integers as the kernels read them: whole blocks of four rows. */
+void semantic_pack(const uint8_t *packed, const float *scales, const float *biases, int rows,
+                   int columns, int group, int bits, float unit, uint8_t *out, int threads) {
+    Packing p = {packed, scales, biases, rows, columns, group, bits, out, unit};
+    run(pack_job, &p, threads);
+}

@@ -1,0 +1,129 @@
+"""Decode steps in C: the same numbers as the model's own code, or not used."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import structlog
+import torch
+from transformers import GraniteConfig, LlamaConfig, Qwen2Config, Qwen3Config
+
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.grouped import GroupedLinear, GroupedWeight
+from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.adapters.outbound.backends.torch.native import Library, NativeBuild
+from semantic.domain.spec import ModelCacheSpec
+from tests.contract.driver import begin, finish, prompt
+from tests.contract.models import FAMILIES, SIZES, TinyModel, write_weights
+from tests.contract.test_torch_grouped import WIDE, write_grouped
+
+pytestmark = pytest.mark.contract
+
+PLAIN = {"llama", "qwen2", "qwen3", "mistral"}
+
+
+@pytest.fixture(scope="session")
+def library(native: NativeBuild) -> Library:
+    made = native.library()
+    if made is None:
+        pytest.skip("the native library is for ARM CPUs, and needs a compiler")
+    return made
+
+
+def spec_of(directory: Path) -> ModelCacheSpec:
+    return ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
+
+
+# -- one linear -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 70])
+@pytest.mark.parametrize("num_outputs", [48, 50])
+def test_a_linear_multiplies(library: Library, num_outputs: int, num_rows: int, bits: int) -> None:
+    """Weights whose bias is not the middle of their integers, and an activation far off."""
+    weight = GroupedWeight.quantised(torch.randn(num_outputs, 96) + 0.5, bits)
+    weight.scales = weight.scales.bfloat16()
+    bias = torch.randn(num_outputs)
+    linear = GroupedLinear(weight, bias)
+    x = torch.randn(num_rows, 96)
+    x[:, 7] *= 50
+    expected = x @ weight.expanded().t() + bias
+    linear.pack(library)
+    found = linear(x)
+    assert ((found - expected).norm() / expected.norm()).item() < 5e-4
+    assert torch.equal(linear(x[:1]), found[:1])
+    assert torch.equal(linear(torch.zeros(1, 96))[0], bias)
+
+
+# -- whole models ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_models_are_run_in_one_call(
+    native: NativeBuild, tiny_model: Callable[[str], TinyModel], family: str
+) -> None:
+    model = tiny_model(family)
+    backend = TorchBackend(model.directory, model.spec, TorchOptions("float32", native=native))
+    assert (backend._decoder is not None) == (family in PLAIN)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LlamaConfig(**WIDE, tie_word_embeddings=True), Qwen2Config(**WIDE), Qwen3Config(**WIDE)],
+    ids=["llama", "qwen2", "qwen3"],
+)
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.usefixtures("library")
+def test_quantised_models_answer_as_without_it_and_alike_in_a_batch(
+    native: NativeBuild, config: object, num_threads: int, tmp_path: Path
+) -> None:
+    directory = write_grouped(tmp_path, config, {"down_proj": 8, "embed_tokens": 8, "lm_head": 8})
+    replies, decoders = [], []
+    for build in (None, native):
+        options = TorchOptions(num_threads=num_threads, native=build)
+        backend = TorchBackend(directory, spec_of(directory), options)
+        alone = [begin(backend, n, prompt(150 + n, seed=n)).finish(6) for n in range(3)]
+        together = [begin(backend, 10 + n, prompt(150 + n, seed=n)) for n in range(3)]
+        finish(together, 6)
+        assert [run.reply for run in together] == alone
+        replies.append(alone)
+        decoders.append(backend._decoder)
+    assert decoders[1] is not None
+    assert replies[0] == replies[1]
+
+
+@pytest.mark.usefixtures("library")
+def test_a_model_that_computes_otherwise_is_run_by_its_own_code(
+    native: NativeBuild, tmp_path: Path
+) -> None:
+    """Granite has Llama's parts, and multiplies what they give."""
+    write_weights(tmp_path, GraniteConfig(**SIZES, residual_multiplier=0.5))
+    with structlog.testing.capture_logs() as logs:
+        options = TorchOptions("float32", native=native)
+        backend = TorchBackend(tmp_path, spec_of(tmp_path), options)
+    assert [line["log_level"] for line in logs] == ["warning"]
+    expected = TorchBackend(tmp_path, spec_of(tmp_path), TorchOptions("float32"))
+    replies = [begin(b, 0, prompt(30)).finish(6) for b in (backend, expected)]
+    assert replies[0] == replies[1]
+
+
+# -- building -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_there_is_none(
+    compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    assert NativeBuild(tmp_path / "native").library() is None
+
+
+@pytest.mark.usefixtures("library")
+def test_what_was_built_is_kept(native: NativeBuild) -> None:
+    files = {path: path.stat().st_mtime_ns for path in native.directory.iterdir()}
+    assert len(files) == 1
+    assert NativeBuild(native.directory).library() is not None
+    assert {path: path.stat().st_mtime_ns for path in native.directory.iterdir()} == files
