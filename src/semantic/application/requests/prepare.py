@@ -21,6 +21,7 @@ from semantic.application.prompt.replay import ReplayStore, TenantReplays
 from semantic.application.requests.identity import Claim, Identities, Identity
 from semantic.application.requests.thinking_budget import ThinkingBudget, ThinkingSpan
 from semantic.domain.agents import Agent, Principal
+from semantic.domain.blocks import BlockName
 from semantic.domain.chat import ChatRequest, RawPrompt, Thinking, require_whole_characters
 from semantic.domain.errors import (
     ContextLengthError,
@@ -81,6 +82,7 @@ class Preparation:
         self._replays = replays
         self._request_timeout_s = request_timeout_s
         self._renderer: Renderer | None = None
+        self._past = PastConversations(agents)
         self._dates = FrozenDates(replays)
 
     def prepare(
@@ -130,6 +132,7 @@ class Preparation:
             visible=visible,
             max_kept=max_kept,
             prediction=_predicted(request, model),
+            past=self._past.of(principal.tenant, root, model),
         )
         span = _span(shape, model, visible)
         num_begun = prompt.num_begun
@@ -210,6 +213,35 @@ class Preparation:
         # Clients ask for the longest reply they can take, whatever the model can make.
         default = self._device.limits.default_max_tokens or model.defaults.max_tokens
         return min(request.stop.max_tokens or default or room, room)
+
+
+class PastConversations:
+    """What agents said before a model was loaded, told once for each tenant: guesses start there.
+
+    Safe on any thread; reads the ledger.
+    """
+
+    _MAX_AGENTS = 16
+    _MAX_TOKENS = 8192  # of each, the last ones
+
+    def __init__(self, agents: AgentLedger) -> None:
+        self._agents = agents
+        self._model: LoadedModel | None = None
+        self._told: set[BlockName] = set()
+
+    def of(self, tenant: str, root: BlockName, model: LoadedModel) -> tuple[tuple[int, ...], ...]:
+        """The latest conversations of a tenant's agents with a model, the oldest first."""
+        if model is not self._model:
+            self._model, self._told = model, set()
+        if root in self._told or not model.backend.traits.max_draft:
+            return ()
+        self._told.add(root)
+        log, found = self._agents.log, []
+        for agent in self._agents.agents(tenant)[: self._MAX_AGENTS]:
+            place = log.place(tenant, agent.head) if agent.head else None
+            if place and place.pointer and place.pointer.root == root:
+                found.append(tuple(log.tokens(tenant, agent.head)[-self._MAX_TOKENS :]))
+        return tuple(found[::-1])
 
 
 def _shape(

@@ -19,7 +19,7 @@ from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.prompt.renderer import render
 from semantic.application.prompt.replay import ReplayKey, ReplayStore
 from semantic.application.requests.identity import BusyAgents, Identities
-from semantic.application.requests.prepare import NUM_THREADS, Preparation
+from semantic.application.requests.prepare import NUM_THREADS, PastConversations, Preparation
 from semantic.application.requests.reply import ReplyHub
 from semantic.application.requests.service import InferenceService
 from semantic.domain.agents import Agent, Principal, Quota
@@ -561,3 +561,18 @@ async def test_requests_that_are_never_prepared_are_refused_and_the_problem_is_t
             await asyncio.sleep(0.001)
         reply = await service.start(REQUEST, Principal("local"))
         reply.cancel()
+
+
+async def test_after_a_restart_guesses_start_from_what_the_tenants_agents_said(
+    service: InferenceService, device: tuple[DeviceThread, ReplyHub], agents: AgentLedger
+) -> None:
+    other = agents.principal("other")
+    await ask(service, replace(REQUEST, agent=AgentHint(agent_id="mine")))
+    await ask(service, replace(REQUEST, agent=AgentHint(agent_id="theirs")), other)
+    model = device[0].ready_model()
+    said = agents.log.tokens(ME.tenant, agents.get(ME.tenant, "mine").head)
+    past = PastConversations(agents)  # as a server that starts now
+    assert past.of(ME.tenant, model.root(ME), model) == (tuple(said),)
+    assert past.of(ME.tenant, model.root(ME), model) == ()
+    loaded_again = replace(model)
+    assert past.of(ME.tenant, loaded_again.root(ME), loaded_again) == (tuple(said),)
