@@ -126,9 +126,9 @@ def use_everything(running: RunningServer, seen: Seen) -> None:
                 break
         for agent in ("alike", "twin", "twin"):
             ask(http, agent, "The same beginning. " * 60)
+        crowd(running, http)
         for number in range(4):  # what one has said is guessed for the next
             ask(http, f"echo-{number}", "Say it again.", 64)
-        crowd(running, http)
         assert ask(http, "long", "too long" * 20_000).status_code == 400
         with http.stream("POST", "/v1/chat/completions", json=ENDLESS) as reply:
             next(reply.iter_lines())

@@ -62,6 +62,28 @@ def test_whole_and_streamed_replies_agree(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens == whole.usage.prompt_tokens - 1
 
 
+def test_a_prediction_is_taken_and_what_came_of_it_is_told(client: openai.OpenAI) -> None:
+    def ask(**more: Any) -> Any:
+        reply = client.chat.completions.create(
+            model="fake", messages=HELLO, temperature=0, max_tokens=80, **more
+        )
+        assert reply.usage
+        details = reply.usage.completion_tokens_details
+        assert details
+        told = details.accepted_prediction_tokens, details.rejected_prediction_tokens
+        return reply.choices[0].message.content, told
+
+    text, _ = ask()
+    for content in (text, [{"type": "text", "text": text}]):
+        again, (accepted, _) = ask(prediction={"type": "content", "content": content})
+        assert again == text
+        assert accepted > 0
+    wrong, _ = ask(prediction={"type": "content", "content": "nothing of the kind"})
+    assert wrong == text
+    with pytest.raises(openai.BadRequestError, match="prediction"):
+        ask(prediction={"type": "guess"})
+
+
 def test_a_stream_without_usage_has_none(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "hello"}]
     stream = client.chat.completions.create(model="fake", messages=messages, stream=True)
