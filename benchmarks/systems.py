@@ -155,7 +155,7 @@ def _process(
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port: int = probe.getsockname()[1]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(home)}
         environment |= more or {}
         log = home / "log"
         home.mkdir(parents=True, exist_ok=True)

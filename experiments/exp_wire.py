@@ -48,7 +48,8 @@ def read_events(text: str) -> list[tuple[str, dict[str, Any]]]:
     events = []
     for block in text.strip().split("\n\n"):
         lines = dict(line.split(": ", 1) for line in block.splitlines() if ": " in line)
-        events.append((lines["event"], json.loads(lines["data"])))
+        if "event" in lines:  # and not a comment, which keeps a connection alive
+            events.append((lines["event"], json.loads(lines["data"])))
     return events
 
 

@@ -106,7 +106,7 @@ def test_files_are_written_plainly_and_safely() -> None:
 
 def test_events_are_read_and_their_order_checked() -> None:
     text = "\n\n".join(f'event: {name}\ndata: {{"type": "{name}"}}' for name in REFERENCE)
-    names = [name for name, _ in read_events(text)]
+    names = [name for name, _ in read_events(f": wait\n\n{text}")]
     assert is_in_order(names)
     assert is_in_order(["ping", *names])
     assert not is_in_order(names[::-1])
