@@ -36,6 +36,7 @@ SUITE = {
     "quantised": False,
     "keeping": False,
     "streams": False,
+    "ahead": False,
     "grammar": False,
     "tenant_timing": True,
 }

@@ -22,6 +22,7 @@ from semantic.application.agents.ledger import AgentLedger, write_at_once
 from semantic.application.agents.upkeep import Housekeeping
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
+from semantic.application.engine import drafts as draft_memory
 from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.application.engine.model import LoadedModel
 from semantic.application.engine.request import EventSink
@@ -34,6 +35,7 @@ from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.storage import LedgerPort
 from semantic.ports.telemetry import TelemetryPort
 
+_DRAFT_SHARE = 64  # of a smaller budget, the memory for guesses is not taken off
 _log = structlog.get_logger(__name__)
 _FLUSH_S = 0.5
 
@@ -162,6 +164,8 @@ class AgentMemory:
             pool, self.disk, on_moved=self.agents.log.move, telemetry=self._telemetry
         )
         store.serve(spec, roots)
+        if settings.draft_tokens and self._memory_bytes >= _DRAFT_SHARE * draft_memory.MEMORY_BYTES:
+            store.reserve(draft_memory.MEMORY_BYTES)  # what guesses are made from is part of it
         store.restore_index(self._parts)
         self._parts = ()
         with self._closing:
