@@ -8,6 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from semantic.domain.agents import Agent, Turn
+from semantic.domain.chat import Message, Role
+from semantic.domain.events import Usage
 from tests.http_server import RunningServer, make_settings, run_server
 from tests.integration.test_direct_api import get, make, say
 from tests.integration.test_tenants import give_keys
@@ -108,6 +111,16 @@ def test_why_shows_the_text_on_both_sides(
     page.await_text("Tues", ".why .new")
 
 
+def test_drafted_tokens_are_shown(running: RunningServer, browser: Browser) -> None:
+    said = (Message.of(Role.USER, "Again?"), Message.of(Role.ASSISTANT, "Again."))
+    usage = Usage(9, 8, accepted_prediction_tokens=5, rejected_prediction_tokens=2)
+    turn = Turn("turn_1", None, "", said, (), 17, None, usage, 1.0)
+    running.server.memory.agents.create(Agent("parrot", 1.0).advance(turn.id, at=1.0), [turn])
+    page = browser.open(f"{running.url}/#/chat/parrot")
+    page.await_text("5 of 7 drafted tokens were right", ".cost")
+    page.await_text("5 drafted", ".cost .key")
+
+
 def test_agents_are_forked_and_taken_back(page: Page, http: httpx.Client) -> None:
     make(http, id="a", system=LONG)
     ids = [say(http, "a", text)["turn_id"] for text in ("one", "two", "three")]
@@ -160,6 +173,7 @@ def test_the_map_lives(running: RunningServer, http: httpx.Client, browser: Brow
     page.await_true("parseInt(document.querySelectorAll('.legend b')[3].innerText) > 0")
 
     page.await_text("RAM", ".budgets")  # it moves the map
+    page.await_text("none reported", ".budgets")  # of the device's memory
     left, top = (page.look(f"{CANVAS}.getBoundingClientRect().{side}") for side in ("left", "top"))
     page.hover(left + 8, top + 8)
     page.await_text("a, b", ".tip .owners")
