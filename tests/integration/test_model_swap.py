@@ -225,6 +225,18 @@ def test_loading_and_unloading_by_hand(running: RunningServer) -> None:
         assert (unknown.status_code, "nobody" in unknown.text) == (404, True)
 
 
+def test_what_was_said_is_exported_while_no_model_is_loaded(running: RunningServer) -> None:
+    with running.client() as http:
+        body = {"messages": QUESTION, "max_tokens": 4}
+        http.post("/v1/agents", json={"id": "a"}).raise_for_status()
+        http.post("/v1/agents/a/generate", json=body).raise_for_status()
+        http.post("/admin/models/unload").raise_for_status()
+        file = http.get("/v1/agents/a/export").raise_for_status().content
+        made = http.post("/v1/agents/import?id=b", content=file).raise_for_status().json()
+        assert (made["turns"], made["import_state"]) == (1, "recomputed")
+        assert "no model was loaded" in made["import_reason"]
+
+
 def test_the_feed_tells_of_a_swap(running: RunningServer) -> None:
     with running.client() as http, http.stream("GET", "/v1/events") as feed:
         lines = (line for line in feed.iter_lines() if line.startswith("data: "))

@@ -31,6 +31,8 @@ from semantic.ports.backend import KVPayload
 from semantic.ports.inbound import ImportedAgent
 from semantic.ports.storage import AgentFilePort, ExportHead, ExportItem, ExportPart
 
+_NO_MODEL = "none"  # in the head of a file that was written while none was loaded
+
 OpenFile = Callable[[], Iterable[bytes]]
 
 
@@ -67,19 +69,22 @@ class AgentTransfer:
     def export(self, principal: Principal, agent_id: str) -> Iterator[bytes]:
         """Write an agent with its turns and attention state as one file, piece by piece.
 
+        While no model is loaded only what was said is written: nobody knows whose state it is.
+
         Raises:
             AgentNotFoundError: there is no such agent; before the first piece.
-            ModelSwapError: no model is loaded.
         """
         agent = self._agents.get(principal.tenant, agent_id)
-        model = self._device.ready_model()
-        return self._files.write(self._items(agent, model))
+        return self._files.write(self._items(agent, self._device.model))
 
-    def _items(self, agent: Agent, model: LoadedModel) -> Iterator[ExportItem]:
-        yield ExportHead(agent, model.id, _fingerprint(model), model.backend.traits.kv_abi)
+    def _items(self, agent: Agent, model: LoadedModel | None) -> Iterator[ExportItem]:
+        if model is None:
+            yield ExportHead(agent, _NO_MODEL, _NO_MODEL, _NO_MODEL)
+        else:
+            yield ExportHead(agent, model.id, _fingerprint(model), model.backend.traits.kv_abi)
         turns = self._agents.turns(agent, limit=max(agent.num_turns, 1))
         yield from reversed(turns)
-        if turns and turns[0].pointer is not None:
+        if model is not None and turns and turns[0].pointer is not None:
             yield from self._parts(turns[0].pointer)
 
     def _parts(self, pointer: Pointer) -> Iterator[ExportPart]:
@@ -128,6 +133,8 @@ class AgentTransfer:
         signer = self._files.check(open_file())
         is_trusted = bool(signer) and not is_messages_only
         arrival = _checked(self._files.read(open_file(), has_parts=is_trusted))
+        if arrival.head.abi == _NO_MODEL:
+            is_messages_only, is_trusted = True, False
         known = arrival.head.agent
         known = known.with_id(new_id) if new_id else known
         if self._agents.find(principal.tenant, known.id) is not None:
@@ -154,7 +161,9 @@ class AgentTransfer:
         )
         made = self._agents.create(agent, turns)
         self._feed.publish(AgentChanged(made.tenant, made.id, AgentAction.IMPORTED))
-        reason = _reason(signer, is_messages_only=is_messages_only, has_state=bool(names))
+        reason = _reason(
+            signer, arrival.head, is_messages_only=is_messages_only, has_state=bool(names)
+        )
         return ImportedAgent(made, has_state=bool(names), reason=reason)
 
     def _seal(self, root: BlockName, items: Iterator[ExportItem]) -> dict[BlockName, BlockName]:
@@ -214,7 +223,9 @@ def _require_same_model(head: ExportHead, model: LoadedModel) -> None:
         )
 
 
-def _reason(signer: str, *, is_messages_only: bool, has_state: bool) -> str:
+def _reason(signer: str, head: ExportHead, *, is_messages_only: bool, has_state: bool) -> str:
+    if head.abi == _NO_MODEL:
+        return "the file was exported while no model was loaded"
     if is_messages_only:
         return "messages_only was asked for"
     if not signer:

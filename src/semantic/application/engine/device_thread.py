@@ -268,8 +268,7 @@ class DeviceThread:
     def _run(self) -> None:
         exchange: Exchange | None = Exchange(self._load)
         while exchange is not None:
-            engine = self._open(exchange)
-            exchange = self._serve(engine) if engine else self._await_exchange()
+            exchange = self._serve(self._open(exchange))
         self._fail_live(BackendError("the device's thread has ended."))
         self._refuse_exchanges()
 
@@ -304,17 +303,19 @@ class DeviceThread:
         exchange.done.set_result(self._num_cut)
         return engine
 
-    def _serve(self, engine: BlockPoolBatchEngine) -> Exchange | None:
-        """Run an engine until its model is exchanged; None at the end of the server."""
-        self._exchange, model = None, self._model
+    def _serve(self, engine: BlockPoolBatchEngine | None) -> Exchange | None:
+        """Run an engine, if there is one, until its model is exchanged; None at the end."""
+        if engine is None or (model := self._model) is None:
+            return self._await_exchange()
+        self._exchange, backend = None, model.backend
         try:
             while self._turn(engine) and not self._is_drained(engine):
                 pass
             self._close(engine)
             with self._lock:
                 self._model = None
-            if model is not None:
-                model.backend.shutdown()
+            del engine, model  # so that the backend can return what only they referred to
+            backend.shutdown()
         except Exception as error:  # noqa: BLE001 - the thread ends, and everyone is answered
             _log.exception("the device's thread ended")
             self._set_state(ModelState.FAILED, f"the engine failed: {error!r}")

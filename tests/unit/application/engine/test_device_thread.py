@@ -1,7 +1,9 @@
 """The device's thread with a real engine on a fake backend, and with things that go wrong."""
 
+import gc
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -317,6 +319,30 @@ def test_a_model_whose_device_is_lost_is_loaded_again(
         assert made.reason("b") is FinishReason.MAX_TOKENS
         assert len(backends) == 2
         assert backends[0].num_open == 0
+
+
+def test_a_backend_is_shut_down_when_all_else_of_its_model_is_gone() -> None:
+    """So that it can return the memory of tokenizer and engine too."""
+    tokenizers: list[weakref.ref[FakeTokenizer]] = []
+    left: list[object] = []
+
+    class LastBackend(StallingBackend):
+        def shutdown(self) -> None:
+            gc.collect()
+            left.extend(ref() for ref in tokenizers)
+            super().shutdown()
+
+    def load(_: Callable[[str], None]) -> LoadedModel:
+        tokenizer = FakeTokenizer()
+        tokenizers.append(weakref.ref(tokenizer))
+        return LoadedModel("fake", LastBackend(), tokenizer)
+
+    with device(load=load) as made:
+        made.await_state(ModelState.READY)
+        made.submit("a")
+        made.final("a")
+        made.thread.exchange(None, drain_s=1).result(20)
+        assert left == [None]
 
 
 def test_requests_sent_together_start_together() -> None:

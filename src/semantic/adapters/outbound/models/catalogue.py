@@ -114,7 +114,8 @@ class ModelCatalogue:
             return None
         family = str(config.get("model_type", ""))
         is_16_bit = config.get("torch_dtype", config.get("dtype")) in ("bfloat16", "float16")
-        growth = self._growth() if is_16_bit and "quantization_config" not in config else 1
+        is_quantised = not config.keys().isdisjoint(("quantization", "quantization_config"))
+        growth = self._growth() if is_16_bit and not is_quantised else 1
         return self._sized(ModelEntry(served_id(source), source, family), weights, growth)
 
     def _sized(self, entry: ModelEntry, weights: Sequence[Path], growth: int) -> ModelEntry:

@@ -116,7 +116,13 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
         model.eval()
         spec, make_caches = _agree(model, spec)
     except _UNREADABLE as error:
-        raise refusal(spec, str(error)) from error
+        reason = str(error)
+        if reason.startswith("Model type "):  # "... not supported.", which says not what to do
+            reason = (
+                f"the installed mlx-lm does not know its model_type {config.get('model_type')!r}. "
+                "Take another model, --backend torch, or a version of mlx-lm that knows it."
+            )
+        raise refusal(spec, reason) from error
     return MlxModel(model, spec, make_caches, reason, is_expanded, memory)
 
 

@@ -51,6 +51,7 @@ Bits: TypeAlias = npt.NDArray[np.integer[Any]]
 _BITS = {2: np.int16, 4: np.int32}
 _PURGE_S, _PURGE_BYTES = 0.15, 32 * 2**20
 _MAX_DRAFT = 16
+_COLLECTED_AFTER, _COLLECTED_BYTES = 12_000, 4096
 _GROWTH = 256  # tokens by which a sequence's buffers grow
 _MOST_OFF = 2e-3  # between two ways to compute the same, relative to it
 
@@ -169,8 +170,11 @@ class TorchBackend(EagerBackend[TorchSequence]):
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         else:
-            # PyTorch's allocator returns what was freed with the first large block after a while.
+            # PyTorch's allocator on ARM, mimalloc, returns large blocks with the first one that is
+            # asked for after a while, and looks for others every 10,000 allocations of a thread.
             time.sleep(_PURGE_S)
+            for _ in range(_COLLECTED_AFTER):
+                torch.empty(_COLLECTED_BYTES, dtype=torch.uint8)
             torch.empty(_PURGE_BYTES, dtype=torch.uint8)
 
     # -- one step -------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from semantic.adapters.outbound.backends.torch import cpu
@@ -153,7 +153,12 @@ def _plan_of_share(directory: Path, options: TorchOptions, device: torch.device)
 
 
 def _is_grouped(directory: Path) -> bool:
-    return is_grouped(json.loads((directory / "config.json").read_text("utf-8")))
+    return is_grouped(_config(directory))
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
+    return config
 
 
 def choose_device(device: Device) -> torch.device:
@@ -221,6 +226,14 @@ def load_model(directory: Path, spec: ModelCacheSpec, plan: Plan) -> tuple[Any, 
         raise InvalidRequestError(
             f"{spec.model_type} has recurrent layers, which the torch backend cannot run; "
             "use --backend mlx.",
+            param="model",
+        )
+    model_type = _config(directory).get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise InvalidRequestError(
+            f"the torch backend cannot run {directory.name}: the installed transformers does not "
+            f"know its model_type {model_type!r}. Take another model, --backend mlx, or a version "
+            "of transformers that knows it.",
             param="model",
         )
     if not sys.stderr.isatty():
