@@ -241,16 +241,22 @@ INLINE void floats(const float *block, int columns, const float *const *x, int c
     float32x4_t acc[TILE][LANES];
     const float *row[LANES];
     for (int r = 0; r < LANES; r++) row[r] = block + (size_t)(r < rows ? r : 0) * columns;
+#pragma GCC unroll 4
     for (int m = 0; m < count; m++)
+#pragma GCC unroll 4
         for (int r = 0; r < LANES; r++) acc[m][r] = vdupq_n_f32(0);
     for (int k = 0; k < columns; k += 4) {
         float32x4_t w[LANES];
+#pragma GCC unroll 4
         for (int r = 0; r < LANES; r++) w[r] = vld1q_f32(row[r] + k);
+#pragma GCC unroll 4
         for (int m = 0; m < count; m++) {
             float32x4_t v = vld1q_f32(x[m] + k);
+#pragma GCC unroll 4
             for (int r = 0; r < LANES; r++) acc[m][r] = vfmaq_f32(acc[m][r], w[r], v);
         }
     }
+#pragma GCC unroll 4
     for (int m = 0; m < count; m++) out[m] = across(acc[m]);
 }
 

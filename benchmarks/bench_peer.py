@@ -1,0 +1,248 @@
+"""This server beside llama.cpp on the same file and machine, in turns, over HTTP.
+
+One stream, eight streams, prompts of 512 and 4,096 tokens, the workflow of five agents with a
+restart; on a quiet machine, and beside a busy loop on each core. `make peer` builds llama.cpp.
+
+    python -m benchmarks.bench_peer --json peer.json
+    python -m benchmarks.bench_peer --shape 1b --only one prefill --conditions quiet
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import gguf
+import numpy as np
+
+from benchmarks.bench_workflow import PHASES, Talk, conversations, run_workflow, text_of
+from benchmarks.client import Client, said
+from benchmarks.common import serving
+from benchmarks.peer import peer_path, peer_serving
+from benchmarks.report import Report, run
+from benchmarks.systems import System
+from semantic.adapters.outbound.models.gguf import starter_gguf
+
+SCENARIOS = ("one", "eight", "prefill", "workflow")
+CONDITIONS = ("quiet", "busy")
+NUM_AGENTS, AGENT_TOKENS = 5, 1024
+MOST_START_S, MOST_BUSY = 5.0, 2.5
+LEAST = {"eight streams": 1.2, "prefill": 1.5, "workflow": 2.0, "after a restart": 30.0}
+LEAST_ONE = {"starter": 0.6, "1b": 0.8}
+_HIDDEN, _INNER, _LAYERS, _KEYS = 2048, 8192, 16, 512
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+def write_1b(path: Path) -> None:
+    """A file in the shape of Llama 3.2 1B: random weights of four bits, and the starter's words."""
+    reader, writer = gguf.GGUFReader(starter_gguf()), gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(_LAYERS)
+    writer.add_context_length(8192)
+    writer.add_embedding_length(_HIDDEN)
+    writer.add_feed_forward_length(_INNER)
+    writer.add_head_count(_HIDDEN // 64)
+    writer.add_head_count_kv(_KEYS // 64)
+    writer.add_rope_freq_base(500_000.0)
+    writer.add_rope_dimension_count(64)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for name, field in reader.fields.items():
+        if name.startswith("tokenizer."):
+            kinds = (field.types[0], field.types[-1] if len(field.types) > 1 else None)
+            writer.add_key_value(name, field.contents(), *kinds)
+    shapes = {"attn_q": (_HIDDEN, _HIDDEN), "attn_k": (_KEYS, _HIDDEN), "attn_v": (_KEYS, _HIDDEN)}
+    shapes |= {"attn_output": (_HIDDEN, _HIDDEN), "ffn_gate": (_INNER, _HIDDEN)}
+    shapes |= {"ffn_up": (_INNER, _HIDDEN), "ffn_down": (_HIDDEN, _INNER)}
+    _add_random(writer, "token_embd.weight", (49_152, _HIDDEN))
+    for layer in range(_LAYERS):
+        for name, shape in shapes.items():
+            _add_random(writer, f"blk.{layer}.{name}.weight", shape)
+        for name in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(_HIDDEN, np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(_HIDDEN, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_random(writer: gguf.GGUFWriter, name: str, shape: tuple[int, int]) -> None:
+    """Q4_1: a scale, a minimum and 16 bytes for every 32 weights."""
+    blocks = np.empty((shape[0], shape[1] // 32, 20), np.uint8)
+    random = np.random.default_rng(len(name) + shape[0])
+    blocks[..., 4:] = random.integers(0, 256, (*blocks.shape[:2], 16), np.uint8)
+    blocks[..., :4] = np.array([0.004, -0.03], np.float16).view(np.uint8)
+    kind = gguf.GGMLQuantizationType.Q4_1
+    writer.add_tensor(name, blocks.reshape(shape[0], -1), raw_dtype=kind)
+
+
+# -- the servers -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A server's way to be started, and how long it takes to be ready, the last time."""
+
+    name: str
+    open: Callable[[Path], contextlib.AbstractContextManager[int]]
+    took: list[float]
+
+    @contextlib.contextmanager
+    def start(self, home: Path) -> Iterator[str]:
+        """Start it."""
+        started = time.perf_counter()
+        with self.open(home) as port:
+            self.took.append(time.perf_counter() - started)
+            yield f"http://127.0.0.1:{port}/v1"
+
+    @property
+    def system(self) -> System:
+        """As the workflow wants it."""
+        return System(self.name, self.start, more={"ignore_eos": True, "cache_prompt": True})
+
+
+def make_servers(source: str, file: Path) -> tuple[Timed, Timed]:
+    """Ours and theirs, on the same file."""
+    settings = {"model_aliases": "any", "max_batch_size": "16", "max_idle": "8"}
+
+    def ours(home: Path) -> contextlib.AbstractContextManager[int]:
+        arguments = ("--model", source, "--home", str(home), "--memory-budget-mb", "4096")
+        return serving(*arguments, settings=settings)
+
+    def theirs(_: Path) -> contextlib.AbstractContextManager[int]:
+        return peer_serving(file, streams=8, context=8192)
+
+    return Timed("semantic", ours, []), Timed("llama.cpp", theirs, [])
+
+
+@contextlib.contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """So many programs that do nothing else than take a core."""
+    command = [sys.executable, "-c", "while True: pass"]
+    loops = [subprocess.Popen(command) for _ in range(count)]  # noqa: S603 - our own
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+# -- what is asked ---------------------------------------------------------------------------------
+
+
+async def streams(client: Client, count: int, num_tokens: int, start: int) -> float:
+    """Tokens a second of some streams in sum, from each one's first token on."""
+    asked = (
+        client.ask(said(text_of(40, start + 50 * i) + "\nTell me more."), num_tokens)
+        for i in range(count)
+    )
+    return sum(1000 / reply.ms_per_token for reply in await asyncio.gather(*asked))
+
+
+async def prefill(client: Client, num_tokens: int, start: int) -> float:
+    """Tokens of a prompt a second, until the first of the reply."""
+    reply = await client.ask(said(text_of(num_tokens - 30, start)), 1)
+    return reply.num_prompt / reply.first
+
+
+class Comparison:
+    """Both servers under one condition."""
+
+    def __init__(self, report: Report, servers: Sequence[Timed], homes: Sequence[Path]) -> None:
+        self._report, self._servers, self._homes = report, servers, homes
+
+    def run(self, condition: str) -> None:
+        """Measure what was asked for."""
+        only, place = self._report.options.only, 1000 * CONDITIONS.index(condition)
+        with contextlib.ExitStack() as stack:
+            pairs = zip(self._servers, self._homes, strict=True)
+            urls = [stack.enter_context(server.start(home)) for server, home in pairs]
+            clients = [Client(url) for url in urls]
+            for client in clients:
+                asyncio.run(client.ask(said("Good morning."), 2))
+            for name, count, num_tokens in (("one", 1, 96), ("eight", 8, 64)):
+                if name in only:
+                    where = place + 20_000 + 500 * count
+                    rates = [asyncio.run(streams(c, count, num_tokens, where)) for c in clients]
+                    self._tell(f"{condition}, {name} stream{'s' * (count > 1)}", rates)
+            for length in (512, 4096) if "prefill" in only else ():
+                rates = [asyncio.run(prefill(c, length, place + 30_000 + length)) for c in clients]
+                self._tell(f"{condition}, prefill of {length}", rates)
+        if "workflow" in only:
+            self._workflow(condition)
+
+    def _workflow(self, condition: str) -> None:
+        talks = [
+            Talk(server.system, home / "talk", conversations(NUM_AGENTS, AGENT_TOKENS), 32)
+            for server, home in zip(self._servers, self._homes, strict=True)
+        ]
+        for talk, home in zip(talks, self._homes, strict=True):
+            talk.home = home
+            for message in (message for messages in talk.talks for message in messages):
+                message["content"] = f"{condition}: {message['content']}"
+        run_workflow(talks, 2, lambda text: print(f"    {text}", flush=True))
+        walls = [talk.walls["first"] + talk.walls["later"] for talk in talks]
+        self._tell(f"{condition}, workflow", walls, "s")
+        waits = [median(talk.firsts[PHASES[2]]) for talk in talks]
+        self._tell(f"{condition}, first token {PHASES[2]}", waits, "s")
+
+    def _tell(self, name: str, figures: Sequence[float], unit: str = "tokens/s") -> None:
+        ours, theirs = figures
+        for server, figure in zip(self._servers, figures, strict=True):
+            self._report.add(f"{name}, {server.name}", figure, unit)
+        least = None
+        if name.startswith("quiet"):
+            least = next((least for words, least in LEAST.items() if words in name), None)
+            least = LEAST_ONE[self._report.options.shape] if "one stream" in name else least
+        ratio = theirs / ours if unit == "s" else ours / theirs
+        self._report.add(f"{name}: ratio", ratio, "times as good", least=least)
+        print(f"    {name}: {ours:.2f} against {theirs:.2f} {unit}, {ratio:.2f}x", flush=True)
+
+
+def measure(report: Report) -> None:
+    """Under every condition."""
+    options = report.options
+    if not peer_path().exists():
+        report.note("SKIP: llama.cpp's server is not built; run `make peer`")
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        home, file, source = options.home or Path(temporary), starter_gguf(), "starter"
+        if options.shape == "1b":
+            file = Path(temporary) / "llama-1b-random-q4_1.gguf"
+            write_1b(file)
+            source = str(file)
+        servers = make_servers(source, file)
+        with servers[0].start(home):
+            pass  # the first start imports the file and builds what it needs
+        compared = Comparison(report, servers, (home, home))
+        for condition in options.conditions:
+            with busy_loops((os.cpu_count() or 1) * (condition == "busy")):
+                compared.run(condition)
+        report.add("start to ready, second start", servers[0].took[1], "s", most=MOST_START_S)
+        report.add("start to ready, llama.cpp", servers[1].took[0], "s")
+    names = [f"{condition}, workflow, semantic" for condition in CONDITIONS]
+    if all(name in report.figures for name in names):
+        quiet, busy = (report.figures[name].median for name in names)
+        report.add("workflow, busy over quiet", busy / quiet, most=MOST_BUSY)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Its own."""
+    parser.add_argument("--shape", choices=sorted(LEAST_ONE), default="starter")
+    parser.add_argument("--only", nargs="*", choices=SCENARIOS, default=SCENARIOS)
+    parser.add_argument("--conditions", nargs="*", choices=CONDITIONS, default=CONDITIONS)
+    parser.add_argument("--home", type=Path, help="of our server; a new one if not given")
+
+
+if __name__ == "__main__":
+    sys.exit(run("peer", measure, add_options=add_options))
