@@ -32,6 +32,7 @@ _SETTLED = 2  # measurements before a size of step is known
 _FIRST_SLOPE = 0.02  # of a step's time for each further token, before anything is known
 _PIECE = 512  # tokens of a prompt that are remembered in one step
 _WORTHLESS = 0.2
+_PATIENCE, _MAX_PAUSE = 4, 7
 # How likely a guess is before anything was learnt, by the length of its match.
 _PRIOR = {0: 0.3, 4: 0.4, 5: 0.5, 6: 0.6, 8: 0.7, 12: 0.8, 16: 0.85, 24: 0.9, MAX_MATCH: 0.95}
 _BOUNDS = tuple(_PRIOR)
@@ -162,6 +163,8 @@ class _Follower:
         length: Tokens before the guess that stood before it elsewhere.
         counts: Of this reply's guesses, those that were right, and all.
         is_stale: Whether there are new tokens to look for a guess by.
+        num_misses: Guesses that were wrong or not found since the last that was right.
+        pause: Tokens before the next is looked for.
     """
 
     memory: TenantMemory
@@ -172,12 +175,15 @@ class _Follower:
     is_unanimous: bool = True
     counts: list[float] = field(default_factory=lambda: [0.0, 0.0])
     is_stale: bool = True
+    num_misses: int = 0
+    pause: int = 0
 
     def catch_up(self, tokens: Sequence[int], rates: HitRates) -> None:
         """Compare new tokens with what was guessed for them, and remember them."""
         for token in tokens[self.num_seen :]:
             if self.guess:
                 is_hit = token == self.guess[0]
+                self.num_misses = 0 if is_hit else self.num_misses + 1
                 rates.note(self.length, is_unanimous=self.is_unanimous, is_hit=is_hit)
                 _count(self.counts, is_hit, _MAX_OWN_COUNT)
                 self.guess = self.guess[1:] if is_hit else []
@@ -185,8 +191,10 @@ class _Follower:
             self.is_stale = True
         self.num_seen = len(tokens)
         if not self.guess and self.is_stale:
-            self._remember(tokens)
-            self._look_up(tokens)
+            self.pause -= 1
+            if self.pause < 0:
+                self._remember(tokens)
+                self._look_up(tokens)
         self.is_stale = False
 
     def _look_up(self, tokens: Sequence[int]) -> None:
@@ -194,6 +202,10 @@ class _Follower:
         if match is not None:
             self.guess, self.length = match.tokens, match.length
             self.is_unanimous = match.is_unanimous
+        else:
+            self.num_misses += 1
+        # Where nothing is found again and again, it is looked for less often.
+        self.pause = min(self.num_misses // _PATIENCE, _MAX_PAUSE)
 
     def _remember(self, tokens: Sequence[int]) -> None:
         start = len(self.conversation.tokens)
@@ -233,6 +245,8 @@ class Ahead:
         if not self.max_draft:
             return {}
         self._remember_more()
+        if not any(row.draft_room > 0 for row in rows):
+            return {}
         # Walking a grammar ahead takes time of its own.
         is_hopeful = any(row.constraint is not None for row in rows) and any(
             self._chosen([[1.0] * self.max_draft, *([] for _ in rows[1:])], has_prompts=has_prompts)
