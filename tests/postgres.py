@@ -4,7 +4,6 @@ import os
 import pwd
 import secrets
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -61,8 +60,9 @@ def running_postgres() -> Iterator[str]:
             cwd=home,
         )
         try:
-            _wait_for(home / ".s.PGSQL.5432", server)
-            yield f"postgresql://test@/postgres?host={quote(str(home))}"
+            url = f"postgresql://test@/postgres?host={quote(str(home))}"
+            _wait_for(url, server)
+            yield url
         finally:
             server.send_signal(2)  # a fast shutdown: clients are sent away
             server.wait(30)
@@ -70,13 +70,16 @@ def running_postgres() -> Iterator[str]:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def _wait_for(path: Path, server: "subprocess.Popen[bytes]") -> None:
+def _wait_for(url: str, server: "subprocess.Popen[bytes]") -> None:
+    psycopg = pytest.importorskip("psycopg")
     for _ in range(600):
         assert server.poll() is None, "PostgreSQL did not start"
-        with socket.socket(socket.AF_UNIX) as probe:
-            if path.exists() and probe.connect_ex(str(path)) == 0:
-                return
-        time.sleep(0.05)
+        try:
+            psycopg.connect(url).close()
+        except psycopg.OperationalError:
+            time.sleep(0.05)
+        else:
+            return
     raise AssertionError("PostgreSQL did not start in time")
 
 

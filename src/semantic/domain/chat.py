@@ -243,12 +243,14 @@ class Continuation:
         is_edited: The messages before the new ones are not those the turn led to.
         num_dropped: Messages left out to make room.
         min_room: Tokens that must be left for the reply, or the request is refused.
+        epoch: Of the lease of the agent; None where it needs none.
     """
 
     turn_id: str | None
     is_edited: bool = False
     num_dropped: int = 0
     min_room: int = 1
+    epoch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ made when the model's geometry is known.
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Literal
 
 import structlog
 
@@ -19,7 +20,9 @@ from semantic.adapters.outbound.cipher import load_cipher
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.cache_admin import ModelCache
 from semantic.application.agents.ledger import AgentLedger, write_at_once
+from semantic.application.agents.sharing import AgentLeases, SharedAgents
 from semantic.application.agents.upkeep import Housekeeping
+from semantic.application.cache.remote import RemoteTier
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
 from semantic.application.engine import drafts as draft_memory
@@ -28,12 +31,20 @@ from semantic.application.engine.model import LoadedModel
 from semantic.application.engine.request import EventSink
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.prompt.replay import LedgerReplayStore
-from semantic.domain.blocks import BlockName, BlockNamespace
-from semantic.domain.errors import CachePersistenceError, DrainingError, ModelSwapError
+from semantic.domain.blocks import BlockName, BlockNamespace, pack_tokens
+from semantic.domain.errors import (
+    CachePersistenceError,
+    DrainingError,
+    InvalidRequestError,
+    ModelSwapError,
+)
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import ModelCacheSpec
-from semantic.ports.storage import LedgerPort
+from semantic.ports.storage import LedgerChange, LedgerPort, MarkDurable, PutReplay, Repoint
 from semantic.ports.telemetry import TelemetryPort
+
+if TYPE_CHECKING:
+    from semantic.adapters.outbound.ledger.postgres import PostgresLedger
 
 _DRAFT_SHARE = 64  # of a smaller budget, the memory for guesses is not taken off
 _log = structlog.get_logger(__name__)
@@ -86,7 +97,9 @@ class AgentMemory:
         if directory is not None:
             claim(directory)
             self._lock = DirectoryLock(directory)
-        self.ledger: LedgerPort = SqliteLedger(directory, cipher=cipher)
+        own = SqliteLedger(directory, cipher=cipher)
+        self._shared = _shared_ledger(settings, own) if settings.store == "shared" else None
+        self.ledger: LedgerPort = self._shared or own
         try:
             state = self.ledger.load()
         except CachePersistenceError:
@@ -107,9 +120,61 @@ class AgentMemory:
                 is_synced=settings.durability == "sync",
                 telemetry=telemetry,
             )
+        self._remote: RemoteTier | None = None
         write = self.disk.change if self.disk else write_at_once(self.ledger)
-        self.agents = AgentLedger(self.ledger, state, write)
+        if self._shared is None:
+            self.agents = AgentLedger(self.ledger, state, write)
+        else:
+            self._remote = self._make_remote(self._shared)
+            self._seen = SharedAgents(self._shared)
+            write = self._write_shared
+            leases = AgentLeases(self._shared, settings.lease_s)
+            self.agents = AgentLedger(self._shared, state, write, table=self._seen, leases=leases)
         self.replays = LedgerReplayStore(self.ledger, write)
+
+    def _make_remote(self, ledger: "PostgresLedger") -> RemoteTier:
+        """Open the object store behind this machine's files."""
+        from semantic.adapters.outbound.blocks.objects import ObjectBlocks, open_store
+        from semantic.adapters.outbound.ledger.shared_parts import SharedParts
+
+        assert self._files is not None and self._settings.objects_url  # noqa: S101, PT018 - checked
+        objects = ObjectBlocks(open_store(self._settings.objects_url))
+        return RemoteTier(self._files, objects, SharedParts(ledger))
+
+    def _write_shared(self, *changes: LedgerChange) -> Future[None]:
+        """Write what must be there before a reply ends; what only moves pointers follows behind."""
+        assert self.disk is not None  # noqa: S101 - checked by the settings
+        if all(isinstance(change, Repoint | MarkDurable) for change in changes):
+            return self.disk.change(*changes)
+        # Replays are there when the turn that follows them is.
+        is_synced = not all(isinstance(change, PutReplay) for change in changes)
+        self.ledger.apply(changes, is_synced=is_synced)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def listen(self, hear: Callable[[str, str, str], None]) -> None:
+        """Let what other servers do to agents be heard, on a thread of its own."""
+        if self._shared is None:
+            return
+
+        def on_moved(tenant: str, agent_id: str, turn_id: str) -> None:
+            self._seen.forget(tenant, agent_id)
+            try:
+                hear(tenant, agent_id, turn_id)
+            except CachePersistenceError as error:
+                _log.warning("what another server did was missed", problem=error.message)
+
+        self._shared.listen(on_moved)
+
+    @property
+    def learn(self) -> Callable[[BlockName, Sequence[int]], None] | None:
+        """Finds out what other servers computed of a prompt; None if there are none."""
+        return self._learn if self._remote is not None else None
+
+    def _learn(self, root: BlockName, tokens: Sequence[int]) -> None:
+        store = self.cache.store
+        store.loader.learn(root, pack_tokens(tokens), store.spec.block_tokens)
 
     @property
     def cache(self) -> ModelCache:
@@ -161,7 +226,10 @@ class AgentMemory:
         settings = self._settings
         pool = BlockPool(spec, self._memory_bytes)
         store = AgentCacheStore(
-            pool, self.disk, on_moved=self.agents.log.move, telemetry=self._telemetry
+            *(pool, self.disk),
+            on_moved=self.agents.log.move,
+            telemetry=self._telemetry,
+            remote=self._remote,
         )
         store.serve(spec, roots)
         if settings.draft_tokens and self._memory_bytes >= _DRAFT_SHARE * draft_memory.MEMORY_BYTES:
@@ -179,6 +247,7 @@ class AgentMemory:
                 files=self._files,
                 orphan_ttl_s=settings.orphan_ttl_h * 3600,
             )
+            housekeeping.remote = self._remote
             self._cache = ModelCache(store, housekeeping)
             if self.disk is not None:
                 self.disk.start(store.is_on_disk)
@@ -213,7 +282,8 @@ class AgentMemory:
         """
         disk, cache = self.disk, self._cache
         upkeep = cache.housekeeping.problem if cache else ""
-        known = (self._loss, disk.problem if disk else "", upkeep)
+        remote = self._remote.problem if self._remote else ""
+        known = (self._loss, disk.problem if disk else "", remote, upkeep)
         return "; ".join(filter(None, known))
 
     def close(self, timeout_s: float) -> bool:
@@ -227,6 +297,9 @@ class AgentMemory:
             self._is_closed = True
         if self._cache is not None:
             self._cache.housekeeping.stop(timeout_s)
+        if self._remote is not None:
+            self._remote.close(timeout_s / 2)
+        self.agents.leases.close()
         if self.disk is None or self._cache is None:
             self._close_ledger()
             self._unlock()
@@ -265,3 +338,22 @@ class AgentMemory:
             if any(space.root() == root for space in spaces):
                 return self._disk_quota(principal.tenant) or usual
         return usual
+
+
+def _shared_ledger(settings: Settings, own: SqliteLedger) -> "PostgresLedger":
+    """The ledger that all servers have, over the index of this machine's files.
+
+    Raises:
+        InvalidRequestError: what it needs is not installed.
+    """
+    try:
+        import obstore as _  # noqa: F401 - what is missing is told here, once
+
+        from semantic.adapters.outbound.ledger.postgres import PostgresLedger
+    except ModuleNotFoundError as error:
+        raise InvalidRequestError(
+            f"store = shared needs {error.name}: pip install 'semantic-server[cluster]'",
+            param="store",
+        ) from error
+    assert settings.database_url is not None  # noqa: S101 - checked by the settings
+    return PostgresLedger(settings.database_url, own)

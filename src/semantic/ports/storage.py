@@ -7,6 +7,7 @@ them: heads move only from where the writer saw them, and not by one whose lease
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -33,6 +34,22 @@ class BlockFilesPort(Protocol):
 
         Raises:
             CacheCorruptionError: the file is missing, damaged, or not what `part` says.
+        """
+        ...
+
+    def content(self, part: BlockPart) -> memoryview:
+        """Read the bytes of a file as they are.
+
+        Raises:
+            CacheCorruptionError: the file is missing, or not of the size that `part` says.
+        """
+        ...
+
+    def parse(self, part: BlockPart, content: memoryview) -> KVPayload:
+        """Make a payload of the bytes of a file, and check it.
+
+        Raises:
+            CacheCorruptionError: they are damaged, or not what `part` says.
         """
         ...
 
@@ -334,6 +351,77 @@ class LeasePort(Protocol):
 
     def release(self, tenant: str, agent_id: str, epoch: int) -> None:
         """End a lease; one that is over stays so."""
+        ...
+
+
+class ObjectsPort(Protocol):
+    """Bytes of block parts where all servers find them. Safe on any thread.
+
+    Methods raise CachePersistenceError where the store does not answer.
+    """
+
+    def put(self, key: PartKey, content: memoryview) -> None:
+        """Write an object, unless it is there."""
+        ...
+
+    def get(self, key: PartKey) -> memoryview:
+        """Read an object.
+
+        Raises:
+            CacheCorruptionError: there is none.
+        """
+        ...
+
+    def delete(self, key: PartKey) -> None:
+        """Remove an object; a missing one is ignored."""
+        ...
+
+    def older_than(self, age_s: float) -> Iterator[list[PartKey]]:
+        """Name the objects that are older, by the store's own clock, many at a time."""
+        ...
+
+
+class SharedPartsPort(Protocol):
+    """The index of what is in the object store. Safe on any thread; all times are its own.
+
+    A part is there, then dead, then deleted, then unknown; a dead one can be revived. Methods raise
+    CachePersistenceError where the index does not answer.
+    """
+
+    def revive(self, key: PartKey) -> bool | None:
+        """Say whether a part is there, and mark it as used: None if not, False if deleted."""
+        ...
+
+    def add(self, part: BlockPart) -> bool:
+        """Note a part whose object is there; False if it is deleted."""
+        ...
+
+    def follow(self, root: BlockName, tokens: bytes) -> list[BlockPart]:
+        """Find the parts of blocks that a prompt begins with, and mark them as used."""
+        ...
+
+    def lose(self, key: PartKey) -> None:
+        """Delete a part whose object is missing or bad."""
+        ...
+
+    def sole_collector(self) -> AbstractContextManager[bool]:
+        """Say whether nobody else collects while this lasts."""
+        ...
+
+    def mark(self, *, unused_s: float) -> None:
+        """Note what no agent reaches and nobody used for so long as dead; others live again."""
+        ...
+
+    def condemn(self, *, grace_s: float) -> list[tuple[PartKey, int]]:
+        """Delete what was dead for so long; returns all whose objects must go, and their bytes."""
+        ...
+
+    def condemn_unknown(self, keys: Sequence[PartKey]) -> list[PartKey]:
+        """Delete those of the parts that are unknown; returns them."""
+        ...
+
+    def forget(self, *, grace_s: float) -> None:
+        """No longer know what was deleted for so long."""
         ...
 
 

@@ -89,6 +89,13 @@ class MemoryFiles:
             raise CacheCorruptionError("the file is missing, damaged or another")
         return found[1]
 
+    def content(self, part: BlockPart) -> memoryview:
+        return memoryview(self.read(part).buffers[0].data)
+
+    def parse(self, part: BlockPart, content: memoryview) -> KVPayload:
+        del content
+        return self.read(part)
+
     def room_for(self, part: BlockPart) -> int:
         return part.nbytes - len(part.tokens) - HEADER_BYTES
 

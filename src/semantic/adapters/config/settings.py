@@ -140,6 +140,18 @@ class Settings(BaseSettings):
         None, description="agents and their attention state (default: HOME/cache)"
     )
 
+    store: Literal["local", "shared"] = Field(
+        "local", description="shared: several servers have one database and one object store"
+    )
+    database_url: str | None = Field(
+        None, repr=False, description="PostgreSQL with agents and turns, for store = shared"
+    )
+    objects_url: str | None = Field(
+        None, description="s3://, gs://, az:// or file:// with blocks, for store = shared"
+    )
+    lease_s: float = Field(
+        15, gt=0, le=3600, description="how long an agent of a server that died stays taken"
+    )
     durability: Literal["none", "write_behind", "sync"] = Field(
         "write_behind",
         description="none keeps nothing on disk; sync ends a reply when its turn is safe there",
@@ -274,6 +286,24 @@ class Settings(BaseSettings):
             raise ValueError("shard_listen and shard_key are given together, or neither is")
         if self.encryption_key_file is not None and self.encryption_key_command is not None:
             raise ValueError("give encryption_key_file or encryption_key_command, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _require_shared_places(self) -> Self:
+        has_places = self.database_url is not None and self.objects_url is not None
+        if self.store == "local":
+            if self.database_url is not None or self.objects_url is not None:
+                raise ValueError("database_url and objects_url need store = shared")
+            return self
+        if not has_places:
+            raise ValueError("store = shared needs database_url and objects_url")
+        if self.durability == "none":
+            raise ValueError("store = shared keeps copies on disk: durability must not be none")
+        if self.encryption_key_file is not None or self.encryption_key_command is not None:
+            raise ValueError(
+                "store = shared does not encrypt what it shares: let the database and the object "
+                "store do so, and leave encryption_key_file and encryption_key_command out"
+            )
         return self
 
     @property

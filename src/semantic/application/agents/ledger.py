@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from semantic.application.agents.sharing import AgentTable, OwnAgents
+from semantic.application.agents.sharing import AgentLeases, AgentTable, OwnAgents
 from semantic.application.agents.turns import TurnLog
 from semantic.domain.agents import (
     LOCAL_TENANT,
@@ -80,6 +80,8 @@ class AgentLedger:
 
     Attributes:
         log: Their turns.
+        is_shared: Whether other processes have these agents too.
+        leases: Who may move them.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class AgentLedger:
         now: Callable[[], float] = time.time,
         *,
         table: AgentTable | None = None,
+        leases: AgentLeases | None = None,
     ) -> None:
         """Take over what a ledger holds.
 
@@ -99,6 +102,7 @@ class AgentLedger:
             write: Makes changes in order; its future tells when they are written.
             now: Seconds since the epoch.
             table: Who exists; None is who the state says, and nobody else's.
+            leases: Who may move them; None lets everyone.
         """
         self._ledger = ledger
         self._write = write
@@ -107,6 +111,8 @@ class AgentLedger:
         self._changes = threading.RLock()
         self._lock = threading.Lock()
         self._agents: AgentTable = table or OwnAgents(state.agents)
+        self.is_shared: bool = self._agents.is_shared
+        self.leases = leases or AgentLeases()
         self._tenants = {tenant.id: tenant for tenant in state.tenants}
         self.log = TurnLog(ledger, write)
 
@@ -246,7 +252,7 @@ class AgentLedger:
 
     def expire(self) -> list[Agent]:
         """Remove the agents that outlived their time, unless others may have used them since."""
-        if self._agents.is_shared:
+        if self.is_shared:
             return []  # the collector removes them, by the ledger's clock
         now = self._now()
         with self._changes:

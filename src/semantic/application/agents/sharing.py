@@ -20,7 +20,6 @@ from semantic.domain.errors import CachePersistenceError, GenerationTimeoutError
 from semantic.ports.storage import AdvanceHead, LeasePort, LedgerChange, LedgerPort, PutAgent
 
 _log = logging.getLogger(__name__)
-LEASE_S = 15.0  # after so long, an agent of a process that died may be taken over
 PATIENCE_S = 0.3  # a request that just ended may not have let its agent go yet
 _POLL_S = 0.05
 _MAX_SEEN = 4096
@@ -154,10 +153,11 @@ class Lease:
 class AgentLeases:
     """Leases of this process's requests, renewed until they are let go. Thread-safe.
 
-    Without a port every lease is granted: the process has its agents to itself.
+    Without a port every lease is granted: the process has its agents to itself. After `ttl_s` the
+    agents of a process that died may be taken over.
     """
 
-    def __init__(self, port: LeasePort | None = None, ttl_s: float = LEASE_S) -> None:
+    def __init__(self, port: LeasePort | None = None, ttl_s: float = 15.0) -> None:
         self._port = port
         self._ttl_s = ttl_s
         self._lock = threading.Lock()

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
 from semantic.application.agents.ledger import AgentLedger
+from semantic.application.cache.remote import RemoteTier
 from semantic.application.cache.restore_plan import WantedPart
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskTier
@@ -36,7 +37,11 @@ _Work: TypeAlias = tuple[str, tuple[str, str] | None]
 
 
 class Housekeeping:
-    """Looks after one store and one ledger. Safe on any thread."""
+    """Looks after one store and one ledger. Safe on any thread.
+
+    Attributes:
+        remote: What all servers share; None if there is but this one.
+    """
 
     def __init__(
         self,
@@ -63,6 +68,7 @@ class Housekeeping:
         self._interval_s = math.inf
         self._backed_up_at = now()
         self._failures: dict[_Work, str] = {}
+        self.remote: RemoteTier | None = None
 
     @property
     def problem(self) -> str:
@@ -136,6 +142,8 @@ class Housekeeping:
         """
         age = self._orphan_ttl_s if orphan_age_s is None else orphan_age_s
         before = self._now() - age
+        if self.remote is not None:
+            return self._collect_shared(before, age)
         self._agents.expire()
         if self._disk is not None:
             self._disk.flush(timeout_s=30)  # what was committed is reached from now on
@@ -145,6 +153,18 @@ class Housekeeping:
         if self._files is not None:
             freed += self._files.empty_quarantine(before=before)
         return freed + self._drop_boundaries(before)
+
+    def _collect_shared(self, before: float, age_s: float) -> int:
+        """Drop this machine's copies that nobody used; what is shared goes if no agent reaches it.
+
+        One server at a time does the latter.
+        """
+        freed = self._store.drop_orphans((), unused_since=before)
+        if self._files is not None:
+            freed += self._files.empty_quarantine(before=before)
+        assert self.remote is not None  # noqa: S101 - the caller has looked
+        self._ledger.forget_unreachable(before=before, replays_before=self._now() - REPLAY_TTL_S)
+        return freed + self.remote.collect(unused_s=age_s)
 
     def verify(self) -> Iterator[CheckProgress]:
         """Read every file; bad ones go to quarantine and are computed again when needed."""

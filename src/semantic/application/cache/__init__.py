@@ -6,7 +6,9 @@ layers, have their place in the `tiers`: in memory, within the budget of `domain
 disk, where the `writer` puts them from a queue, in a thread of its own; its `row_writer` puts rows
 into the ledger, and marks turns whose row and blocks are all there as durable. When a prompt comes
 that begins alike, the `restore_plan` says which parts bring a sequence how far; the `loader` reads
-those that are on disk alone into memory, and holds them until the engine has them. What goes when
-memory or disk is full, and what nobody will need again, is all decided in `eviction`.
-Only the store and the loader are asked from outside, on any thread; one lock guards what they have.
+those that are on disk alone into memory, and holds them until the engine has them. Where several
+machines share an object store, `remote` uploads what was written and brings what others uploaded.
+What goes when memory or disk is full, and what nobody will need again, is all decided in
+`eviction`. Only the store and the loader are asked from outside, on any thread; one lock guards
+what they have.
 """

@@ -36,6 +36,7 @@ class BlockNode:
         tokens: Its ids, packed.
         payloads: Parts that are in memory.
         files: Parts that are on disk.
+        remote: Parts that are in the object store, as far as that is known.
         num_leases: Readers that count on its files.
         num_pins: Pinned agents it belongs to.
         last_kept: When its window or state part was last worth keeping, or used.
@@ -48,6 +49,7 @@ class BlockNode:
     tokens: bytes
     payloads: dict[LayerKind, KVPayload] = field(default_factory=dict)
     files: dict[LayerKind, BlockPart] = field(default_factory=dict)
+    remote: dict[LayerKind, BlockPart] = field(default_factory=dict)
     num_leases: int = 0
     num_pins: int = 0
     last_used: float = 0.0
@@ -64,8 +66,14 @@ class BlockNode:
         return self.start + self.num_tokens
 
     def has(self, kind: LayerKind) -> bool:
-        """Whether a part is in memory or on disk."""
-        return kind in self.payloads or kind in self.files
+        """Whether a part is in memory, on disk or in the object store."""
+        return kind in self.payloads or kind in self.files or kind in self.remote
+
+    def unread(self, kind: LayerKind) -> BlockPart | None:
+        """The part as it would have to be read: from disk if it is there; None if in memory."""
+        if kind in self.payloads:
+            return None
+        return self.files.get(kind) or self.remote.get(kind)
 
     @property
     def memory_bytes(self) -> int:
@@ -259,7 +267,10 @@ class BlockIndex:
             del self._followers[node.parent]
 
     def prune(self, node: BlockNode) -> None:
-        """Forget a node of which nothing is left and that nobody counts on."""
+        """Forget a node of which nothing is left here and that nobody counts on.
+
+        If it is in the object store, that is asked again when it is needed.
+        """
         is_known = self._nodes.get(node.name) is node  # and not one that was made since
         if is_known and not (node.payloads or node.files or node.num_leases):
             self.remove(node)

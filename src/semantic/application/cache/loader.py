@@ -5,6 +5,7 @@ that waits to be loaded lies outside the budget. A caller that finds no room get
 again; nobody is made to wait here. Thread-safe.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from semantic.application.cache.index import BlockNode
 from semantic.application.cache.restore_plan import WantedPart
 from semantic.application.cache.tiers import BlockTiers
-from semantic.domain.blocks import BlockPart, PartKey
+from semantic.domain.blocks import TOKEN_BYTES, BlockName, BlockPart, PartKey
 from semantic.domain.errors import CacheCorruptionError, DrainingError, PoolExhaustedError
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload
@@ -153,16 +154,38 @@ class PartLoader:
         with self._lock:
             self._prefetches.clear()
 
+    # -- for those who have computed nothing yet --------------------------------------------------
+
+    def learn(self, root: BlockName, tokens: bytes, block_tokens: int) -> None:
+        """Find out what other machines have of a prompt, unless most of it is known here.
+
+        Asks the shared index by one query; not on the engine's thread.
+        """
+        remote = self._tiers.remote
+        if remote is None:
+            return
+        index = self._tiers.index
+        with self._lock:
+            end = index.match(root, tokens, block_tokens).end
+        if len(tokens) // TOKEN_BYTES - end < block_tokens:
+            return
+        parts = remote.follow(root, tokens)
+        with self._lock:
+            for part in parts:
+                node = index.add(part.root, part.parent, part.start, part.tokens)
+                node.remote.setdefault(part.kind, part)
+                node.last_used = node.last_used or time.time()
+            index.version += len(parts)
+
     # -- inside the lock ------------------------------------------------------------------------
 
     def _is_unread(self, wanted: WantedPart) -> bool:
-        """Whether a part is on disk alone, and not being read."""
-        node, kind = wanted.node, wanted.kind
-        is_on_disk = self._disk is not None and kind in node.files
-        return is_on_disk and kind not in node.payloads and wanted.key not in self._reading
+        """Whether a part is not in memory, can be read, and is not being read."""
+        is_somewhere = wanted.node.unread(wanted.kind) is not None
+        return self._disk is not None and is_somewhere and wanted.key not in self._reading
 
     def _room_for(self, wanted: WantedPart) -> int:
-        part = wanted.node.files.get(wanted.kind)
+        part = wanted.node.unread(wanted.kind)
         return self._disk.room_for(part) if self._disk is not None and part is not None else 0
 
     def _prefetch_more(self) -> None:
@@ -172,9 +195,11 @@ class PartLoader:
                 self._begin(wanted, [])
 
     def _begin(self, wanted: WantedPart, waiting: list[HeldPart]) -> bool:
-        """Reserve room for a part that is on disk, and read into it; False if there is none."""
-        assert self._disk is not None  # noqa: S101 - the caller has looked
-        part, nbytes = wanted.node.files[wanted.kind], self._room_for(wanted)
+        """Reserve room for a part that can be read, and read into it; False if there is none."""
+        part, nbytes = wanted.node.unread(wanted.kind), self._room_for(wanted)
+        is_here = wanted.kind in wanted.node.files
+        source = self._disk if is_here else self._tiers.remote
+        assert part is not None and source is not None  # noqa: S101, PT018 - the caller has looked
         try:
             self._tiers.reserve(nbytes)
         except PoolExhaustedError:
@@ -184,7 +209,7 @@ class PartLoader:
             held.nbytes = nbytes
         wanted.node.num_leases += 1
         self._reading[wanted.key] = reading
-        self._disk.read(part).add_done_callback(lambda done: self._end(reading, done))
+        source.read(part).add_done_callback(lambda done: self._end(reading, done))
         return True
 
     def _end(self, reading: _Reading, done: Future[KVPayload]) -> None:
@@ -214,7 +239,7 @@ class PartLoader:
         if error is not None:
             is_bad = isinstance(error, CacheCorruptionError)
             # Unless a waiting caller was faster, and discarded it.
-            if is_bad and wanted.node.files.get(wanted.kind) is reading.part:
+            if is_bad and wanted.node.unread(wanted.kind) is reading.part:
                 self._tiers.lose_file(wanted)
             return error
         self._tiers.counts.restored += 1

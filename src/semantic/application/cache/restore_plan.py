@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from semantic.application.cache.index import BlockNode, Match
 from semantic.domain.agents import Tier
-from semantic.domain.blocks import BlockName, PartKey
+from semantic.domain.blocks import BlockName, BlockPart, PartKey
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.inbound import StateView
 
@@ -27,6 +27,14 @@ class WantedPart:
     def key(self) -> PartKey:
         """What tells it from every other part."""
         return (self.node.name, self.kind)
+
+    def near_part(self) -> BlockPart | None:
+        """What must be read from disk; None if it is in memory, or elsewhere."""
+        return self.node.files.get(self.kind) if self.kind not in self.node.payloads else None
+
+    def far_part(self) -> BlockPart | None:
+        """What must be read from the object store; None if it is nearer."""
+        return None if self.near_part() else self.node.unread(self.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +89,23 @@ def worth_reading(
     plan: RestorePlan,
     root: BlockName,
     spec: ModelCacheSpec,
+    unread_part: Callable[[WantedPart], BlockPart | None],
     is_read_in: Callable[[int, float], bool],
     seconds_per_token: float,
 ) -> RestorePlan:
-    """Leave out of a plan what would take longer to read than to compute.
+    """Leave out of a plan what would take longer to read from a tier than to compute.
 
     Args:
         plan: What can be restored.
         root: Where the chain begins.
         spec: Which kinds of layers must be restored.
+        unread_part: What the tier has to read of a part; None if another has it.
         is_read_in: Whether so many bytes are read in so many seconds.
         seconds_per_token: What computing costs.
     """
-    unread = [w for w in plan.parts if w.kind not in w.node.payloads]
-    nbytes = sum(w.node.files[w.kind].nbytes for w in unread if w.kind in w.node.files)
-    first = min((w.node.start for w in unread), default=plan.end)
+    unread = [(w.node.start, part) for w in plan.parts if (part := unread_part(w)) is not None]
+    nbytes = sum(part.nbytes for _, part in unread)
+    first = min((start for start, _ in unread), default=plan.end)
     if is_read_in(nbytes, (plan.end - first) * seconds_per_token):
         return plan
     if spec.kinds != (LayerKind.FULL,):

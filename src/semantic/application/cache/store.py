@@ -11,13 +11,13 @@ from semantic.application.cache.block_watch import BlockWatch
 from semantic.application.cache.eviction import old_boundaries, orphans, resumable_blocks
 from semantic.application.cache.index import BlockNode
 from semantic.application.cache.loader import PartLoader
+from semantic.application.cache.remote import RemoteTier
 from semantic.application.cache.restore_plan import (
     RestorePlan,
     WantedPart,
     needed_windows,
     plan_restore,
     state_of,
-    worth_reading,
 )
 from semantic.application.cache.tiers import BlockTiers, OnMoved
 from semantic.application.cache.writer import DiskTier
@@ -36,8 +36,7 @@ _RECENT_S = 1.0  # how exactly it is known when the blocks of a running sequence
 class AgentCacheStore:
     """Sealed blocks by content, within the budgets of memory and disk.
 
-    Thread-safe; the engine's thread seals and recalls, readers and the writer bring parts and take
-    them away, any thread may ask.
+    Thread-safe: the engine seals and recalls, readers and the writer move parts, anyone may ask.
 
     Attributes:
         spec: The geometry of the model whose blocks are kept.
@@ -55,6 +54,7 @@ class AgentCacheStore:
         on_moved: OnMoved | None = None,
         now: Callable[[], float] = time.time,
         telemetry: TelemetryPort | None = None,
+        remote: RemoteTier | None = None,
     ) -> None:
         """Start empty.
 
@@ -64,15 +64,15 @@ class AgentCacheStore:
             on_moved: Told, within the lock, that what pointed at one block must point into another.
             now: Seconds since the epoch.
             telemetry: Who is told what happens; None is nobody.
+            remote: Where other machines find blocks, and theirs are; None if there are none.
         """
         self.telemetry: TelemetryPort = telemetry or NoTelemetry()
         self.counts: CacheCounts = self.telemetry.counts.cache
         self._pool = pool
         self._disk = disk
         self._now = now
-        self._tiers = BlockTiers(pool, disk, self.counts, on_moved)
-        self._index = self._tiers.index
-        self._lock = self._tiers.lock
+        self._tiers = BlockTiers(pool, disk, self.counts, on_moved, remote)
+        self._index, self._lock = self._tiers.index, self._tiers.lock
         self.spec: ModelCacheSpec = pool.spec
         self.roots: set[BlockName] = set()
         self.loader = PartLoader(self._tiers)
@@ -106,10 +106,10 @@ class AgentCacheStore:
         self, root: BlockName, plan: RestorePlan, seconds_per_token: float
     ) -> RestorePlan:
         """Leave out of a plan what is slower to read than to compute, as both go at the moment."""
-        if self._disk is None or not seconds_per_token:
+        if not seconds_per_token:
             return plan
         with self._lock:
-            return worth_reading(plan, root, self.spec, self._disk.is_read_in, seconds_per_token)
+            return self._tiers.worth_reading(plan, root, self.spec, seconds_per_token)
 
     @property
     def version(self) -> int:
@@ -484,7 +484,7 @@ class AgentCacheStore:
     def _keep_in_chain(self, node: BlockNode, payloads: Sequence[KVPayload]) -> bool:
         """Keep parts at the expense of anything but what leads to them, and mark it all as used.
 
-        Takes time for every block of the chain.
+        Slow for long chains.
         """
         chain = self._index.chain_from(node.root, node.parent)
         if chain is None or not all(link.has(LayerKind.FULL) for link in chain):

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from semantic.application.cache.eviction import disk_victims, superseded_tails
 from semantic.application.cache.index import BlockIndex, BlockNode
-from semantic.application.cache.restore_plan import WantedPart
+from semantic.application.cache.remote import RemoteTier
+from semantic.application.cache.restore_plan import RestorePlan, WantedPart, worth_reading
 from semantic.application.cache.writer import DiskTier, WriteJob
 from semantic.domain.agents import Pointer
 from semantic.domain.blocks import BlockName, BlockPart, PartKey
 from semantic.domain.errors import CachePersistenceError
 from semantic.domain.pool import BlockPool
-from semantic.domain.spec import LayerKind
+from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import KVPayload
 from semantic.ports.telemetry import CacheCounts, EvictionReason
 
@@ -30,6 +31,7 @@ class BlockTiers:
         index: All known blocks.
         pool: Counts what is in memory, and says which goes next.
         disk: Writes and reads files; None if there are none.
+        remote: Uploads files and downloads others'; None if no other machine has any.
         lock: Guards all of these.
         counts: What happened since the start.
     """
@@ -40,10 +42,12 @@ class BlockTiers:
         disk: DiskTier | None,
         counts: CacheCounts,
         on_moved: OnMoved | None = None,
+        remote: RemoteTier | None = None,
     ) -> None:
         self.index = BlockIndex()
         self.pool = pool
         self.disk = disk
+        self.remote = remote
         self.lock = threading.RLock()
         self.counts = counts
         self._on_moved = on_moved
@@ -115,6 +119,21 @@ class BlockTiers:
             self.counts.evictions["memory", reason.value] += 1
             self.index.prune(node)
 
+    # -- reading --------------------------------------------------------------------------------
+
+    def worth_reading(
+        self, plan: RestorePlan, root: BlockName, spec: ModelCacheSpec, seconds_per_token: float
+    ) -> RestorePlan:
+        """Leave out of a plan what is slower to read than to compute; the slower tier first."""
+        if self.remote is not None:
+            is_read_in = self.remote.cost.is_read_in
+            far = WantedPart.far_part
+            plan = worth_reading(plan, root, spec, far, is_read_in, seconds_per_token)
+        if self.disk is None:
+            return plan
+        near = WantedPart.near_part
+        return worth_reading(plan, root, spec, near, self.disk.is_read_in, seconds_per_token)
+
     # -- writing --------------------------------------------------------------------------------
 
     @property
@@ -159,9 +178,18 @@ class BlockTiers:
             self.counts.written += 1
             self.counts.written_bytes += file.nbytes
             self.index.put_file(node, file)
+            if self.remote is not None and file.kind not in node.remote:
+                self.remote.offer(file, self._end_upload)
             self.free_tails(node)
             self.free_if_tail(node)
             self.offer_again()
+
+    def _end_upload(self, part: BlockPart) -> None:
+        """Note that others can have a part. On an upload's thread."""
+        with self.lock:
+            node = self.index.get(part.name)
+            if node is not None:
+                node.remote[part.kind] = part
 
     def _lose_payload(self, part: BlockPart) -> None:
         """Forget a part whose bytes never came from the device. On the writer's thread."""
@@ -190,6 +218,9 @@ class BlockTiers:
     def drop_file(self, part: WantedPart, reason: EvictionReason = EvictionReason.UNUSED) -> int:
         """Delete a part's file, if there is one; returns its bytes. A bad one is set aside."""
         file = self.index.pop_file(part.node, part.kind)
+        if file is None and reason is EvictionReason.CORRUPT:
+            part.node.remote.pop(part.kind, None)  # it was read from there
+            self.index.version += 1
         if file is not None and self.disk is not None:
             self.counts.evictions["disk", reason.value] += 1
             self.disk.delete([file], is_bad=reason is EvictionReason.CORRUPT)
@@ -284,6 +315,6 @@ class BlockTiers:
             raise AssertionError("index, payloads and pool do not match")
         if not self._writing <= keys:
             raise AssertionError("what is being written is not in memory")
-        if any(not (node.payloads or node.files or node.num_leases) for node in self.index):
+        if any(not (n.payloads or n.files or n.remote or n.num_leases) for n in self.index):
             raise AssertionError("a node without parts is in the index")
         self.index.check_integrity()

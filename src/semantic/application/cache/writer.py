@@ -6,13 +6,14 @@ there is room. A disk that fails costs durability, never a request; a ledger tha
 again, for turns must not be lost.
 """
 
+import contextlib
 import logging
 import math
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias, assert_never
@@ -93,6 +94,55 @@ class _Stop:
 _Item: TypeAlias = WriteJob | _Delete | _Change | _Stop
 
 
+class ReadCost:
+    """How long reading takes, judged by what was read so far. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_reading = 0
+        self._seconds = 0.0
+        self._bytes = 0.0
+
+    @contextlib.contextmanager
+    def measured(self, nbytes: int) -> Iterator[None]:
+        """Measure a reading; one that fails says nothing."""
+        with self._lock:
+            self._num_reading += 1
+            num_reading = self._num_reading
+        started = time.perf_counter()
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._num_reading -= 1
+            raise
+        elapsed = time.perf_counter() - started
+        with self._lock:
+            num_reading = max(num_reading, self._num_reading)
+            self._num_reading -= 1
+            # By bytes: many small files must not make large ones look slow. Those that were read
+            # side by side took the time together.
+            self._seconds = self._seconds * _MEMORY + elapsed / num_reading
+            self._bytes = self._bytes * _MEMORY + nbytes
+
+    def seconds_to_read(self, nbytes: int) -> float:
+        """How long reading takes; 0 before the first time."""
+        with self._lock:
+            return nbytes * self._seconds / max(self._bytes, 1)
+
+    def is_read_in(self, nbytes: int, seconds: float) -> bool:
+        """Whether reading takes no longer than so many seconds.
+
+        Each time it does, the measured cost is believed less: one that keeps all from being read
+        is never measured again.
+        """
+        is_fast = self.seconds_to_read(nbytes) <= seconds
+        if not is_fast:
+            with self._lock:
+                self._seconds *= _DOUBT
+        return is_fast
+
+
 class DiskTier:
     """Files and ledger of one directory. All methods are safe on any thread and return at once.
 
@@ -115,9 +165,9 @@ class DiskTier:
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0
-        self._num_reading = 0
-        self._read_seconds = 0.0
-        self._read_bytes = 0.0
+        self._cost = ReadCost()
+        self.seconds_to_read = self._cost.seconds_to_read
+        self.is_read_in = self._cost.is_read_in
         self._problems: dict[str, str] = {}  # of files, and of the ledger
         self._told_at: dict[str, float] = {}
         self._is_drained = threading.Event()
@@ -208,23 +258,6 @@ class DiskTier:
         """Bytes of what is in the directory and no block: the ledger and its backup."""
         return self._files.other_bytes()
 
-    def seconds_to_read(self, nbytes: int) -> float:
-        """How long reading takes, judged by what was read so far; 0 before the first time."""
-        with self._lock:
-            return nbytes * self._read_seconds / max(self._read_bytes, 1)
-
-    def is_read_in(self, nbytes: int, seconds: float) -> bool:
-        """Whether reading takes no longer than so many seconds.
-
-        Each time it does, the measured cost is believed less: one that keeps all from being read
-        is never measured again.
-        """
-        is_fast = self.seconds_to_read(nbytes) <= seconds
-        if not is_fast:
-            with self._lock:
-                self._read_seconds *= _DOUBT
-        return is_fast
-
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything handed in so far is written; False if it took too long."""
         try:
@@ -258,23 +291,10 @@ class DiskTier:
     def _read(self, part: BlockPart) -> KVPayload:
         if self._is_closed:
             raise DrainingError("the server is shutting down.")
-        with self._lock:
-            self._num_reading += 1
-            num_reading = self._num_reading
         started = time.perf_counter()
-        try:
+        with self._cost.measured(part.nbytes):
             payload = self._files.read(part)
-        finally:
-            elapsed = time.perf_counter() - started
-            with self._lock:
-                num_reading = max(num_reading, self._num_reading)
-                self._num_reading -= 1
-        self._telemetry.observe(Measure.RESTORE, elapsed)
-        with self._lock:
-            # By bytes: many small files must not make large ones look slow. Those that were read
-            # side by side took the time together.
-            self._read_seconds = self._read_seconds * _MEMORY + elapsed / num_reading
-            self._read_bytes = self._read_bytes * _MEMORY + part.nbytes
+        self._telemetry.observe(Measure.RESTORE, time.perf_counter() - started)
         return payload
 
     # -- the writer -----------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from semantic.application.agents.ledger import AgentLedger, as_anonymous
+from semantic.application.agents.sharing import PATIENCE_S, AgentLeases, Lease
 from semantic.domain.agents import Agent, Turn, check_agent_id
 from semantic.domain.blocks import TOKEN_BYTES, pack_tokens
 from semantic.domain.chat import AgentHint
@@ -26,6 +27,7 @@ from semantic.domain.errors import (
 _log = logging.getLogger(__name__)
 _MAX_ENDINGS = 100_000
 _MAX_ALIKE = 256  # agents known by one conversation that all of them had
+_MAX_FILLED = 10_000  # agents, the latest ones, whose ends are read at the start
 _MAX_SEARCHED = 64  # agents whose log is read for a turn whose own agent is gone
 
 
@@ -47,9 +49,10 @@ class Identity:
 class BusyAgents:
     """Which agents have a request running, or about to run. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, leases: AgentLeases | None = None) -> None:
         self.lock = threading.Lock()
         self.counts: Counter[tuple[str, str]] = Counter()
+        self.leases = leases or AgentLeases()
 
     def claim(self, tenant: str) -> "Claim":
         """Begin a request that will have one of a tenant's agents."""
@@ -63,15 +66,32 @@ class Claim:
         self._tenant = tenant
         self._busy = busy
         self._held: tuple[str, str] | None = None
+        self._lease: Lease | None = None
         self._is_released = False
 
-    def take(self, agent_id: str) -> bool:
-        """Have an agent if no other request has it; returns whether it could be had."""
+    @property
+    def epoch(self) -> int | None:
+        """Of the lease of the agent; None where it needs none."""
+        return self._lease.epoch if self._lease else None
+
+    def take(self, agent_id: str, *, patience_s: float = 0.0) -> bool:
+        """Have an agent if no other request has it, here or elsewhere; returns whether it is so.
+
+        One that is elsewhere is waited for, if there is patience.
+        """
         with self._busy.lock:
             if self._busy.counts[self._tenant, agent_id]:
                 return False
             self._hold(agent_id)
-            return True
+        lease = self._busy.leases.acquire(self._tenant, agent_id, patience_s=patience_s)
+        with self._busy.lock:
+            if lease is not None and not self._is_released:
+                self._lease = lease
+                return True
+            self._let_go()
+        if lease is not None:
+            self._busy.leases.release(lease)
+        return False
 
     def share(self, agent_id: str) -> None:
         """Claim an agent although others may have it too."""
@@ -82,9 +102,15 @@ class Claim:
         """Let the agent go, and take none from now on: nobody waits for the request any more."""
         with self._busy.lock:
             self._is_released = True
-            if self._held is not None:
-                self._busy.counts -= Counter([self._held])
-                self._held = None
+            self._let_go()
+            lease, self._lease = self._lease, None
+        if lease is not None:
+            self._busy.leases.release(lease)
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            self._busy.counts -= Counter([self._held])
+            self._held = None
 
     def _hold(self, agent_id: str) -> None:
         if not self._is_released:
@@ -163,6 +189,17 @@ class Identities:
                 del ending.turns[next(iter(ending.turns))]
             if len(self._endings) > _MAX_ENDINGS:
                 self._drop(next(iter(self._endings)))
+
+    def hear(self, tenant: str, agent_id: str, turn_id: str) -> None:
+        """Remember how a conversation ended in another process; an empty tenant means all of them.
+
+        Reads the turn.
+        """
+        if not tenant:
+            with self._fill_lock:
+                self._filled.clear()  # learn anew what was missed
+        elif turn_id and (turn := self._agents.turn(tenant, turn_id)) is not None:
+            self.note(tenant, agent_id, turn)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -269,7 +306,7 @@ class Identities:
             if tenant in self._filled:
                 return
             try:
-                for agent in reversed(self._agents.agents(tenant)):
+                for agent in reversed(self._agents.agents(tenant)[:_MAX_FILLED]):
                     turn = self._agents.turn(tenant, agent.head) if agent.head else None
                     if turn is not None:
                         self.note(tenant, agent.id, turn)
@@ -283,7 +320,7 @@ def _claimed(agent_id: str, hint: AgentHint, claim: Claim) -> Identity | None:
     """The agent that a request names, unless it is busy."""
     if hint.continuation is not None:
         claim.share(agent_id)  # it waited for its turn, and is never another
-    elif not claim.take(agent_id):
+    elif not claim.take(agent_id, patience_s=PATIENCE_S):
         return None
     # A client's own key is a hint, not a name: nobody will ask for that agent again.
     return Identity(agent_id, is_anonymous=not (hint.agent_id or hint.session))

@@ -16,6 +16,7 @@ from semantic.application.parsing import MessageFold, ReplyParser
 from semantic.application.requests.thinking_budget import ThinkingSpan
 from semantic.domain.agents import Reuse
 from semantic.domain.chat import Message
+from semantic.domain.errors import SemanticError
 from semantic.domain.events import (
     Event,
     Failed,
@@ -46,7 +47,15 @@ class FinishedReply:
     raw_text: str
 
 
-# Logs a reply; returns `Finished.is_durable`.
+class UnloggedReplyError(Exception):
+    """A reply that must not count, since its turn could not be logged."""
+
+    def __init__(self, error: SemanticError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+# Logs a reply; returns `Finished.is_durable`. Raises `UnloggedReplyError` to let the reply fail.
 LogReply: TypeAlias = Callable[[FinishedReply], Awaitable[bool | None]]
 EndHook: TypeAlias = Callable[[Finished | Failed, Reuse], None]
 
@@ -113,17 +122,22 @@ class LiveReply:
             if self._log is not None and self.state is not None and isinstance(last, Finished):
                 raw_text = "".join(self._raw)
                 finished = FinishedReply(self.state, event, self._fold.message(), raw_text)
-                last = replace(last, is_durable=await self._logged(self._log, finished))
+                last = await self._logged(self._log, finished, last)
             self._add(last)
         finally:
             self._end(event)
 
-    async def _logged(self, log: LogReply, finished: FinishedReply) -> bool | None:
+    async def _logged(
+        self, log: LogReply, finished: FinishedReply, last: Finished
+    ) -> Finished | Failed:
+        """The last event, after the reply was logged."""
         try:
-            return await log(finished)
+            return replace(last, is_durable=await log(finished))
+        except UnloggedReplyError as unlogged:
+            return Failed(unlogged.error)
         except Exception:  # noqa: BLE001 - the reply goes out, whatever became of the log
             _log.exception("a turn could not be logged")
-            return False
+            return replace(last, is_durable=False)
 
     def _counted(self, event: Finished) -> Finished:
         """Add how many of the tokens were thinking."""

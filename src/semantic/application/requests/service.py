@@ -25,8 +25,14 @@ from semantic.application.requests.embedding import text_tokens, unit_vector
 from semantic.application.requests.identity import BusyAgents, Claim, Identities
 from semantic.application.requests.limits import RateLimits
 from semantic.application.requests.prepare import Preparation, PreparationThreads, PreparedRequest
-from semantic.application.requests.reply import FinishedReply, LiveReply, ReplyHub
+from semantic.application.requests.reply import (
+    FinishedReply,
+    LiveReply,
+    ReplyHub,
+    UnloggedReplyError,
+)
 from semantic.domain.agents import Pointer, Principal, Turn
+from semantic.domain.blocks import BlockName
 from semantic.domain.chat import ChatRequest
 from semantic.domain.errors import (
     AgentNotFoundError,
@@ -49,6 +55,8 @@ class InferenceService:
 
     Attributes:
         limits: How much may be asked; there are none unless they are set.
+        learn: Finds out what other servers computed of a prompt, before it is queued; None where
+            there are none.
     """
 
     def __init__(
@@ -88,8 +96,13 @@ class InferenceService:
         self._request_timeout_s = gate.timeout_s
         self._is_durable = is_durable
         self._watch = watch or TurnWatch(EventFeed(), NoTelemetry())
-        self._busy = BusyAgents()
+        self._busy = BusyAgents(agents.leases)
         self.limits = RateLimits()
+        self.learn: Callable[[BlockName, Sequence[int]], None] | None = None
+
+    def hear(self, tenant: str, agent_id: str, turn_id: str) -> None:
+        """Take note of what another server did; see `Identities.hear`. On any thread."""
+        self._identities.hear(tenant, agent_id, turn_id)
 
     @property
     def problem(self) -> str:
@@ -116,6 +129,8 @@ class InferenceService:
                 self._preparation.prepare, request, principal, model, claim
             )
             prepared.job.trace.received = received
+            if self.learn is not None:
+                await self._threads.run(self.learn, prepared.job.root, prepared.job.tokens)
             ticket.charge(prepared.identity.agent_id, len(prepared.job.tokens))
             reply = self._submit(prepared, claim)
             reply.on_end(ticket.end)
@@ -141,7 +156,7 @@ class InferenceService:
             started,
             parser,
             on_cancel=lambda: self._device.cancel(job.id),
-            log=lambda finished: self._log_turn(prepared, finished),
+            log=lambda finished: self._log_turn(prepared, finished, claim.epoch),
             span=prepared.span,
             beginning=prepared.request.beginning,
         )
@@ -199,18 +214,25 @@ class InferenceService:
         token_bytes = (await self.gate.model("")).tokenizer.token_bytes
         return b"".join(map(token_bytes, tokens)).decode("utf-8", "replace")
 
-    async def _log_turn(self, prepared: PreparedRequest, finished: FinishedReply) -> bool | None:
+    async def _log_turn(
+        self, prepared: PreparedRequest, finished: FinishedReply, epoch: int | None
+    ) -> bool | None:
         """Log a turn, and keep its tokens for when the client sends the reply again.
 
-        Returns whether it is safe on disk; None where that is not promised.
+        Returns whether it is safe on disk; None where that is not promised. Where other servers go
+        on from it, a turn that is not logged did not happen, and the client is told.
         """
         is_unsafe = None if self._is_durable is None else False
         if finished.event.reason is FinishReason.CANCELLED:
             return is_unsafe
         try:
-            turn, done = await asyncio.to_thread(self._commit, prepared, finished)
+            turn, done = await asyncio.to_thread(self._commit, prepared, finished, epoch)
             self._watch.persist(prepared.job.trace, done)
-        except (AgentNotFoundError, ConflictError) as error:
+        except (AgentNotFoundError, ConflictError, CachePersistenceError) as error:
+            if self._agents.is_shared:
+                raise UnloggedReplyError(error) from error
+            if isinstance(error, CachePersistenceError):
+                raise
             _log.info("a turn is not logged: %s", error.message)
             return is_unsafe
         if self._is_durable is None:
@@ -223,7 +245,7 @@ class InferenceService:
         return False
 
     def _commit(
-        self, prepared: PreparedRequest, finished: FinishedReply
+        self, prepared: PreparedRequest, finished: FinishedReply, epoch: int | None
     ) -> tuple[Turn, Future[None]]:
         job, left, tenant = prepared.job, finished.state, prepared.principal.tenant
         self._remember(prepared, finished)
@@ -238,7 +260,8 @@ class InferenceService:
             reuse=left.reuse,
             turn_id=turn_id(job.id),
             is_stored=request.is_stored,
-            continuation=request.agent.continuation,
+            continuation=(continuation := request.agent.continuation),
+            epoch=continuation.epoch if continuation else epoch,
             model=prepared.model.id,
             reason=finished.event.reason,
         )

@@ -112,7 +112,7 @@ class StatefulChat:
 
     async def generate(self, principal: Principal, agent_id: str, ask: NewTurn) -> Reply:
         """Answer new messages, after the turns that were asked for before."""
-        agent = self._agents.get(principal.tenant, agent_id)
+        agent = await asyncio.to_thread(self._agents.get, principal.tenant, agent_id)
         return await self._inference.gate.reply(
             agent.profile.model or "", lambda: self._generate(principal, agent, ask)
         )
@@ -122,8 +122,12 @@ class StatefulChat:
             lane = turn.enter_context(self._lanes.lane(principal.tenant, agent.id))
             await self._lanes.wait(lane)
             turn.callback(lane.lock.release)
+            leases = self._agents.leases
+            timeout_s = self._inference.gate.timeout_s
+            lease = await leases.wait(principal.tenant, agent.id, timeout_s)
+            turn.callback(leases.release, lease)
             num_cancels = lane.num_cancels
-            lane.reply = reply = await self._begin(principal, agent, ask)
+            lane.reply = reply = await self._begin(principal, agent, ask, lease.epoch)
             turn.callback(setattr, lane, "reply", None)
             if lane.num_cancels > num_cancels:
                 reply.cancel()
@@ -132,15 +136,19 @@ class StatefulChat:
             reply.on_end(lambda *_: entered.close())
             return reply
 
-    async def _begin(self, principal: Principal, known: Agent, ask: NewTurn) -> LiveReply:
+    async def _begin(
+        self, principal: Principal, known: Agent, ask: NewTurn, epoch: int | None
+    ) -> LiveReply:
         """Start a turn, leaving the oldest messages out if need be and permitted."""
-        agent = self._agents.get(principal.tenant, known.id)
+        agent = await asyncio.to_thread(self._agents.get, principal.tenant, known.id)
         if agent.created_at != known.created_at:
             raise AgentNotFoundError(f"agent {agent.id!r} was deleted and created again meanwhile.")
         self._agents.check_quota(agent)
         said = await asyncio.to_thread(self._agents.conversation, agent)
         may_drop = agent.profile.overflow is Overflow.DROP_OLDEST
         conversation = Conversation.of(agent, said)
+        leased = replace(conversation.continuation, epoch=epoch)
+        conversation = replace(conversation, continuation=leased)
         if may_drop:
             conversation = conversation.with_room(ask.stop.max_tokens or 1)
         while True:

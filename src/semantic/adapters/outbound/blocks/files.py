@@ -94,7 +94,23 @@ class SafetensorsCache:
 
     def read(self, part: BlockPart) -> KVPayload:
         """Read a payload and check it; its buffers are views of the one that was read into."""
-        stored, payload = block_format.read(self._content(part), self._codec)
+        return self._parsed(part, self._content(part))
+
+    def content(self, part: BlockPart) -> memoryview:
+        """Read the bytes of a file as they are, encrypted if they are."""
+        place = Place.of(part)
+        with (
+            _refusal("a block could not be read", CacheCorruptionError),
+            self._tree.shard(place) as directory,
+        ):
+            return _read_file(place.name, directory, part.nbytes)
+
+    def parse(self, part: BlockPart, content: memoryview) -> KVPayload:
+        """Make a payload of the bytes of a file, and check it."""
+        return self._parsed(part, self._opened(part, content))
+
+    def _parsed(self, part: BlockPart, content: memoryview) -> KVPayload:
+        stored, payload = block_format.read(content, self._codec)
         if dataclasses.replace(stored, nbytes=part.nbytes, last_used=part.last_used) != part:
             raise CacheCorruptionError("the file holds another part than was asked for")
         return payload
@@ -189,15 +205,12 @@ class SafetensorsCache:
     # -- files ----------------------------------------------------------------------------------
 
     def _content(self, part: BlockPart) -> memoryview:
-        place = Place.of(part)
-        with (
-            _refusal("a block could not be read", CacheCorruptionError),
-            self._tree.shard(place) as directory,
-        ):
-            content = _read_file(place.name, directory, part.nbytes)
+        return self._opened(part, self.content(part))
+
+    def _opened(self, part: BlockPart, content: memoryview) -> memoryview:
         if self._cipher is None:
             return content
-        plain = block_format.open_sealed(content, self._cipher, place.name.encode())
+        plain = block_format.open_sealed(content, self._cipher, Place.of(part).name.encode())
         # Into memory that begins with a page, as where nothing is encrypted.
         opened = host_memory.allocate(len(plain))
         opened[:] = plain

@@ -149,7 +149,7 @@ WITH RECURSIVE walk (id, parent) AS (
         WHERE walk.id <> %(until)s
 ) SELECT id, parent FROM walk
 """
-_REACHED: LiteralString = """
+REACHED: LiteralString = """
 WITH RECURSIVE reached (id, tenant) AS (
     SELECT head, tenant FROM agents WHERE head IS NOT NULL
     UNION SELECT id, tenant FROM turns WHERE created_at >= %s
@@ -159,7 +159,7 @@ WITH RECURSIVE reached (id, tenant) AS (
 )
 """
 _POINTERS: LiteralString = (
-    _REACHED
+    REACHED
     + """
 SELECT DISTINCT root, block, pointer_tokens FROM reached
     JOIN turns ON turns.id = reached.id AND turns.tenant = reached.tenant
@@ -168,7 +168,7 @@ SELECT DISTINCT root, block, pointer_tokens FROM reached
 )
 _FORGET_TURNS: LiteralString = "".join(
     (
-        _REACHED,
+        REACHED,
         """
 DELETE FROM turns WHERE NOT EXISTS (
     SELECT 1 FROM reached WHERE reached.id = turns.id AND reached.tenant = turns.tenant
@@ -436,7 +436,7 @@ def _make_change(connection: Connection, change: LedgerChange) -> None:
             add = "INSERT INTO tenants VALUES (%s, %s, %s) ON CONFLICT DO NOTHING"
             connection.execute(add, tenant_row(tenant))
         case PutAgent(agent):
-            connection.execute(_PUT_AGENT + _REPLACE_AGENT, (*agent_row(agent), agent.ttl_s))
+            connection.execute(_PUT_AGENT + _REPLACE_AGENT, _timed_row(agent))
         case AdvanceHead():
             _advance(connection, change)
         case DropAgent(tenant_id, agent_id):
@@ -454,6 +454,11 @@ def _make_change(connection: Connection, change: LedgerChange) -> None:
             raise AssertionError(f"{change} is of the index")
 
 
+def _timed_row(agent: Agent) -> Row:
+    """Stand for an agent, with the time after which it may go; pinned ones stay."""
+    return (*agent_row(agent), None if agent.is_pinned else agent.ttl_s)
+
+
 def _advance(connection: Connection, change: AdvanceHead) -> None:
     """Move an agent; whoever moves it too waits here, and finds it moved.
 
@@ -465,8 +470,7 @@ def _advance(connection: Connection, change: AdvanceHead) -> None:
         ended = connection.execute(_END_LEASE, (agent.tenant, agent.id, change.epoch))
         if not ended.rowcount:
             raise ConflictError(f"agent {agent.id!r} was taken over meanwhile.")
-    ttl_s = None if agent.is_pinned else agent.ttl_s
-    row = (*agent_row(agent), ttl_s)
+    row = _timed_row(agent)
     if before is None:
         moved = connection.execute(_PUT_AGENT + "NOTHING", row)
     else:

@@ -1,0 +1,414 @@
+"""Blocks that several machines share: an object store, the index in PostgreSQL, the collector."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from semantic.adapters.outbound.backends.fake import fake_spec
+from semantic.adapters.outbound.blocks.files import SafetensorsCache
+from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
+from semantic.application.cache.remote import RemoteTier
+from semantic.application.cache.restore_plan import WantedPart
+from semantic.application.cache.store import AgentCacheStore
+from semantic.application.cache.writer import DiskLimits, DiskTier
+from semantic.domain.blocks import BlockName, BlockPart, PartKey, block_name, pack_tokens
+from semantic.domain.errors import CacheCorruptionError, InvalidRequestError
+from semantic.domain.pool import BlockPool
+from semantic.domain.spec import LayerKind
+from semantic.ports.backend import HostBuffer, KVPayload
+from semantic.ports.storage import ObjectsPort, PutAgent, PutTurn
+from tests.unit.adapters.outbound.ledger.ledger_values import ROOT, agent_of, turn_of
+from tests.waiting import await_that
+
+pytest.importorskip("psycopg")
+pytest.importorskip("obstore")
+from semantic.adapters.outbound.blocks.objects import ObjectBlocks, open_store
+from semantic.adapters.outbound.ledger.postgres import PostgresLedger
+from semantic.adapters.outbound.ledger.shared_parts import SharedParts
+
+pytestmark = pytest.mark.integration
+
+BLOCK = 8
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """An S3 server with a bucket; yields its address."""
+    server_module = pytest.importorskip("moto.server")
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    address = "http://{}:{}".format(*server.get_host_and_port())
+    httpx.put(f"{address}/blocks", trust_env=False).raise_for_status()
+    yield address
+    server.stop()
+
+
+@pytest.fixture(params=["memory", "local", "s3"])
+def objects(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> ObjectBlocks:
+    if request.param == "memory":
+        return ObjectBlocks(open_store("memory:"))
+    if request.param == "local":
+        return ObjectBlocks(open_store((tmp_path / "objects").as_uri()))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("s3"))
+    for name, value in (
+        ("ACCESS_KEY_ID", "k"),
+        ("SECRET_ACCESS_KEY", "s"),
+        ("REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    return ObjectBlocks(open_store(f"s3://blocks/{tmp_path.name}"))
+
+
+@pytest.fixture
+def ledger(database_url: str) -> Iterator[PostgresLedger]:
+    made = PostgresLedger(database_url, SqliteLedger(None))
+    made.load()
+    yield made
+    made.close()
+
+
+class Machine:
+    """A server's store with its own directory, before the tier that it shares."""
+
+    def __init__(self, directory: Path, objects: ObjectsPort, ledger: PostgresLedger) -> None:
+        own = SqliteLedger(directory)
+        own.load()
+        files = SafetensorsCache(directory)
+        self.disk = DiskTier(files, own, DiskLimits(2**30, 2**30))
+        self.remote = RemoteTier(files, objects, SharedParts(ledger))
+        pool = BlockPool(fake_spec(block_tokens=BLOCK), 2**24)
+        self.store = AgentCacheStore(pool, self.disk, remote=self.remote)
+        self.disk.start(self.store.is_on_disk)
+
+    def seal(self, tokens: list[int]) -> None:
+        parent = ROOT
+        for start in range(0, len(tokens), BLOCK):
+            block = tokens[start : start + BLOCK]
+            name = self.store.seal(ROOT, parent, block, [payload_of(block, start)])
+            assert name is not None
+            parent = name
+
+    def recall(self, tokens: list[int]) -> list[bytes]:
+        """What can be restored of a prompt, from wherever it is."""
+        self.store.loader.learn(ROOT, pack_tokens(tokens), BLOCK)
+        plan = self.store.plan(ROOT, tokens)
+        held = [self.store.loader.hold(wanted) for wanted in plan.parts]
+        content = [bytes(part.future.result(20).buffers[0].data) for part in held if part]
+        for part in held:
+            assert part is not None
+            self.store.loader.let_go(part)
+        return content
+
+    def close(self) -> None:
+        self.store.check_integrity()
+        self.remote.close(10)
+        assert self.disk.close(10)
+
+
+def payload_of(tokens: list[int], start: int) -> KVPayload:
+    data = pack_tokens([token * 7 + start for token in tokens])
+    buffer = HostBuffer("full", (len(tokens),), "u32", data)
+    return KVPayload("fake.v1", LayerKind.FULL, start, start + len(tokens), (buffer,))
+
+
+def part_of(tokens: list[int], parent: BlockName = ROOT, start: int = 0) -> BlockPart:
+    packed = pack_tokens(tokens)
+    name = block_name(parent, tokens)
+    return BlockPart(ROOT, name, parent, LayerKind.FULL, start, packed, 0, 0.0)
+
+
+# -- objects ------------------------------------------------------------------------------------
+
+
+def test_an_object_is_written_once_read_listed_and_deleted(objects: ObjectBlocks) -> None:
+    key = part_of([1, 2]).key
+    objects.put(key, memoryview(b"first"))
+    objects.put(key, memoryview(b"second"))  # what is there stays
+
+    assert bytes(objects.get(key)) == b"first"
+    assert [found for page in objects.older_than(0) for found in page] == [key]
+    assert [found for page in objects.older_than(3600) for found in page] == []
+    for _ in range(2):
+        objects.delete(key)
+    with pytest.raises(CacheCorruptionError):
+        objects.get(key)
+
+
+def test_a_url_that_names_no_store_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="object store"):
+        open_store("ftp://somewhere/else")
+
+
+# -- two machines -------------------------------------------------------------------------------
+
+
+def test_a_second_machine_restores_what_the_first_wrote_byte_for_byte(
+    objects: ObjectBlocks, ledger: PostgresLedger, tmp_path: Path
+) -> None:
+    tokens = list(range(3 * BLOCK + 5))
+    with ExitStack() as stack:
+        one = Machine(tmp_path / "one", objects, ledger)
+        stack.callback(one.close)
+        one.seal(tokens)
+        await_that(lambda: len(SharedParts(ledger).follow(ROOT, pack_tokens(tokens))) == 4)
+        two = Machine(tmp_path / "two", objects, ledger)
+        stack.callback(two.close)
+
+        expected = [
+            bytes(payload_of(tokens[i : i + BLOCK], i).buffers[0].data)
+            for i in range(0, len(tokens), BLOCK)
+        ]
+        assert two.recall(tokens) == expected
+        assert two.disk.flush(10)
+
+        # It has copies of its own now, the same bytes, and no longer needs the store.
+        for part in SharedParts(ledger).follow(ROOT, pack_tokens(tokens)):
+            objects.delete(part.key)
+        files = [
+            sorted(p.read_bytes() for p in (tmp_path / n).rglob("*.safetensors"))
+            for n in ("one", "two")
+        ]
+        assert files[0] == files[1]
+        two.store.drop_memory()
+        assert two.recall(tokens) == expected
+
+
+def test_what_diverges_inside_of_a_block_is_found_too(
+    ledger: PostgresLedger, tmp_path: Path
+) -> None:
+    objects = ObjectBlocks(open_store("memory:"))
+    with ExitStack() as stack:
+        one, two = (Machine(tmp_path / name, objects, ledger) for name in ("one", "two"))
+        stack.callback(one.close)
+        stack.callback(two.close)
+        one.seal(list(range(2 * BLOCK)))
+        await_that(lambda: len(SharedParts(ledger).follow(ROOT, pack_tokens(range(16)))) == 2)
+
+        other = [*range(BLOCK + 3), *range(100, 100 + 2 * BLOCK)]
+        two.store.loader.learn(ROOT, pack_tokens(other), BLOCK)
+        assert two.store.plan(ROOT, other).end == BLOCK + 3
+        stranger = [50, *other]
+        assert SharedParts(ledger).follow(ROOT, pack_tokens(stranger)) == []
+
+
+class SlowObjects(ObjectBlocks):
+    """A store at the end of a slow link."""
+
+    def get(self, key: PartKey) -> memoryview:
+        time.sleep(0.05)
+        return super().get(key)
+
+
+def test_what_a_slow_link_would_bring_is_computed(ledger: PostgresLedger, tmp_path: Path) -> None:
+    objects = SlowObjects(open_store("memory:"))
+    tokens = list(range(2 * BLOCK))
+    with ExitStack() as stack:
+        one, two = (Machine(tmp_path / name, objects, ledger) for name in ("one", "two"))
+        stack.callback(one.close)
+        stack.callback(two.close)
+        for beginning in (0, 1000):
+            one.seal([beginning + token for token in tokens])
+        await_that(
+            lambda: (
+                len(SharedParts(ledger).follow(ROOT, pack_tokens([1000 + t for t in tokens]))) == 2
+            )
+        )
+        two.recall([1000 + token for token in tokens])  # measures the link
+
+        two.store.loader.learn(ROOT, pack_tokens(tokens), BLOCK)
+        plan = two.store.plan(ROOT, tokens)
+        assert plan.end == 2 * BLOCK
+        assert two.store.worth_reading(ROOT, plan, 10.0).end == 2 * BLOCK
+        assert two.store.worth_reading(ROOT, plan, 1e-6).end == 0
+        # What is in memory stays in the plan, and only what is far away is computed.
+        near = two.store.plan(ROOT, [1000 + token for token in tokens])
+        assert two.store.worth_reading(ROOT, near, 1e-6).end == 2 * BLOCK
+
+
+def test_an_object_that_is_gone_or_bad_is_a_miss_and_is_written_again(
+    ledger: PostgresLedger, tmp_path: Path
+) -> None:
+    objects, index = ObjectBlocks(open_store("memory:")), SharedParts(ledger)
+    tokens = list(range(BLOCK))
+    part = part_of(tokens)
+    with ExitStack() as stack:
+        one, two = (Machine(tmp_path / name, objects, ledger) for name in ("one", "two"))
+        stack.callback(one.close)
+        stack.callback(two.close)
+        one.seal(tokens)
+        await_that(lambda: index.revive(part.key))
+        objects.delete(part.key)
+        two.store.loader.learn(ROOT, part.tokens, BLOCK)
+        (wanted,) = two.store.plan(ROOT, tokens).parts
+        assert wanted == WantedPart(wanted.node, LayerKind.FULL)
+        held = two.store.loader.hold(wanted)
+        assert held is not None
+        with pytest.raises(CacheCorruptionError):
+            held.future.result(10)
+        two.store.loader.let_go(held)
+        assert two.store.plan(ROOT, tokens).end == 0
+        assert index.revive(part.key) is False
+        # When the collector has come by, whoever computed it brings it again.
+        index.forget(grace_s=0)
+        two.seal(tokens)
+        await_that(lambda: index.revive(part.key))
+        assert objects.get(part.key)
+
+
+_UPLOAD_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+from tests.integration.test_shared_blocks import *
+part, machine = part_of(list(range(BLOCK))), Path(sys.argv[3])
+files = SafetensorsCache(machine)
+part = files.write(part, payload_of(list(range(BLOCK)), 0), is_synced=False)
+ledger = PostgresLedger(sys.argv[1], SqliteLedger(None))
+ledger.load()
+tier = RemoteTier(files, ObjectBlocks(open_store(sys.argv[2])), SharedParts(ledger))
+steps = tier.steps(part)
+assert next(steps) and next(steps)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_server_that_is_killed_between_upload_and_row_leaves_nothing_wrong(
+    ledger: PostgresLedger, database_url: str, tmp_path: Path
+) -> None:
+    url = (tmp_path / "objects").as_uri()
+    objects, index = ObjectBlocks(open_store(url)), SharedParts(ledger)
+    part = part_of(list(range(BLOCK)))
+    arguments = [sys.executable, "-c", _UPLOAD_AND_DIE, database_url, url, str(tmp_path / "dead")]
+    done = subprocess.run(arguments, timeout=120, check=False, env=dict(os.environ))  # noqa: S603
+    assert done.returncode == -9
+    assert objects.get(part.key)
+    assert index.follow(ROOT, part.tokens) == []  # nobody is told of it
+
+    machine = Machine(tmp_path / "alive", objects, ledger)
+    machine.seal(list(range(BLOCK)))
+    await_that(lambda: index.follow(ROOT, part.tokens))
+    machine.close()
+
+
+# -- the collector ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tier(ledger: PostgresLedger, tmp_path: Path) -> RemoteTier:
+    files, objects = SafetensorsCache(tmp_path), ObjectBlocks(open_store("memory:"))
+    return RemoteTier(files, objects, SharedParts(ledger), grace_s=3600)
+
+
+def publish(tier: RemoteTier, directory: Path, tokens: list[int]) -> BlockPart:
+    written = SafetensorsCache(directory).write(
+        part_of(tokens), payload_of(tokens, 0), is_synced=False
+    )
+    assert tier.publish(written)
+    return written
+
+
+def age(ledger: PostgresLedger, hours: int = 2) -> None:
+    """Let time pass, as the database sees it."""
+    query = """UPDATE parts SET used_at = used_at - make_interval(hours => %(hours)s),
+        dead_since = dead_since - make_interval(hours => %(hours)s),
+        deleted_at = deleted_at - make_interval(hours => %(hours)s)"""
+    with ledger.transaction() as connection:
+        connection.execute(query, {"hours": hours})
+
+
+def test_what_an_agent_reaches_stays_and_the_rest_goes_after_a_grace(
+    tier: RemoteTier, ledger: PostgresLedger, tmp_path: Path
+) -> None:
+    index = SharedParts(ledger)
+    kept, lost = (publish(tier, tmp_path, [n] * BLOCK) for n in (1, 2))
+    turn = turn_of("t1", block=kept.name)
+    ledger.apply([PutTurn("local", turn), PutAgent(agent_of("coder", "t1"))], is_synced=False)
+    fleeting = replace(agent_of("fleeting", "t1"), ttl_s=-1.0)
+    ledger.apply([PutAgent(fleeting)], is_synced=False)
+
+    assert tier.collect(unused_s=3600) == 0  # used just now
+    assert ledger.agent("local", "fleeting") is None
+    age(ledger)
+    assert tier.collect(unused_s=3600) == 0  # dead, and in its grace
+    age(ledger)
+    with index.sole_collector() as is_sole:
+        assert is_sole
+        assert tier.collect(unused_s=3600) == 0  # another collects
+    assert tier.collect(unused_s=3600) == lost.nbytes
+    assert index.revive(kept.key) is True
+    assert index.revive(lost.key) is False  # nobody may bring it back yet
+    age(ledger)
+    tier.collect(unused_s=3600)
+    assert index.revive(lost.key) is None
+    assert tier.publish(lost)
+
+
+def test_a_dead_part_that_is_sealed_again_lives(
+    tier: RemoteTier, ledger: PostgresLedger, tmp_path: Path
+) -> None:
+    part = publish(tier, tmp_path, [1] * BLOCK)
+    age(ledger)
+    tier.collect(unused_s=3600)
+    assert tier.publish(part)
+    age(ledger, hours=0)
+    assert tier.collect(unused_s=3600) == 0
+    assert SharedParts(ledger).follow(ROOT, part.tokens) == [replace(part, last_used=0.0)]
+
+
+# Each step names who goes on: two writers, the collector, time, or one of them that dies.
+_STEPS = st.lists(st.sampled_from(["one", "two", "collect", "age", "kill"]), max_size=24)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(_STEPS)
+def test_whatever_the_order_what_the_index_has_is_in_the_store(
+    database_url: str, tmp_path_factory: pytest.TempPathFactory, steps: list[str]
+) -> None:
+    """Two writers of one block and a collector, step by step, any of which may die anywhere."""
+    with ExitStack() as stack:
+        ledger = PostgresLedger(database_url, SqliteLedger(None))
+        ledger.load()
+        stack.callback(ledger.close)
+        with ledger.transaction() as connection:
+            connection.execute("DELETE FROM parts")
+        objects, index = ObjectBlocks(open_store("memory:")), SharedParts(ledger)
+        directory = tmp_path_factory.mktemp("files")
+        # Writers stop after half a grace, so time that passes here must end theirs.
+        tier = RemoteTier(SafetensorsCache(directory), objects, index, grace_s=3600)
+        part = SafetensorsCache(directory).write(
+            part_of([1] * BLOCK), payload_of([1] * BLOCK, 0), is_synced=False
+        )
+        running: dict[str, Iterator[object]] = {}
+        for step in steps:
+            if step == "age":
+                age(ledger)
+                running.pop("one", None), running.pop("two", None)
+            elif step == "kill":
+                running.clear()
+            else:
+                works = {"collect": lambda: tier.collection(unused_s=3600)}
+                work = running.get(step) or works.get(step, lambda: tier.steps(part))()
+                running[step] = work
+                if next(work, False) is False:
+                    del running[step]
+            if _is_live(ledger, part):
+                assert objects.get(part.key)
+
+
+def _is_live(ledger: PostgresLedger, part: BlockPart) -> bool:
+    """Whether the index has a part; looking does not revive it."""
+    query = "SELECT 1 FROM parts WHERE name = %s AND deleted_at IS NULL"
+    with ledger.transaction() as connection:
+        return connection.execute(query, (part.name,)).fetchone() is not None
