@@ -40,7 +40,14 @@ from semantic.domain.errors import (
 )
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import ModelCacheSpec
-from semantic.ports.storage import LedgerChange, LedgerPort, MarkDurable, PutReplay, Repoint
+from semantic.ports.storage import (
+    LedgerChange,
+    LedgerPort,
+    LedgerState,
+    MarkDurable,
+    PutReplay,
+    Repoint,
+)
 from semantic.ports.telemetry import TelemetryPort
 
 if TYPE_CHECKING:
@@ -113,24 +120,29 @@ class AgentMemory:
         self._is_index_lost = state.is_index_lost
         if directory is not None:
             self._files = SafetensorsCache(directory, self.codec, cipher)
-            self.disk = DiskTier(
-                self._files,
-                self.ledger,
-                self._disk_limits(),
-                is_synced=settings.durability == "sync",
-                telemetry=telemetry,
-            )
+            self.disk = self._make_disk(self._files)
         self._remote: RemoteTier | None = None
         write = self.disk.change if self.disk else write_at_once(self.ledger)
         if self._shared is None:
             self.agents = AgentLedger(self.ledger, state, write)
         else:
-            self._remote = self._make_remote(self._shared)
-            self._seen = SharedAgents(self._shared)
             write = self._write_shared
-            leases = AgentLeases(self._shared, settings.lease_s)
-            self.agents = AgentLedger(self._shared, state, write, table=self._seen, leases=leases)
+            self.agents = self._join(self._shared, state)
         self.replays = LedgerReplayStore(self.ledger, write)
+
+    def _make_disk(self, files: SafetensorsCache) -> DiskTier:
+        return DiskTier(
+            *(files, self.ledger, self._disk_limits()),
+            is_synced=self._settings.durability == "sync",
+            telemetry=self._telemetry,
+        )
+
+    def _join(self, ledger: "PostgresLedger", state: LedgerState) -> AgentLedger:
+        """Have agents and blocks in common with other servers."""
+        self._remote = self._make_remote(ledger)
+        self._seen = SharedAgents(ledger)
+        leases = AgentLeases(ledger, self._settings.lease_s)
+        return AgentLedger(ledger, state, self._write_shared, table=self._seen, leases=leases)
 
     def _make_remote(self, ledger: "PostgresLedger") -> RemoteTier:
         """Open the object store behind this machine's files."""
