@@ -139,9 +139,10 @@ class AgentMemory:
 
     def _join(self, ledger: "PostgresLedger", state: LedgerState) -> AgentLedger:
         """Have agents and blocks in common with other servers."""
+        settings = self._settings
         self._remote = self._make_remote(ledger)
         self._seen = SharedAgents(ledger)
-        leases = AgentLeases(ledger, self._settings.lease_s)
+        leases = AgentLeases(ledger, settings.lease_s)
         return AgentLedger(ledger, state, self._write_shared, table=self._seen, leases=leases)
 
     def _make_remote(self, ledger: "PostgresLedger") -> RemoteTier:

@@ -245,6 +245,23 @@ def test_bits_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         load_settings()
 
 
+@pytest.mark.parametrize(
+    "given,problem",
+    [
+        ({"store": "shared"}, "needs database_url and objects_url"),
+        ({"objects_url": "s3://x"}, "need store = shared"),
+        ({"durability": "none"}, "durability must not be none"),
+        ({"encryption_key_command": "key"}, "does not encrypt"),
+    ],
+)
+def test_a_shared_store_needs_its_places(given: dict[str, str], problem: str) -> None:
+    places = {"store": "shared", "database_url": "postgresql://db", "objects_url": "s3://x"}
+    assert load_settings(places).lease_s == 15
+    is_alone = {"store", "objects_url"} & set(given)
+    with pytest.raises(InvalidRequestError, match=problem):
+        load_settings(given if is_alone else {**places, **given})
+
+
 @pytest.mark.parametrize("name", ["home", "cache_dir"])
 def test_an_empty_directory_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"setting {name}: a directory is needed"):
