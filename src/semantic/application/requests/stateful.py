@@ -112,7 +112,7 @@ class StatefulChat:
 
     async def generate(self, principal: Principal, agent_id: str, ask: NewTurn) -> Reply:
         """Answer new messages, after the turns that were asked for before."""
-        agent = await asyncio.to_thread(self._agents.get, principal.tenant, agent_id)
+        agent = await self._agent(principal, agent_id)
         return await self._inference.gate.reply(
             agent.profile.model or "", lambda: self._generate(principal, agent, ask)
         )
@@ -136,11 +136,17 @@ class StatefulChat:
             reply.on_end(lambda *_: entered.close())
             return reply
 
+    async def _agent(self, principal: Principal, agent_id: str) -> Agent:
+        """Find an agent, which may have to be read elsewhere."""
+        if self._agents.is_shared:
+            return await asyncio.to_thread(self._agents.get, principal.tenant, agent_id)
+        return self._agents.get(principal.tenant, agent_id)
+
     async def _begin(
         self, principal: Principal, known: Agent, ask: NewTurn, epoch: int | None
     ) -> LiveReply:
         """Start a turn, leaving the oldest messages out if need be and permitted."""
-        agent = await asyncio.to_thread(self._agents.get, principal.tenant, known.id)
+        agent = await self._agent(principal, known.id)
         if agent.created_at != known.created_at:
             raise AgentNotFoundError(f"agent {agent.id!r} was deleted and created again meanwhile.")
         self._agents.check_quota(agent)
