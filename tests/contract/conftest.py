@@ -129,7 +129,7 @@ def make_mlx(
     from semantic.adapters.outbound.backends.mlx.loading import MlxOptions
 
     return MlxBackend.from_directory(
-        model.directory, model.spec, MlxOptions(dtype=dtype, pinned=True)
+        model.directory, model.spec, MlxOptions(dtype=dtype, pinned_bytes=2**30)
     )
 
 

@@ -19,6 +19,7 @@ class PlainKernels:
         from semantic.adapters.outbound.backends.mlx.cuda import attention as cuda_attention
         from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
         from semantic.adapters.outbound.backends.mlx.cuda import linear as cuda_linear
+        from semantic.adapters.outbound.backends.mlx.cuda import rope as cuda_rope
 
         self.calls: Counter[str] = Counter()
         self.group_counts: Counter[int] = Counter()
@@ -35,6 +36,7 @@ class PlainKernels:
             ),
             (cuda_linear, "multiply", self._multiply),
             (cuda_attention, "keep_and_attend", self._keep_and_attend),
+            (cuda_rope, "keep", self._keep),
         ):
             monkeypatch.setattr(module, name, value)
 
@@ -79,10 +81,24 @@ class PlainKernels:
         import mlx.core as mx
 
         from semantic.adapters.outbound.backends.mlx.cuda.attention import MAX_GROUPS
-        from semantic.adapters.outbound.backends.mlx.cuda.rope import rotate
 
         self.calls["keep_and_attend"] += 1
         self.group_counts[len(groups)] += 1
+        places = [
+            (*divmod(where, MAX_GROUPS)[::-1], start + size - 1, 0)
+            for _, start, size, where in _last_chunks(plan)
+        ]
+        queries = self._keep(heads, angles, norms, groups, mx.array(places))
+        out = self._attend(queries, groups, plan, scale)
+        mx.eval(out)  # before anybody writes again
+        return out
+
+    def _keep(self, heads: Any, angles: Any, norms: Any, groups: Any, places: Any) -> Any:
+        import mlx.core as mx
+
+        from semantic.adapters.outbound.backends.mlx.cuda.rope import rotate
+
+        self.calls["keep"] += 1
         num_key_heads = groups[0][0].shape[1]
         num_heads = heads.shape[1] - 2 * num_key_heads
         queries, keys, values = mx.split(heads, [num_heads, num_heads + num_key_heads], axis=1)
@@ -90,15 +106,12 @@ class PlainKernels:
             queries = mx.fast.rms_norm(queries, norms.query_factors, norms.eps)
             keys = mx.fast.rms_norm(keys, norms.key_factors, norms.eps)
         queries, keys = rotate(angles, queries), rotate(angles, keys)
-        mx.eval(keys, values, list(groups))
-        for row, start, size, where in _last_chunks(plan):
-            place, group = divmod(where, MAX_GROUPS)
+        mx.eval(queries, keys, values, list(groups))
+        for row, (group, place, position, _) in enumerate(places.tolist()):
             for array, new in zip(groups[group], (keys, values), strict=True):
                 memory = np.array(memoryview(array), copy=False)
-                memory[place, :, start + size - 1] = np.array(new[row, :, 0])
-        out = self._attend(queries, groups, plan, scale)
-        mx.eval(out)  # before anybody writes again
-        return out
+                memory[place, :, position] = np.array(new[row, :, 0])
+        return queries
 
 
 def _last_chunks(plan: Any) -> list[list[int]]:

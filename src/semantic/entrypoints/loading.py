@@ -213,7 +213,8 @@ def _import_mlx(settings: Settings) -> MakeBackend:
         from semantic.adapters.outbound.backends.mlx.loading import MlxOptions
     except ModuleNotFoundError as error:
         raise _missing(error, "mlx") from error
-    options = MlxOptions(settings.dtype, settings.device, settings.weights, settings.pinned_copies)
+    pinned_bytes = settings.memory_budget_mb * 2**20 if settings.pinned_copies else 0
+    options = MlxOptions(settings.dtype, settings.device, settings.weights, pinned_bytes)
     return lambda directory, spec: MlxBackend.from_directory(directory, spec, options)
 
 

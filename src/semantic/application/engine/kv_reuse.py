@@ -127,7 +127,8 @@ class PrefixSharing:
             best = source(copy.seq, num_tokens)
         for other in running:
             shared = min(generation.num_shared(other.job.root, other.tokens), other.num_computed)
-            if other is not generation and shared > num_tokens:
+            is_nearer = isinstance(best, Load) and 0 < shared == num_tokens
+            if other is not generation and (shared > num_tokens or is_nearer):
                 num_tokens = shared
                 best = ForkFrom(other.seq, shared)
         return best

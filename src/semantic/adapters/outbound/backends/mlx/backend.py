@@ -19,6 +19,7 @@ from semantic.adapters.outbound import host_memory
 from semantic.adapters.outbound.backends.common import SequenceBackend, give_memory_back, make_rows
 from semantic.adapters.outbound.backends.mlx import loading, payloads
 from semantic.adapters.outbound.backends.mlx.caches import capacity_for, geometry_mismatch
+from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import Transfer
 from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
 from semantic.adapters.outbound.backends.mlx.loading import MlxModel, MlxOptions
@@ -51,11 +52,11 @@ class StepTicket:
     """A step under way.
 
     Attributes:
-        sources: Host memory that is copied to the device before it.
+        held: What the device may still use until the step is computed.
     """
 
     rows: tuple[PendingRow | RowFailed, ...]
-    sources: tuple[memoryview, ...] = ()
+    held: tuple[object, ...] = ()
 
 
 class MlxBackend(SequenceBackend[MlxSequence]):
@@ -88,8 +89,10 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         )
         super().__init__(spec, traits, MlxSequence)
         self._device = mx.default_device()
+        cuda.bound_unused_memory()
         self._num_steps = 0
-        self._sources: list[memoryview] = []
+        self._held: list[object] = []
+        self._num_under_way = 0
         memory = loaded.memory
         self._transfer = None if memory is None else Transfer(memory)
         if self._transfer is not None:
@@ -117,7 +120,9 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         # All are found sound before anything is changed.
         kinds = (by_kind.full, by_kind.window, (by_kind.state,) if by_kind.state else ())
         full, window, state = (payloads.read(layout, kind, end, self._transfer) for kind in kinds)
-        self._runner.groups.isolate(sequence, capacity_for(len(sequence.known)))
+        group = self._runner.groups.isolate(sequence, capacity_for(len(sequence.known)))
+        if window or state:
+            self._held.append([[*group.arrays[place]] for place in layout.not_full])
         for part in full:
             payloads.put_full(layout, sequence, part)
         if end > sequence.length:
@@ -131,7 +136,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             sequence.has_state = True
         sources = [source for part in (*full, *window, *state) for source in part.sources]
         if sources:
-            self._sources += sources
+            self._held += sources
             mx.async_eval(sequence.group_row()[0].arrays)
         else:
             mx.eval(sequence.group_row()[0].arrays)
@@ -143,23 +148,25 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             outputs = self._runner.run([r for r in rows if isinstance(r, PendingRow)])
             mx.async_eval([*outputs, *self._runner.groups.moved_arrays()])
             self._num_steps += 1
-            if self._num_steps % _CLEAR_INTERVAL == 0:
+            if self._num_steps % _CLEAR_INTERVAL == 0 and not cuda.is_in_use():
                 mx.clear_cache()
         except _DEVICE_ERRORS as error:
             raise BackendError(f"the device failed: {error}") from error
-        sources, self._sources = tuple(self._sources), []
-        return StepTicket(tuple(rows), sources)
+        held, self._held = tuple(self._held), []
+        self._num_under_way += 1
+        return StepTicket(tuple(rows), held)
 
     def collect(self, ticket: Ticket) -> StepOutput:
         """Wait for a step's tokens."""
         if not isinstance(ticket, StepTicket):
             raise TypeError("not the ticket of a step of this backend")
+        self._num_under_way -= 1
         try:
             output = StepOutput(tuple(self._finish(row) for row in ticket.rows))
         except _DEVICE_ERRORS as error:
             raise BackendError(f"the device failed: {error}") from error
         if all(isinstance(row, RowFailed) for row in output.rows):
-            self._sources += ticket.sources  # nobody has waited for the step yet
+            self._held += ticket.held  # nobody has waited for the step yet
         return output
 
     def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
@@ -184,6 +191,8 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             *(self._runner.layout, sequence, range(start, end), kind),
             *(self._transfer, self._runner.latest),
         )
+        if self._transfer is not None:
+            sequence.copying = self._transfer.asked
         return SnapshotTicket(self._traits.kv_abi, kind, start, end, copies)
 
     def payload(self, ticket: Ticket) -> KVPayload:
@@ -203,7 +212,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
     def close(self, seq: SequenceId) -> None:
         """Drop a sequence."""
         if (sequence := self._sequences.get(seq)) is not None:
-            self._runner.groups.remove(sequence)
+            self._let_go(sequence)
         super().close(seq)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
@@ -232,7 +241,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         self._runner.release()
         if self._transfer is not None:
             self._transfer.finish()
-        self._sources.clear()
+        self._held.clear()
         mx.synchronize()
         give_memory_back()  # what refers to arrays in circles goes before what they held
         mx.clear_cache()
@@ -275,7 +284,19 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         self._runner.groups.copy(source, target)
 
     def _cut(self, sequence: MlxSequence, num_tokens: int) -> None:
+        if sequence.copying is not None:
+            # Our own kernels will write where it still reads, and MLX does not see it.
+            sequence.copying.settle()
         sequence.length, sequence.last_token = num_tokens, None
         if num_tokens == 0:
-            self._runner.groups.remove(sequence)
+            self._let_go(sequence)
             sequence.window_start, sequence.has_state = 0, True
+
+    def _let_go(self, sequence: MlxSequence) -> None:
+        """Drop a sequence's arrays, once what is under way is computed.
+
+        MLX would give their memory to a copy on the other stream while this one still writes it.
+        """
+        if sequence.group is not None and (self._num_under_way or self._held):
+            self._held.append(sequence.group.arrays)
+        self._runner.groups.remove(sequence)

@@ -67,6 +67,7 @@ class Layout:
         self._make_caches = make_caches
         self._nbytes: dict[int, int] = {}
         self.parts = tuple(_part_of(leaf) for leaf in leaves(caches))
+        self.not_full = [*self.of_kind(LayerKind.WINDOW), *self.of_kind(LayerKind.STATE)]
 
     def release(self) -> None:
         """Let go of the model; no cache can be made from now on."""

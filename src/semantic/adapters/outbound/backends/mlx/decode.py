@@ -7,6 +7,7 @@ object, which the library's attention function is wrapped to take.
 """
 
 import sys
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +23,13 @@ from semantic.adapters.outbound.backends.mlx.caches import (
 )
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda import prompts
-from semantic.adapters.outbound.backends.mlx.cuda.decode import KernelStep
-from semantic.adapters.outbound.backends.mlx.groups import GroupStep
+from semantic.adapters.outbound.backends.mlx.cuda.attention import Plan
+from semantic.adapters.outbound.backends.mlx.cuda.decode import KernelCall, KernelStep
+from semantic.adapters.outbound.backends.mlx.groups import Group, GroupStep
 from semantic.domain.spec import LayerKind
 
 _ATTENTION = "scaled_dot_product_attention"
+_MAX_COMPILED = 32  # steps of other sizes that are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +139,17 @@ class StateView:
         """Lengths are kept elsewhere."""
 
 
-def views(layout: Layout, caches: Sequence[Any], steps: Sequence[GroupStep]) -> list[Any]:
+def views(
+    layout: Layout,
+    caches: Sequence[Any],
+    steps: Sequence[GroupStep],
+    kernels: KernelStep | None = None,
+) -> list[Any]:
     """One view for each of the model's caches, nested as the library nests them."""
     positions = [position for step in steps for position in step.all_positions]
     array = mx.array(positions)
     offset = positions[0] if len(set(positions)) == 1 else array
-    kernels = KernelStep(steps, array)
+    kernels = kernels or KernelStep(steps, array)
     flat: list[Any] = []
     for place, part in enumerate(layout.parts):
         if part.kind is LayerKind.STATE:
@@ -154,6 +162,61 @@ def views(layout: Layout, caches: Sequence[Any], steps: Sequence[GroupStep]) -> 
         nested.append(tuple(flat[:size]) if size else flat[0])
         del flat[: max(1, size)]
     return nested
+
+
+class CompiledSteps:
+    """Steps of models whose layers are all our own, as MLX remembers them.
+
+    To build a step's graph in Python takes as long as to compute it. Steps over arrays of the same
+    sizes differ in nothing but what these hold: where rows are, and who reads what, included.
+    """
+
+    def __init__(self, model: Any, layout: Layout, nesting: Sequence[Any]) -> None:
+        self._model = model
+        self._layout = layout
+        self._nesting = nesting
+        self._known: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+
+    def release(self) -> None:
+        """Let go of the model."""
+        self._known.clear()
+        self._model = None
+
+    def run(self, steps: Sequence[GroupStep], tokens: Array) -> Array:
+        """Compute one token each of the steps' rows; returns the logits."""
+        part = self._layout.parts[0]
+        positions = mx.array([position for step in steps for position in step.positions])
+        calls = KernelStep(steps, positions).calls(part, part.shapes[0][0])
+        plans = [[call.plan.chunks, call.plan.firsts] for call in calls]
+        arrays = [step.group.arrays for step in steps]
+        sizes = tuple((len(step.positions), *step.group.arrays[0][0].shape) for step in steps)
+        key = (sizes, *(chunks.shape[0] for chunks, _ in plans))
+        if key not in self._known:
+            self._known[key] = mx.compile(self._traced(steps, calls))
+            if len(self._known) > _MAX_COMPILED:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key](tokens, positions, plans, arrays)
+
+    def _traced(self, steps: Sequence[GroupStep], calls: Sequence[KernelCall]) -> Any:
+        """The function of a step: it holds sizes, and nothing of this very step."""
+        shapes = [(step.group.capacity, step.positions, step.start) for step in steps]
+        taken = [(call.groups, call.rows) for call in calls]
+        part = self._layout.parts[0]
+
+        def run(tokens: Array, positions: Array, plans: Any, arrays: Any) -> Array:
+            given = [
+                GroupStep(Group(capacity, held), rows, start)
+                for (capacity, rows, start), held in zip(shapes, arrays, strict=True)
+            ]
+            known = [
+                KernelCall(*which, Plan(*plan)) for which, plan in zip(taken, plans, strict=True)
+            ]
+            kernels = KernelStep(given, positions, {(part.window, part.shapes[0][0]): known})
+            caches = views(self._layout, self._nesting, given, kernels)
+            return self._model(tokens[:, None], cache=caches)[:, -1]
+
+        return run
 
 
 # -- the library's attention function ----------------------------------------------------------

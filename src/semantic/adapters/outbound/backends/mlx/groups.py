@@ -11,7 +11,7 @@ The rows that take part in a step are always the first ones. Others that took pa
 stay behind them, so that a row that pauses for a step costs no copy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.caches import Array, Arrays, Layout, Part, capacity_for
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
+from semantic.adapters.outbound.backends.mlx.cuda.transfer import Copying
 from semantic.adapters.outbound.backends.mlx.sampling import PendingToken
 
 _STAY = 2  # steps a row may miss before it is moved out of its group
@@ -34,6 +35,7 @@ class MlxSequence:
         group: Where its arrays are; None while nothing is held.
         last_token: What was sampled after the last token.
         last_step: The number of the step it took part in last.
+        copying: The last copy of it to the host, if one was begun.
     """
 
     known: list[int]
@@ -43,6 +45,7 @@ class MlxSequence:
     group: Optional["Group"] = None
     last_token: PendingToken | None = None
     last_step: int = 0
+    copying: Copying | None = None
 
     def group_row(self) -> tuple["Group", int]:
         """Its group and its row there."""
@@ -56,13 +59,13 @@ class Group:
     """Sequences that share arrays.
 
     Attributes:
-        members: By row.
+        members: By row; None where one has left.
         arrays: By part; rows along the first axis.
     """
 
     capacity: int
     arrays: Arrays
-    members: list[MlxSequence] = field(default_factory=list)
+    members: list[MlxSequence | None] = field(default_factory=list)
 
 
 class RowGroups:
@@ -70,6 +73,7 @@ class RowGroups:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
+        self._left: list[Group] = []
         self._moved: list[Group] = []
 
     def nbytes(self, sequences: Sequence[MlxSequence]) -> int:
@@ -92,6 +96,11 @@ class RowGroups:
             group.capacity = capacity
         return group
 
+    def make_room(self, sequence: MlxSequence, length: int) -> None:
+        """Let a sequence that holds something become so long."""
+        if length > sequence.group_row()[0].capacity:
+            self.isolate(sequence, capacity_for(length))
+
     def copy(self, source: MlxSequence, target: MlxSequence) -> None:
         """Give `target` the state of `source` up to the target's length.
 
@@ -112,25 +121,24 @@ class RowGroups:
         _settle_in(target, Group(capacity, fitted))
 
     def remove(self, sequence: MlxSequence) -> None:
-        """Drop a sequence's arrays; those that shared them move together."""
-        group = sequence.group
-        if group is None:
+        """Drop a sequence's arrays; those that shared them move together in the next step."""
+        if sequence.group is None:
             return
-        rows = [row for row, member in enumerate(group.members) if member is not sequence]
+        group, row = sequence.group_row()
         sequence.group = None
-        group.members = [group.members[row] for row in rows]
-        if rows:
-            group.arrays = _gather([(group, row) for row in rows])
-            self._moved.append(group)
+        group.members[row] = None
+        if any(group.members) and group not in self._left:
+            self._left.append(group)
 
     def assemble(self, sequences: Sequence[MlxSequence], step: int) -> list[Group]:
         """Bring sequences that are about to add a token into groups, where they come first."""
         by_capacity: dict[int, list[MlxSequence]] = {}
         for sequence in sequences:
-            if sequence.length + 1 > sequence.group_row()[0].capacity:
-                self.isolate(sequence, capacity_for(sequence.length + 1))
+            self.make_room(sequence, sequence.length + 1)
             by_capacity.setdefault(sequence.group_row()[0].capacity, []).append(sequence)
             sequence.last_step = step
+        # Not later: our own kernels are about to write, which whoever gathers would not wait for.
+        self._close_up()
         return [
             self._assemble(capacity, members, step) for capacity, members in by_capacity.items()
         ]
@@ -141,6 +149,12 @@ class RowGroups:
         self._moved.clear()
         return arrays
 
+    def _close_up(self) -> None:
+        """Take the place of those who left, all of them at once."""
+        for group in self._left:
+            self._keep_rest(group, {None})
+        self._left.clear()
+
     def _assemble(self, capacity: int, members: list[MlxSequence], step: int) -> Group:
         base = members[0].group_row()[0]
         if set(base.members[: len(members)]) == set(members):
@@ -148,19 +162,20 @@ class RowGroups:
         groups = {id(m.group): m.group_row()[0] for m in members}
         base = max(groups.values(), key=lambda group: len(group.members))
         wanted = set(members)
-        kept = [m for m in base.members if m in wanted]
+        kept = [m for m in base.members if m is not None and m in wanted]
         added = [m for m in members if m.group is not base]
-        paused = [m for m in base.members if m not in wanted and step - m.last_step <= _STAY]
+        others = [m for m in base.members if m is not None and m not in wanted]
+        paused = [m for m in others if step - m.last_step <= _STAY]
         together = [*kept, *added, *paused]
         arrays = _gather([m.group_row() for m in together])
         joined = Group(capacity, arrays)
         for group in groups.values():
-            self._keep_rest(group, set(together))
+            self._keep_rest(group, {None, *together})
         for member in together:
             _settle_in(member, joined)
         return joined
 
-    def _keep_rest(self, group: Group, gone: set[MlxSequence]) -> None:
+    def _keep_rest(self, group: Group, gone: Collection[MlxSequence | None]) -> None:
         rows = [row for row, member in enumerate(group.members) if member not in gone]
         if rows and len(rows) < len(group.members):
             group.arrays = _gather([(group, row) for row in rows])

@@ -43,14 +43,15 @@ class MlxOptions:
         device: auto takes the GPU where there is one.
         weights: auto keeps quantised ones as they are on a GPU; on a CPU, whose kernels for them
             are slow, and with full they are expanded.
-        pinned: On CUDA, weights and attention state travel through pinned host memory.
+        pinned_bytes: On CUDA, weights and attention state travel through so much pinned host
+            memory; 0 is none.
         group: The processes of which each holds a share of the model; None holds all of it here.
     """
 
     dtype: DType = "auto"
     device: Device = "auto"
     weights: Literal["auto", "full"] = "auto"
-    pinned: bool = False
+    pinned_bytes: int = 0
     group: Any = None
 
 
@@ -94,7 +95,7 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
     config = json.loads((directory / "config.json").read_text("utf-8"))
     utils = import_library("mlx_lm.utils")
     try:
-        memory = shared_memory() if options.pinned else None
+        memory = shared_memory(options.pinned_bytes) if options.pinned_bytes else None
         with _fast_reading(memory):
             model, _ = utils.load_model(
                 directory, lazy=True, model_config=config_overrides(config, spec)

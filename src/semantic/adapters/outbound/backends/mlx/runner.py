@@ -9,20 +9,23 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.caches import Array, Layout, capacity_for
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda.attention import MAX_GROUPS
-from semantic.adapters.outbound.backends.mlx.cuda.tuning import untune
-from semantic.adapters.outbound.backends.mlx.decode import views, wrap_attention
+from semantic.adapters.outbound.backends.mlx.cuda.linear import MAX_ROWS
+from semantic.adapters.outbound.backends.mlx.cuda.tuning import are_all_own, untune
+from semantic.adapters.outbound.backends.mlx.decode import CompiledSteps, views, wrap_attention
 from semantic.adapters.outbound.backends.mlx.groups import Group, GroupStep, MlxSequence, RowGroups
 from semantic.adapters.outbound.backends.mlx.sampling import PendingToken, draw_rows, input_tokens
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import LAST_SAMPLED, Chunk, Computed, Row, Sampled
+
+Tokens: TypeAlias = tuple[int, ...] | PendingToken
 
 _LOG = logging.getLogger(__name__)
 _ROW_COUNTS = (9, 17)  # with which kernels differ from those of fewer rows
@@ -106,9 +109,14 @@ class MlxRunner:
         self.groups = RowGroups(self.layout)
         self.latest: Array | None = mx.zeros(1)
         self._step = 0
+        self._max_short = 1  # tokens of a prompt that run as rows, with those of other sequences
+        self._compiled = CompiledSteps(model, self.layout, self._nesting)
         wrap_attention()
         self.batching = self._choose_batching()
         self.can_draft = self._is_draft_sound()
+        if self.can_draft and are_all_own(model, len(self.layout.parts)):
+            self._max_short = MAX_ROWS
+        self._warm_up()
         if self.batching is not Batching.GROUPS:
             _LOG.info("mlx runs %s at a time with this model", self.batching.value)
 
@@ -120,7 +128,7 @@ class MlxRunner:
         """
         outputs: list[Array] = []
         by_sequence: dict[MlxSequence, PendingRow] = {}
-        last: dict[MlxSequence, int | PendingToken] = {}
+        last: dict[MlxSequence, Tokens] = {}
         for row in rows:
             chunk, sequence = row.chunk, row.sequence
             if chunk.draw is not None:
@@ -131,8 +139,9 @@ class MlxRunner:
                 )
             by_sequence[sequence] = row
             tokens = _tokens_of(row)
-            if isinstance(tokens, PendingToken) or (len(tokens) == 1 and sequence.length):
-                last[sequence] = tokens if isinstance(tokens, PendingToken) else tokens[0]
+            most = self._max_short if sequence.length else 0
+            if isinstance(tokens, PendingToken) or len(tokens) <= most:
+                last[sequence] = tokens
                 continue
             logits = self.extend(sequence, mx.array(tokens, mx.int32))
             arrays = [array for part in sequence.group_row()[0].arrays for array in part]
@@ -142,21 +151,43 @@ class MlxRunner:
             else:
                 row.mark = mx.contiguous(arrays[-1].reshape(-1)[:1])
                 outputs.append(row.mark)
-        if last:
-            order, logits = self._decode(
-                [*last],
-                lambda ordered: input_tokens([last[sequence] for sequence in ordered]),
-                self.batching,
-                {sequence: by_sequence[sequence].draft for sequence in last},
-            )
-            drawn = [by_sequence[s].later[g - 1] if g else by_sequence[s].token for s, g in order]
-            outputs += _draw(logits, drawn)
-            outputs.append(logits)  # rows that ask for no token are computed by it
-            for sequence, _ in order:
-                by_sequence[sequence].mark = logits
+        for batch in _batches(last, {s: len(row.draft) for s, row in by_sequence.items()}):
+            outputs += self._run_together(batch, by_sequence)
         for row in rows:
             row.sequence.last_token = row.token
         return outputs
+
+    def _run_together(
+        self, given: Mapping[MlxSequence, Tokens], rows: Mapping[MlxSequence, PendingRow]
+    ) -> list[Array]:
+        """Build a pass over one token of each sequence and its guesses, or over short prompts."""
+        firsts: dict[MlxSequence, int | PendingToken] = {}
+        more: dict[MlxSequence, tuple[int, ...]] = {}
+        for sequence, tokens in given.items():
+            if isinstance(tokens, PendingToken) or len(tokens) == 1:
+                firsts[sequence] = tokens if isinstance(tokens, PendingToken) else tokens[0]
+                more[sequence] = rows[sequence].draft
+            else:
+                # The rest of a prompt runs as guesses do, and is right in any case.
+                firsts[sequence], more[sequence] = tokens[0], tokens[1:]
+                self.groups.make_room(sequence, sequence.length + len(tokens))
+        order, logits = self._decode(
+            [*given],
+            lambda ordered: input_tokens([firsts[sequence] for sequence in ordered]),
+            self.batching,
+            more,
+        )
+        drawn: list[PendingToken | None] = []
+        for sequence, guess in order:
+            row = rows[sequence]
+            row.mark = logits
+            if _count(given[sequence]) > 1:
+                is_last = guess == len(more[sequence])
+                drawn.append(row.token if is_last else None)
+                sequence.length += bool(guess)
+            else:
+                drawn.append(row.later[guess - 1] if guess else row.token)
+        return [*_draw(logits, drawn), logits]  # rows that ask for no token are computed by it
 
     def extend(self, sequence: MlxSequence, tokens: Array) -> Array:
         """Compute tokens of one sequence; returns the logits after the last one, lazily."""
@@ -216,7 +247,7 @@ class MlxRunner:
         order: list[tuple[MlxSequence, int]] = []
         outputs = []
         for batch in batches:
-            members = [[m for m in group.members if m in wanted] for group in batch]
+            members = [[m for m in group.members if m and m in wanted] for group in batch]
             rows = [member for group in members for member in group]
             if drafts and any(drafts[row] for row in rows):
                 outputs.append(
@@ -241,8 +272,11 @@ class MlxRunner:
             sizes = tuple(len(drafts[row]) for row in rows) if drafts else ()
             steps.append(GroupStep(group, tuple(row.length for row in rows), start, sizes))
             start = steps[-1].place.stop
-        caches = views(self.layout, self._nesting, steps)
-        logits = self._model(tokens[:, None], cache=caches)[:, -1]
+        if self._max_short > 1 and not any(step.is_drafted for step in steps):
+            logits = self._compiled.run(steps, tokens)
+        else:
+            caches = views(self.layout, self._nesting, steps)
+            logits = self._model(tokens[:, None], cache=caches)[:, -1]
         self.latest = logits
         for rows in members:
             for row in rows:
@@ -252,6 +286,7 @@ class MlxRunner:
     def release(self) -> None:
         """Drop the model."""
         self._model = self._body = None
+        self._compiled.release()
         self.latest = None
         self.layout.release()
 
@@ -259,7 +294,6 @@ class MlxRunner:
 
     def _choose_batching(self) -> Batching:
         if self._is_sound(Batching.GROUPS):
-            self._warm_up()
             return Batching.GROUPS
         if num_layers := untune(self._model):
             _LOG.warning("our own kernels are wrong for %d layers: they are not used", num_layers)
@@ -268,7 +302,7 @@ class MlxRunner:
 
     def _warm_up(self) -> None:
         """Have all kernels compiled that a step may need, before anybody waits for them."""
-        if not cuda.is_available():
+        if not cuda.is_available() or self.batching is not Batching.GROUPS:
             return
         rows = [MlxSequence([]) for _ in range(MAX_GROUPS)]
         capacity = 0
@@ -276,11 +310,10 @@ class MlxRunner:
             self.extend(row, mx.arange(2))
             capacity = capacity_for(capacity + 1)
             self.groups.isolate(row, capacity)
-        for count in range(1, MAX_GROUPS + 1):
-            _, logits = self._decode(
-                rows[:count], lambda given: mx.zeros(len(given), mx.int32), Batching.GROUPS
-            )
-            mx.eval(logits)
+        _, logits = self._decode(
+            rows, lambda given: mx.zeros(len(given), mx.int32), Batching.GROUPS
+        )
+        mx.eval(logits)
         for count in _ROW_COUNTS:
             many = [MlxSequence([]) for _ in range(count)]
             for row in many:
@@ -342,6 +375,29 @@ def _tokens_of(row: PendingRow) -> tuple[int, ...] | PendingToken:
     tokens = (*chunk.tokens, *row.draft)
     sequence.known[chunk.start : chunk.start + len(tokens)] = tokens
     return chunk.tokens
+
+
+def _count(tokens: Tokens) -> int:
+    return 1 if isinstance(tokens, PendingToken) else len(tokens)
+
+
+def _batches(
+    given: Mapping[MlxSequence, Tokens], num_guesses: Mapping[MlxSequence, int]
+) -> list[dict[MlxSequence, Tokens]]:
+    """What runs in one pass each: all together if they are few, else short prompts apart."""
+    sizes = {sequence: _count(tokens) + num_guesses[sequence] for sequence, tokens in given.items()}
+    short = [sequence for sequence, tokens in given.items() if _count(tokens) > 1]
+    if sum(sizes.values()) <= MAX_ROWS or not short:
+        return [dict(given)] if given else []
+    batches = [{sequence: given[sequence] for sequence in given if sequence not in short}]
+    num_rows = MAX_ROWS
+    for sequence in short:
+        if num_rows + sizes[sequence] > MAX_ROWS:
+            batches.append({})
+            num_rows = 0
+        batches[-1][sequence] = given[sequence]
+        num_rows += sizes[sequence]
+    return [batch for batch in batches if batch]
 
 
 def _drafted_rows(

@@ -9,6 +9,8 @@ import logging
 import os
 import platform
 import resource
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,13 @@ from typing import Any
 _LOG = logging.getLogger(__name__)
 _CUDA_BUILDS = ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda")
 _OPENBLAS = "libopenblas.so.0"
+# MLX hands operations to the device in portions, and waits while it has ten. With its own limit of
+# 400 MB these are two layers, so that whoever asks for a step waits for most of it. Its limit of
+# operations stays: with 200 of them models with experts computed other numbers.
+_CUDA_SETTINGS = {
+    "MLX_MAX_MB_PER_BUFFER": "4000",
+    "MLX_CUDA_SDPA_CACHE_SIZE": "1024",  # lengths of attention, in plans
+}
 
 
 def is_apple_silicon() -> bool:
@@ -50,8 +59,11 @@ def prepare(num_threads: int = 0) -> None:
         num_threads: Threads of that BLAS; 0 takes all cores.
     """
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
-    os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "1024")  # lengths of attention, in plans
-    if platform.system() != "Linux" or has_cuda_build():
+    if has_cuda_build():
+        for name, value in _CUDA_SETTINGS.items():
+            os.environ.setdefault(name, value)
+        return
+    if platform.system() != "Linux":
         return
     if num_threads:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", str(num_threads))
@@ -66,8 +78,33 @@ def prepare(num_threads: int = 0) -> None:
 
 def import_library(name: str) -> Any:
     """Import a module of mlx-lm; left to itself it lowers the limit of open files for good."""
-    with _file_limit_kept():
+    with _file_limit_kept(), _without_tokenizers():
         return importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def _without_tokenizers() -> Iterator[None]:
+    """Spare ten seconds: the library's tokenizers, which are not used here, bring PyTorch along."""
+    names = ("transformers", "transformers.tokenization_utils_base")
+    if names[0] in sys.modules or "mlx_lm" in sys.modules:
+        yield
+        return
+    stand_in = types.ModuleType(names[0])
+    stand_in.__getattr__ = lambda _: _NotUsed  # type: ignore[method-assign]
+    sys.modules.update(dict.fromkeys(names, stand_in))
+    try:
+        yield
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+class _NotUsed:
+    """Stands for a tokenizer's class while mlx-lm is imported."""
+
+    @classmethod
+    def register(cls, *_: object, **__: object) -> None:
+        """Know no tokenizer."""
 
 
 @contextlib.contextmanager

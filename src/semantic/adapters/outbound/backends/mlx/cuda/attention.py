@@ -30,6 +30,7 @@ _MAX_SHARED = 8  # query heads per key head: the columns of a tensor core's tile
 _SIZES = range(256, 2049, 128)  # of a chunk, at most
 _SETUP = 64  # tokens that could be read while a block of threads starts and ends
 _AT_ONCE = 3 * 132  # blocks of threads that a H100 runs
+_CHUNKS_STEP = 32  # their number is a multiple of this
 
 _HELPERS = """
 template <typename T>
@@ -242,6 +243,7 @@ def make_plan(
     """Plan a step over groups of rows, given how many tokens each row looks at: at least one.
 
     `places` says which row of its group's arrays that is: without it the first, the second, ...
+    There are blocks that do nothing at the end: steps come in few sizes that way.
     """
     most = _most_tokens([length for rows in lengths for length in rows], num_key_heads)
     chunks: list[tuple[int, int, int, int]] = []
@@ -256,6 +258,7 @@ def make_plan(
                 for start in range(0, length, size)
             ]
             firsts.append(len(chunks))
+    chunks += [(0, 0, 0, 0)] * (-len(chunks) % _CHUNKS_STEP)
     return Plan(mx.array(chunks, mx.int32), mx.array(firsts, mx.int32))
 
 

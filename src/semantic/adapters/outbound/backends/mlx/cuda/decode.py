@@ -1,6 +1,6 @@
 """A decode step's attention by our own kernel for MLX's CUDA build, all groups of rows together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,18 @@ class KernelCall:
     Attributes:
         groups: That it takes.
         rows: Theirs in the batch; None if these are all.
+        places: See `cuda_rope.keep`; None where each row is a sequence of its own.
     """
 
     groups: slice
     rows: slice | None
     plan: Plan
+    places: Array | None = None
+
+    def taken(self, groups: Sequence[Sequence[Array]]) -> list[Sequence[Array]]:
+        """Its groups, and the first again up to as many as the kernel takes: there is one alone."""
+        taken = list(groups[self.groups])
+        return [*taken, *taken[:1] * (MAX_GROUPS - len(taken))]
 
     def rows_of(self, array: Array) -> Array:
         """Its rows of an array of the batch."""
@@ -36,16 +43,22 @@ class KernelCall:
 class KernelStep:
     """What the layers of a step have in common: who reads what, and by which angles heads turn."""
 
-    def __init__(self, steps: Sequence[GroupStep], positions: Array) -> None:
+    def __init__(
+        self,
+        steps: Sequence[GroupStep],
+        positions: Array,
+        calls: Mapping[tuple[int, int], list[KernelCall]] | None = None,
+    ) -> None:
         """Plan nothing yet.
 
         Args:
             steps: All groups of the step.
             positions: Of the new token, by row.
+            calls: What is planned already, by window and number of key heads.
         """
         self._steps = steps
         self._positions = positions
-        self._known_calls: dict[tuple[int, int], list[KernelCall]] = {}
+        self._known_calls = dict(calls or {})
         self._known_angles: dict[int, Array] = {}
 
     def can_attend(self, queries: Array, keys: Array, values: Array) -> bool:
@@ -58,8 +71,8 @@ class KernelStep:
         """One query a row over keys and values, by group."""
         return concatenate_rows(
             [
-                cuda_attention.attend(call.rows_of(queries), groups[call.groups], call.plan, scale)
-                for call in self._calls(part, groups[0][0].shape[1])
+                cuda_attention.attend(call.rows_of(queries), call.taken(groups), call.plan, scale)
+                for call in self.calls(part, groups[0][0].shape[1])
             ]
         )
 
@@ -85,29 +98,23 @@ class KernelStep:
             scale: Of the scores.
         """
         angles = self._angles(rope, heads.shape[-1])
-
-        def run(given: Array) -> Array:
-            return concatenate_rows(
-                [
-                    cuda_attention.keep_and_attend(
-                        *(call.rows_of(given), call.rows_of(angles), norms),
-                        *(groups[call.groups], call.plan, scale),
-                    )
-                    for call in self._calls(part, groups[0][0].shape[1])
-                ]
-            )
-
-        if any(step.is_drafted for step in self._steps):
-            # A guess looks at those before it: all are kept before the first one attends.
-            heads = mx.depends([heads], [run(heads)])[0]
-        return run(heads)
+        outputs = []
+        for call in self.calls(part, groups[0][0].shape[1]):
+            taken, turns, given = call.rows_of(heads), call.rows_of(angles), call.taken(groups)
+            if call.places is None:
+                more = (norms, given, call.plan, scale)
+                outputs.append(cuda_attention.keep_and_attend(taken, turns, *more))
+            else:
+                queries = cuda_rope.keep(taken, turns, norms, given, call.places)
+                outputs.append(cuda_attention.attend(queries, given, call.plan, scale))
+        return concatenate_rows(outputs)
 
     def _angles(self, rope: Any, dim: int) -> Array:
         if id(rope) not in self._known_angles:
             self._known_angles[id(rope)] = cuda_rope.angles_at(rope, self._positions, dim)
         return self._known_angles[id(rope)]
 
-    def _calls(self, part: Part, num_key_heads: int) -> list[KernelCall]:
+    def calls(self, part: Part, num_key_heads: int) -> list[KernelCall]:
         """How our kernel goes about the step, by window and number of key heads."""
         key = (part.window, num_key_heads)
         if key not in self._known_calls:
@@ -122,4 +129,12 @@ class KernelStep:
         rows = slice(steps[0].place.start, steps[-1].place.stop)
         lengths, places = [step.lengths(part) for step in steps], [step.rows for step in steps]
         plan = make_plan(lengths, num_key_heads, places)
-        return KernelCall(groups, None if len(steps) == len(self._steps) else rows, plan)
+        kept = None
+        if any(step.is_drafted for step in self._steps):
+            where = [
+                (n, place, end - 1, 0)
+                for n, (given, ends) in enumerate(zip(places, lengths, strict=True))
+                for place, end in zip(given, ends, strict=True)
+            ]
+            kept = mx.array(where, mx.int32)
+        return KernelCall(groups, None if len(steps) == len(self._steps) else rows, plan, kept)

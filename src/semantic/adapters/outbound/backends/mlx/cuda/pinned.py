@@ -1,9 +1,9 @@
 """Host memory that a CUDA device reads and writes by itself, at the full speed of the link.
 
-Pages are pinned in slabs, since that takes longer than copying into them; a thread pins the next
-ones before they are needed, the first while the model loads. Pieces go back when nobody refers to
-them any more, and are handed out again. So there is as much of it as attention state that was ever
-in host memory at a time, which the memory budget bounds, and some ahead.
+Pages are pinned in slabs, since that takes longer than copying into them, and holds up whoever
+calls the device meanwhile: a thread does it while the model loads, up to the memory budget for
+attention state, most of which comes to lie there. Pieces go back when nobody refers to them any
+more, and are handed out again. What does not fit travels as it would without any of this.
 """
 
 import ctypes
@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import threading
+import time
 import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
@@ -22,9 +23,9 @@ import mlx.core as mx
 _LOG = logging.getLogger(__name__)
 
 _SLAB = 2**28
-_SHARE_AHEAD = 16  # this part of the machine's memory is pinned and free, but
-_MAX_AHEAD = 2**33  # no more than this
+_MAX_SHARE = 2  # no more than this part of the machine's memory is pinned
 _PAGE = 4096
+_PAUSE_S = 0.002
 _PORTABLE_AND_MAPPED = 3
 
 Pin = Callable[[int, int], bool]  # an address and its bytes; False if the device does not take them
@@ -33,32 +34,31 @@ Pin = Callable[[int, int], bool]  # an address and its bytes; False if the devic
 class PinnedMemory:
     """Pieces of pinned slabs. Thread-safe."""
 
-    def __init__(self, pin: Pin, *, slab: int, ahead: int) -> None:
-        """Begin to pin the first slabs.
+    def __init__(self, pin: Pin, *, slab: int, limit: int) -> None:
+        """Begin to pin.
 
         Args:
             pin: Makes pages of this process the device's.
-            slab: Bytes that are pinned at once, at least.
-            ahead: Bytes that are kept free.
+            slab: Bytes that are pinned at once.
+            limit: Bytes in all, at most.
         """
         self._pin = pin
-        self._slab_bytes, self._ahead = slab, ahead
+        self._slab_bytes, self._limit = slab, limit
         self._slabs: list[tuple[int, int]] = []  # address and bytes, sorted
         self._memory: list[mmap.mmap] = []  # never given back: the device knows it
         self._free: list[tuple[int, int]] = []  # the same of what is free, neighbours joined
         self._returned: deque[tuple[int, int]] = deque()  # by whoever dropped the last reference
         self._lock = threading.Lock()
-        self._is_low = threading.Event()
-        self._is_low.set()
-        self._is_refused = False
-        threading.Thread(target=self._keep_ahead, name="semantic-pinning", daemon=True).start()
+        self._growing = threading.Lock()
+        threading.Thread(target=self._pin_all, name="semantic-pinning", daemon=True).start()
 
     def allocate(self, num_bytes: int) -> memoryview | None:
         """A piece that begins with a page; None if no more can be pinned."""
         size = max(-(-num_bytes // _PAGE), 1) * _PAGE
         address = self._take(size)
-        if address is None and self._grow(max(size, self._slab_bytes)):
-            address = self._take(size)
+        if address is None:
+            self._grow(max(size, self._slab_bytes))
+            address = self._take(size)  # which the other thread may have pinned meanwhile
         if address is None:
             return None
         piece = (ctypes.c_ubyte * num_bytes).from_address(address)
@@ -92,8 +92,6 @@ class PinnedMemory:
                 address, free = self._free.pop(place)
                 if free > size:
                     self._free.insert(place, (address + size, free - size))
-            if sum(free for _, free in self._free) < self._ahead:
-                self._is_low.set()
         return address
 
     def _take_back(self) -> None:
@@ -108,35 +106,35 @@ class PinnedMemory:
             insort(self._free, (start, size))
 
     def _grow(self, size: int) -> bool:
-        """Pin one more slab; False if that is not possible."""
-        try:
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
-        except OSError:
-            return False
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
-        if not self._pin(address, size):
-            return False
-        with self._lock:
-            self._memory.append(memory)
-            insort(self._slabs, (address, size))
-            self._returned.append((address, size))
-        return True
+        """Pin one more slab; False if that is not possible, or would be too much."""
+        with self._growing:
+            if sum(held for _, held in self._slabs) + size > self._limit:
+                return False
+            try:
+                memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+            except OSError:
+                return False
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+            if not self._pin(address, size):
+                _LOG.warning("no more host memory can be pinned; copies will be slower")
+                self._limit = 0
+                return False
+            with self._lock:
+                self._memory.append(memory)
+                insort(self._slabs, (address, size))
+                self._returned.append((address, size))
+            return True
 
-    def _keep_ahead(self) -> None:
-        while True:
-            self._is_low.wait()
-            self._is_low.clear()
-            while self.num_free < self._ahead:
-                if not self._grow(self._slab_bytes):
-                    _LOG.warning("no more host memory can be pinned; copies will be slower")
-                    return
+    def _pin_all(self) -> None:
+        while self._grow(self._slab_bytes):
+            time.sleep(_PAUSE_S)  # whoever waits for memory goes first
 
 
 @functools.cache
-def shared_memory() -> PinnedMemory | None:
-    """The process's own; None where MLX's device is not a CUDA one."""
+def shared_memory(num_bytes: int) -> PinnedMemory | None:
+    """The process's own, so large at most; None where MLX's device is not a CUDA one."""
     if not mx.cuda.is_available() or mx.default_device() != mx.Device(mx.gpu):
         return None
     try:
@@ -155,4 +153,4 @@ def shared_memory() -> PinnedMemory | None:
         return bool(driver.cuMemHostRegister_v2(place, num_bytes, flags) == 0)
 
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return PinnedMemory(pin, slab=_SLAB, ahead=min(whole // _SHARE_AHEAD, _MAX_AHEAD))
+    return PinnedMemory(pin, slab=_SLAB, limit=min(num_bytes, whole // _MAX_SHARE))

@@ -7,12 +7,16 @@ otherwise, and costs the host more than the device. The angles are the same in a
 are computed once a step, by the library.
 """
 
+import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.caches import Array
+from semantic.adapters.outbound.backends.mlx.cuda.device import make_kernel
 
 # Thread (g, c) of a warp holds dimensions 8c to 8c + 7 of each 32 of query head g, and so both
 # halves of the pairs that are turned together. A new key is turned by one thread a pair.
@@ -75,6 +79,54 @@ PREPARE = """
 """
 
 
+# The same by itself, for rows of which some are tokens of one sequence: each of these looks at what
+# another puts in its place. A block of threads takes one head of one row, a thread one pair.
+_KEEP = """
+    constexpr int HALF = DIM / 2;
+    const int row = blockIdx.x, head = blockIdx.y, i = threadIdx.x;
+    const int4 where = reinterpret_cast<const int4*>(places)[row];
+    const int group = where.x, place = where.y, position = where.z;
+    const T* given = heads + (int64_t(row) * gridDim.y + head) * DIM;
+    const bool is_query = head < NUM_HEADS, is_value = head >= NUM_HEADS + NUM_KEYS;
+    float one = given[i], two = given[i + HALF];
+    if (IS_NORMED && !is_value) {
+        __shared__ float squares[HALF / 32];
+        float square = one * one + two * two;
+        for (int n = 16; n; n /= 2) square += __shfl_xor_sync(0xffffffff, square, n);
+        if (i % 32 == 0) squares[i / 32] = square;
+        __syncthreads();
+        square = 0;
+        for (int n = 0; n < HALF / 32; n++) square += squares[n];
+        const T* factors = is_query ? query_factors : key_factors;
+        const float norm = rsqrtf(square / DIM + EPS);
+        one *= norm * float(factors[i]);
+        two *= norm * float(factors[i + HALF]);
+    }
+    if (!is_value) {
+        const float cosine = angles[row * DIM + i], sine = angles[row * DIM + HALF + i];
+        const float turned = one * cosine - two * sine;
+        two = two * cosine + one * sine;
+        one = turned;
+    }
+    T* to = turned_queries + (int64_t(row) * NUM_HEADS + head) * DIM;
+    if (!is_query) {
+        const int shared = (head - NUM_HEADS) % NUM_KEYS;
+        // MLX knows of no kernel that writes into what it is given; nobody else has these arrays.
+        ARRAYS
+    }
+    to[i] = T(one);
+    to[i + HALF] = T(two);
+"""
+
+_KEEP_ARRAY = """
+        if (group == N) to = is_value
+            ? const_cast<T*>(valuesN) + place * valuesN_strides[0]
+                + shared * valuesN_strides[1] + position * valuesN_strides[2]
+            : const_cast<T*>(keysN) + place * keysN_strides[0]
+                + shared * keysN_strides[1] + position * keysN_strides[2];
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
     """Root-mean-square norms of each head's queries and keys, before they are turned."""
@@ -82,6 +134,58 @@ class HeadNorms:
     query_factors: Array
     key_factors: Array
     eps: float
+
+
+def keep(
+    heads: Array,
+    angles: Array,
+    norms: HeadNorms | None,
+    groups: Sequence[Sequence[Array]],
+    places: Array,
+) -> Array:
+    """Put each row's new key and value in their place; returns its queries, normed and turned.
+
+    The groups' arrays are written to: nothing else may share their memory.
+
+    Args:
+        heads: Queries, keys and values ``[rows, all heads, 1, dim]``, not yet normed or turned.
+        angles: By which to turn, by row.
+        norms: Of queries and keys.
+        groups: Keys and values ``[rows, key heads, tokens, dim]``.
+        places: By row its group, its row there, and its position.
+    """
+    num_rows, num_all, _, dim = heads.shape
+    num_keys = groups[0][0].shape[1]
+    num_heads = num_all - 2 * num_keys
+    factors = [] if norms is None else [norms.query_factors, norms.key_factors]
+    kernel = _keep_kernel(len(groups), None if norms is None else norms.eps)
+    constants = {"DIM": dim, "NUM_HEADS": num_heads, "NUM_KEYS": num_keys}
+    (queries,) = kernel(
+        inputs=[heads, *itertools.chain(*groups), places, angles, *factors],
+        template=[("T", heads.dtype), *constants.items()],
+        grid=(num_rows * (dim // 2), num_all, 1),
+        threadgroup=(dim // 2, 1, 1),
+        output_shapes=[(num_rows, num_heads, 1, dim)],
+        output_dtypes=[heads.dtype],
+    )
+    return queries
+
+
+@functools.cache
+def _keep_kernel(num_groups: int, eps: float | None) -> Any:
+    is_normed = eps is not None
+    factors = ["query_factors", "key_factors"]
+    source = f"constexpr bool IS_NORMED = {int(is_normed)}; constexpr float EPS = {eps or 0:e}f;"
+    source += "" if is_normed else "".join(f"const T* {name} = heads;" for name in factors)
+    choice = "".join(_KEEP_ARRAY.replace("N", str(n)) for n in range(num_groups))
+    arrays = [f"{name}{n}" for n in range(num_groups) for name in ("keys", "values")]
+    return make_kernel(
+        "keep_rows",
+        ["heads", *arrays, "places", "angles", *(factors if is_normed else [])],
+        ["turned_queries"],
+        source + _KEEP.replace("ARRAYS", choice),
+        ensure_row_contiguous=False,  # slices of keys and values must not be copied
+    )
 
 
 def angles_at(rope: Any, positions: Array, dim: int) -> Array:

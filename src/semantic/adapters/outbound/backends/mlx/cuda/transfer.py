@@ -26,17 +26,19 @@ from semantic.domain.errors import CacheCorruptionError
 UNIT = 16  # bytes that a thread copies at once
 _BLOCKS = 32
 _THREADS = 512
-_MAX_UNDER_WAY = 256  # copies; by then the first of them is long done
+_MAX_BEGUN = 2  # calls with copies; by the next one the first of them is long done
 
-# By layer and head, one after the other; a head's tokens are in a row unless a ring wraps.
+# Spans of tokens of one set of arrays: by layer and head, one after the other; a head's tokens are
+# in a row unless a ring wraps.
 _OUT = """
-    const int heads = where[2], num_tokens = where[3], first = where[4], ring = where[5];
-    const int room = where[6], width = where[7];
-    const int size = num_tokens * width, until_wrap = (ring - first) * width;
-    for (int r = blockIdx.x; r < COUNT * heads; r += gridDim.x) {
+    const int heads = where[0], room = where[1], width = where[2], num_spans = where[3];
+    for (int n = blockIdx.x; n < num_spans * COUNT * heads; n += gridDim.x) {
+        const int64_t* span = where + 4 + n / (COUNT * heads) * 5;
+        const int r = n % (COUNT * heads), first = span[3], ring = span[4];
+        const int size = int(span[2]) * width, until_wrap = (ring - first) * width;
         const uint4* from = sources[r / heads]
-            + (where[1] * heads + r % heads) * room * width + int64_t(first) * width;
-        uint4* to = reinterpret_cast<uint4*>(where[0]) + int64_t(r) * size;
+            + (span[1] * heads + r % heads) * room * width + int64_t(first) * width;
+        uint4* to = reinterpret_cast<uint4*>(span[0]) + int64_t(r) * size;
 #pragma unroll 4
         for (int i = threadIdx.x; i < size; i += blockDim.x)
             to[i] = from[i < until_wrap ? i : i - ring * width];
@@ -82,19 +84,71 @@ class Span:
     ring: int = 0
 
 
-class ArrivingBytes:
-    """A copy under way; see `PendingBytes`."""
+class Copying:
+    """Copies to the host that begin together. Any thread may wait for them.
 
-    def __init__(self, memory: memoryview, wait: Callable[[], object]) -> None:
-        """Tell of a copy.
+    Attributes:
+        spans: What is copied of each set of arrays, as the kernel is told it.
+        after: Computed before.
+        memory: Where they go. The device writes there even if nobody wants it any more: it must
+            not be handed out again before.
+    """
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        """Ask for nothing yet.
 
         Args:
-            memory: Where it goes.
-            wait: Returns when it is done; raises `RuntimeError` if it failed.
+            begin: Begins them, on the engine's thread.
         """
-        self._memory = memory
+        self.spans: dict[tuple[int, ...], tuple[Sequence[Array], list[int]]] = {}
+        self.after: Array | None = None
+        self.memory: list[memoryview] = []
+        self._begin = begin
+        self._thread = threading.get_ident()
+        self._are_begun = threading.Event()
         self._lock = threading.Lock()  # MLX lets one thread wait for an array
-        self._wait: Callable[[], object] | None = wait
+        self._done: list[Array] = []
+        self._failure = ""
+
+    def note_begun(self, done: Sequence[Array], failure: str = "") -> None:
+        """Say that they are under way, and what is computed when they are done; or why not."""
+        self.spans.clear()
+        self.after = None
+        self._done, self._failure = list(done), failure
+        self._are_begun.set()
+
+    def wait(self) -> None:
+        """Wait for them; this lets other threads run.
+
+        Raises:
+            CacheCorruptionError: they failed.
+        """
+        if threading.get_ident() == self._thread and not self._are_begun.is_set():
+            self._begin()
+        self._are_begun.wait()
+        with self._lock:
+            try:
+                while self._done:
+                    memoryview(self._done[-1])
+                    self._done.pop()
+            except RuntimeError as error:
+                self._failure = str(error)
+            if self._failure:
+                raise CacheCorruptionError(f"state was not copied: {self._failure}")
+            self.memory.clear()
+
+    def settle(self) -> None:
+        """Wait until they are done or have failed; whoever wants the bytes is told."""
+        with contextlib.suppress(CacheCorruptionError):
+            self.wait()
+
+
+class ArrivingBytes:
+    """Memory that a copy goes to; see `PendingBytes`."""
+
+    def __init__(self, memory: memoryview, copying: Copying) -> None:
+        self._memory = memory
+        self._copying = copying
 
     @property
     def nbytes(self) -> int:
@@ -103,13 +157,7 @@ class ArrivingBytes:
 
     def wait(self) -> memoryview:
         """Wait for the copy; this lets other threads run."""
-        with self._lock:
-            if self._wait is not None:
-                try:
-                    self._wait()
-                except RuntimeError as error:
-                    raise CacheCorruptionError(f"state was not copied: {error}") from error
-                self._wait = None
+        self._copying.wait()
         return self._memory
 
 
@@ -133,11 +181,8 @@ class Transfer:
     def __init__(self, memory: PinnedMemory) -> None:
         self._memory = memory
         self._stream = mx.new_stream(mx.gpu)
-        # The device writes to memory that nobody may want any more: it is not handed out before.
-        self._under_way: deque[ArrivingBytes] = deque()
-        self._thread = threading.get_ident()
-        self._asked: list[Array] = []
-        self._are_begun = threading.Event()
+        self._asked = Copying(self.flush)
+        self._begun: deque[Copying] = deque()
 
     def can_copy(self, shape: Sequence[int], dtype: Any) -> bool:
         """Whether heads of this shape are copied: in whole units."""
@@ -160,9 +205,39 @@ class Transfer:
         if memory is None:
             return None
         ring = span.ring or room
-        numbers = (_address(memory), span.row, heads, span.num_tokens, span.start % ring)
+        key = tuple(id(array) for array in arrays)
+        _, spans = self._asked.spans.setdefault(key, (arrays, [heads, room, width, 0]))
+        spans[3] += 1
+        spans += [_address(memory), span.row, span.num_tokens, span.start % ring, ring]
+        self._asked.after = after
+        self._asked.memory.append(memory)
+        return ArrivingBytes(memory, self._asked)
+
+    @property
+    def asked(self) -> Copying:
+        """What the next `flush` begins."""
+        return self._asked
+
+    def flush(self) -> None:
+        """Begin what was asked for, by few calls: MLX has only so many under way."""
+        asked = self._asked
+        if not asked.spans:
+            return
+        self._asked = Copying(self.flush)
+        self._begun.append(asked)
+        try:
+            done = [self._copy(*given, asked.after) for given in asked.spans.values()]
+            mx.async_eval(done)
+        except BaseException as error:
+            asked.note_begun([], str(error) or type(error).__name__)
+            raise
+        asked.note_begun(done)
+        while len(self._begun) > _MAX_BEGUN:
+            self._begun.popleft().settle()
+
+    def _copy(self, arrays: Sequence[Array], spans: Sequence[int], after: Array | None) -> Array:
         (done,) = _out_kernel(len(arrays))(
-            inputs=[*arrays, mx.array([*numbers, ring, room, width], mx.int64), after],
+            inputs=[*arrays, mx.array(spans, mx.int64), after],
             template=[("T", arrays[0].dtype)],
             grid=(_BLOCKS * _THREADS, 1, 1),
             threadgroup=(_THREADS, 1, 1),
@@ -170,30 +245,7 @@ class Transfer:
             output_dtypes=[mx.uint8],
             stream=self._stream,
         )
-        self._asked.append(done)
-        are_begun = self._are_begun
-
-        def wait() -> None:
-            if threading.get_ident() == self._thread:
-                self.flush()
-            are_begun.wait()
-            memoryview(done)
-
-        arriving = ArrivingBytes(memory, wait)
-        self._under_way.append(arriving)
-        if len(self._under_way) > _MAX_UNDER_WAY:
-            self._let_go(self._under_way.popleft())
-        return arriving
-
-    def flush(self) -> None:
-        """Begin what was asked for, all of it at once: MLX has only so many calls under way."""
-        asked, are_begun = self._asked, self._are_begun
-        if asked:
-            self._asked, self._are_begun = [], threading.Event()
-            try:
-                mx.async_eval(asked)
-            finally:
-                are_begun.set()  # whoever waits sees what came of it
+        return done
 
     def copy_in(self, pieces: Sequence[HostPiece], shape: Sequence[int], dtype: Any) -> Array:
         """Begin to copy a run of tokens to the device, as ``[layers, heads, tokens, dim]``.
@@ -241,11 +293,7 @@ class Transfer:
         """Wait for everything that was begun."""
         self.flush()
         mx.synchronize(self._stream)
-        self._under_way.clear()
-
-    def _let_go(self, arriving: ArrivingBytes) -> None:
-        with contextlib.suppress(CacheCorruptionError):  # whoever wants the bytes is told
-            arriving.wait()
+        self._begun.clear()
 
 
 def _address(data: memoryview) -> int:

@@ -48,6 +48,12 @@ def untune(model: Any) -> int:
     return len(ours)
 
 
+def are_all_own(model: Any, num_layers: int) -> bool:
+    """Whether all layers run by our own kernels."""
+    kinds = set(_own_kinds().values())
+    return sum(type(module) in kinds for module in model.modules()) == num_layers
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """What a layer is computed from.

@@ -57,7 +57,7 @@ class WeightReader:
                 return given
             try:
                 return {**given, **self._load(str(file))}
-            except (OSError, ValueError, KeyError, MemoryError):
+            except (OSError, ValueError, KeyError):
                 return given
 
         mx.load = load
@@ -69,60 +69,104 @@ class WeightReader:
             self._transfer.finish()
 
     def _load(self, path: str) -> dict[str, Array]:
-        arrays: dict[str, Array] = {}
-        reading: deque[tuple[_Tensor, memoryview, list[Future[None]]]] = deque()
-        fetching: deque[tuple[Array, memoryview]] = deque()
-
-        def fetch() -> None:
-            tensor, memory, reads = reading.popleft()
-            for read in reads:
-                read.result()
-            array = self._fetch(tensor, memory)
-            mx.async_eval(array)
-            arrays[tensor.name] = array.reshape(tensor.shape)
-            fetching.append((array, memory))
-            while sum(held.nbytes for _, held in fetching) > _AHEAD_BYTES:
-                mx.eval(fetching.popleft()[0])
-
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        reads = _Reads(self._transfer)
         try:
             for tensor in _tensors(file):
-                memory = self._memory.allocate(tensor.num_bytes)
-                if memory is None:
-                    raise MemoryError("no pinned memory")
-                reading.append((tensor, memory, self._read(file, tensor.offset, memory)))
-                while sum(held.nbytes for _, held, _ in reading) > _AHEAD_BYTES:
-                    fetch()
-            while reading:
-                fetch()
-            mx.eval([array for array, _ in fetching])
+                pieces = self._allocate(tensor.num_bytes, reads)
+                if pieces:
+                    offset = tensor.offset
+                    futures = []
+                    for piece in pieces:
+                        futures.append(self._readers.submit(_read, file, offset, piece))
+                        offset += piece.nbytes
+                    reads.add(tensor, pieces, futures)
+            return reads.finish()
         finally:
-            for _, _, reads in reading:
-                for read in reads:
-                    read.exception()
+            reads.stop()
             os.close(file)
-        return arrays
 
-    def _read(self, file: int, offset: int, memory: memoryview) -> list["Future[None]"]:
-        def read(start: int, end: int) -> None:
-            while start < end:
-                count = os.preadv(file, [memory[start:end]], offset + start)
-                if not count:
-                    raise ValueError("the file is cut off")
-                start += count
+    def _allocate(self, num_bytes: int, reads: "_Reads") -> list[memoryview]:
+        """Memory for a tensor, in pieces; none if there is not enough of it even for this one."""
+        pieces: list[memoryview] = []
+        while num_bytes:
+            piece = self._memory.allocate(min(num_bytes, _READ_BYTES))
+            if piece is not None:
+                pieces.append(piece)
+                num_bytes -= piece.nbytes
+            elif not reads.make_room():
+                return []
+        return pieces
 
-        starts = range(0, memory.nbytes, _READ_BYTES)
-        return [
-            self._readers.submit(read, start, min(start + _READ_BYTES, memory.nbytes))
-            for start in starts
+
+class _Reads:
+    """Tensors on their way from a file to the device, in order."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+        self._arrays: dict[str, Array] = {}
+        self._reading: deque[tuple[_Tensor, list[memoryview], list[Future[None]]]] = deque()
+        self._fetching: deque[tuple[Array, list[memoryview]]] = deque()
+        self._num_bytes = 0
+
+    def add(self, tensor: _Tensor, pieces: list[memoryview], futures: list["Future[None]"]) -> None:
+        """Take one that is being read; what was read before goes on to the device."""
+        self._reading.append((tensor, pieces, futures))
+        self._num_bytes += tensor.num_bytes
+        while self._num_bytes > _AHEAD_BYTES:
+            self._fetch()
+
+    def make_room(self) -> bool:
+        """Wait for the first of them; False if there is none."""
+        if self._fetching:
+            mx.eval(self._fetching.popleft()[0])
+        elif self._reading:
+            self._fetch()
+        else:
+            return False
+        return True
+
+    def finish(self) -> dict[str, Array]:
+        """Wait for all of them."""
+        while self.make_room():
+            pass
+        return self._arrays
+
+    def stop(self) -> None:
+        """Wait for what is still being read, after a failure."""
+        for _, _, futures in self._reading:
+            for future in futures:
+                future.exception()
+
+    def _fetch(self) -> None:
+        """Have the device fetch the first that is being read."""
+        tensor, pieces, futures = self._reading[0]
+        for future in futures:
+            future.result()
+        self._reading.popleft()
+        self._num_bytes -= tensor.num_bytes
+        parts = [
+            piece[start : start + _PIECE_BYTES]
+            for piece in pieces
+            for start in range(0, piece.nbytes, _PIECE_BYTES)
         ]
+        given = [HostPiece(p, p.nbytes // UNIT, p.nbytes // UNIT) for p in parts]
+        shape = (1, 1, UNIT // tensor.dtype.size)
+        array = self._transfer.copy_in(given, shape, tensor.dtype)
+        mx.async_eval(array)
+        self._arrays[tensor.name] = array.reshape(tensor.shape)
+        self._fetching.append((array, pieces))
+        while sum(p.nbytes for _, held in self._fetching for p in held) > _AHEAD_BYTES:
+            mx.eval(self._fetching.popleft()[0])
 
-    def _fetch(self, tensor: _Tensor, memory: memoryview) -> Array:
-        pieces = []
-        for start in range(0, tensor.num_bytes, _PIECE_BYTES):
-            piece = memory[start : start + _PIECE_BYTES]
-            pieces.append(HostPiece(piece, piece.nbytes // UNIT, piece.nbytes // UNIT))
-        return self._transfer.copy_in(pieces, (1, 1, UNIT // tensor.dtype.size), tensor.dtype)
+
+def _read(file: int, offset: int, memory: memoryview) -> None:
+    start = 0
+    while start < memory.nbytes:
+        count = os.preadv(file, [memory[start:]], offset + start)
+        if not count:
+            raise ValueError("the file is cut off")
+        start += count
 
 
 def _tensors(file: int) -> list[_Tensor]:

@@ -20,7 +20,7 @@ SLAB = 2**16
 
 
 def test_pieces_begin_with_a_page_and_come_back_joined() -> None:
-    memory = pinned.PinnedMemory(lambda *_: True, slab=SLAB, ahead=0)
+    memory = pinned.PinnedMemory(lambda *_: True, slab=SLAB, limit=SLAB)
     pieces = [memory.allocate(size) for size in (5000, 1, 4096)]
     addresses = [transfer._address(piece) for piece in pieces]
     assert [address % 4096 for address in addresses] == [0, 0, 0]
@@ -38,7 +38,7 @@ def test_pieces_begin_with_a_page_and_come_back_joined() -> None:
 
 
 def test_a_view_keeps_its_piece() -> None:
-    memory = pinned.PinnedMemory(lambda *_: True, slab=SLAB, ahead=0)
+    memory = pinned.PinnedMemory(lambda *_: True, slab=SLAB, limit=SLAB)
     view = memory.allocate(SLAB)[100:200]
     gc.collect()
     assert memory.num_free == 0
@@ -48,31 +48,30 @@ def test_a_view_keeps_its_piece() -> None:
     assert memory.num_free == SLAB
 
 
-def test_there_is_some_ahead_and_more_than_a_slab_at_once() -> None:
-    memory = pinned.PinnedMemory(lambda *_: True, slab=SLAB, ahead=3 * SLAB)
+def test_all_is_pinned_beforehand_and_no_more_than_that() -> None:
+    memory = pinned.PinnedMemory(lambda *_: True, slab=SLAB, limit=3 * SLAB)
     assert eventually(lambda: memory.num_free == 3 * SLAB)
-    large = memory.allocate(5 * SLAB)
-    assert large is not None
-    assert len(large) == 5 * SLAB
+    pieces = [memory.allocate(SLAB) for _ in range(4)]
+    assert [piece is None for piece in pieces] == [False, False, False, True]
 
 
 def test_what_cannot_be_pinned_is_not_handed_out() -> None:
-    memory = pinned.PinnedMemory(lambda *_: False, slab=SLAB, ahead=SLAB)
+    memory = pinned.PinnedMemory(lambda *_: False, slab=SLAB, limit=SLAB)
     assert memory.allocate(1) is None
 
 
 def test_a_copy_that_fails_is_a_miss() -> None:
-    def wait() -> None:
-        raise RuntimeError("an illegal memory access was encountered")
-
+    copying = transfer.Copying(lambda: None)
+    copying.note_begun([], "an illegal memory access was encountered")
     with pytest.raises(CacheCorruptionError, match="illegal memory access"):
-        transfer.ArrivingBytes(memoryview(b"12"), wait).wait()
+        transfer.ArrivingBytes(memoryview(b"12"), copying).wait()
+    copying.settle()
 
 
-@pytest.mark.skipif(pinned.shared_memory() is None, reason="needs a CUDA device")
+@pytest.mark.skipif(pinned.shared_memory(2**30) is None, reason="needs a CUDA device")
 @pytest.mark.parametrize("span", [(1, 256, 256, 0), (0, 900, 300, 1024), (0, 0, 1, 0)])
 def test_state_leaves_and_comes_back(span: tuple[int, int, int, int]) -> None:
-    copies = transfer.Transfer(pinned.shared_memory())
+    copies = transfer.Transfer(pinned.shared_memory(2**30))
     given = transfer.Span(*span)
     layers = [mx.random.normal((2, 4, 1024, 64)).astype(mx.bfloat16) for _ in range(3)]
     arriving = copies.copy_out(layers, given, mx.zeros(1))

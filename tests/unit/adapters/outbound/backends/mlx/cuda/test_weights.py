@@ -36,7 +36,7 @@ class PlainTransfer:
 
 def test_files_are_read_as_mlx_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "_MIN_BYTES", 64)
-    monkeypatch.setattr(weights, "_READ_BYTES", 1000)
+    monkeypatch.setattr(weights, "_READ_BYTES", 1024)
     monkeypatch.setattr(weights, "_AHEAD_BYTES", 3000)
     file = str(tmp_path / "model.safetensors")
     shapes = {"wide": (40, 64), "tall": (700, 8), "odd": (33, 1), "small": (8,), "deep": (2, 3, 16)}
@@ -45,7 +45,7 @@ def test_files_are_read_as_mlx_reads_them(tmp_path: Path, monkeypatch: pytest.Mo
     written["ids"] = mx.arange(100)
     mx.save_safetensors(file, written)
     device = PlainTransfer()
-    memory = pinned.PinnedMemory(lambda *_: True, slab=2**16, ahead=0)
+    memory = pinned.PinnedMemory(lambda *_: True, slab=2**16, limit=2**27)
     original = mx.load
     with weights.WeightReader(memory, device).in_use():
         found = mx.load(file)
@@ -63,7 +63,7 @@ def test_who_cannot_pin_reads_as_before(tmp_path: Path) -> None:
     file = str(tmp_path / "model.safetensors")
     mx.save_safetensors(file, {"wide": mx.ones((2**10, 2**9))})
     device = PlainTransfer()
-    memory = pinned.PinnedMemory(lambda *_: False, slab=2**16, ahead=0)
+    memory = pinned.PinnedMemory(lambda *_: False, slab=2**16, limit=2**27)
     with weights.WeightReader(memory, device).in_use():
         assert mx.all(mx.load(file)["wide"] == 1).item()
     assert not device.num_fetched
