@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -136,33 +137,44 @@ def await_log(server: ServerProcess, text: str, before: int) -> None:
     pytest.fail(f"the log never got another {text}")
 
 
-def await_live(server: ServerProcess) -> None:
-    """Wait until the server has a request to compute."""
-    with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:
-        for _ in range(1200):
-            if http.get("/v1/cache").json()["live_requests"]:
-                return
-            time.sleep(0.05)
-    pytest.fail("nobody asked anything")
+def await_live(http: httpx.Client, is_live: bool) -> None:
+    """Wait until the server has a request to compute, or none."""
+    for _ in range(1200):
+        if bool(http.get("/v1/cache").json()["live_requests"]) is is_live:
+            return
+        time.sleep(0.05)
+    pytest.fail("nobody asked anything" if is_live else "it is still computed")
+
+
+def num_computed(http: httpx.Client) -> float:
+    """How many tokens of prompts the server has computed."""
+    found = re.search(r"^semantic_tokens_prefilled_total (\S+)$", http.get("/metrics").text, re.M)
+    assert found is not None
+    return float(found[1])
 
 
 def test_a_session_that_is_killed_in_mid_prefill_is_given_up_at_once(
     claude: ClaudeCode, server: ServerProcess
 ) -> None:
-    before = server.output.count('"/v1/messages"')
-    long = " ".join(f"word{index}" for index in range(1000))
-    process = subprocess.Popen(  # noqa: S603 - our own command
-        claude.command(long),
-        env=claude.environment,
-        cwd=claude.home,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
-    await_live(server)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    await_log(server, '"/v1/messages"', before)
-    assert '"status": 200' in [line for line in server.output.splitlines() if "POST" in line][-1]
-    # It was cut short: much of the same prompt is still to be computed.
-    usage, *_ = usages(claude.ask(long))
-    assert usage["input_tokens"] + usage["cache_creation_input_tokens"] > 1000
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:
+        before, computed = server.output.count('"/v1/messages"'), num_computed(http)
+        long = " ".join(f"word{index}" for index in range(1000))
+        body = {"model": STARTER_MODEL, "messages": [{"role": "user", "content": long}]}
+        num_tokens = http.post("/v1/messages/count_tokens", json=body).json()["input_tokens"]
+        process = subprocess.Popen(  # noqa: S603 - our own command
+            claude.command(long),
+            env=claude.environment,
+            cwd=claude.home,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        await_live(http, is_live=True)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        await_log(server, '"/v1/messages"', before)
+        assert (
+            '"status": 200' in [line for line in server.output.splitlines() if "POST" in line][-1]
+        )
+        await_live(http, is_live=False)
+        # It was cut short: much of the prompt was not computed.
+        assert num_computed(http) - computed < num_tokens - 1000

@@ -21,7 +21,7 @@ from tests.smoke.server_process import ServerProcess
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).resolve().parents[2]
-KEY = "a-key-of-this-test"
+KEY = "a-key-of-this-test-alone"
 
 
 def steps() -> list[tuple[str, str]]:
@@ -73,9 +73,9 @@ def test_what_is_installed_serves_is_healthy_and_stops(image: Path) -> None:
         process = subprocess.Popen(  # noqa: S603 - the image's entry point
             [program, *command[1:]], env=environment, cwd=image, stdout=sink, stderr=sink, text=True
         )
-    server = ServerProcess(process, log, f"http://127.0.0.1:{environment['SEMANTIC_PORT']}")
+    server = ServerProcess(process, log)
     try:
-        server.await_line("listening")
+        server.await_listening()
         server.await_ready()
         check_health(environment)
         body = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 4}
