@@ -1,9 +1,10 @@
 """Host memory that a CUDA device reads and writes by itself, at the full speed of the link.
 
 Pages are pinned in slabs, since that takes longer than copying into them, and holds up whoever
-calls the device meanwhile: a thread does it while the model loads, up to the memory budget for
-attention state, most of which comes to lie there. Pieces go back when nobody refers to them any
-more, and are handed out again. What does not fit travels as it would without any of this.
+calls the device meanwhile: a thread does it while the model loads, a little before its weights are
+read and the rest after, up to the memory budget for attention state, which comes to lie there.
+Pieces go back when nobody refers to them any more, and are handed out again. What does not fit
+travels as it would without any of this.
 """
 
 import ctypes
@@ -26,6 +27,7 @@ _SLAB = 2**28
 _MAX_SHARE = 2  # no more than this part of the machine's memory is pinned
 _PAGE = 4096
 _PAUSE_S = 0.002
+_FIRST_BYTES = 2**32  # enough for weights on their way
 _PORTABLE_AND_MAPPED = 3
 
 Pin = Callable[[int, int], bool]  # an address and its bytes; False if the device does not take them
@@ -50,6 +52,7 @@ class PinnedMemory:
         self._returned: deque[tuple[int, int]] = deque()  # by whoever dropped the last reference
         self._lock = threading.Lock()
         self._growing = threading.Lock()
+        self._has_time = threading.Event()
         threading.Thread(target=self._pin_all, name="semantic-pinning", daemon=True).start()
 
     def allocate(self, num_bytes: int) -> memoryview | None:
@@ -64,6 +67,10 @@ class PinnedMemory:
         piece = (ctypes.c_ubyte * num_bytes).from_address(address)
         weakref.finalize(piece, self._returned.append, (address, size)).atexit = False
         return memoryview(piece).cast("B")
+
+    def pin_rest(self) -> None:
+        """Let the thread pin all there may be, beside whatever else is done; returns at once."""
+        self._has_time.set()
 
     def holds(self, address: int, num_bytes: int) -> bool:
         """Whether bytes lie in it."""
@@ -130,6 +137,8 @@ class PinnedMemory:
     def _pin_all(self) -> None:
         while self._grow(self._slab_bytes):
             time.sleep(_PAUSE_S)  # whoever waits for memory goes first
+            if sum(held for _, held in self._slabs) >= _FIRST_BYTES:
+                self._has_time.wait()
 
 
 @functools.cache

@@ -67,6 +67,7 @@ class WeightReader:
             mx.load = original
             self._readers.shutdown()
             self._transfer.finish()
+            self._memory.pin_rest()
 
     def _load(self, path: str) -> dict[str, Array]:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

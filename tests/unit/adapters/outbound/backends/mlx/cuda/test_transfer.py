@@ -48,8 +48,11 @@ def test_a_view_keeps_its_piece() -> None:
     assert memory.num_free == SLAB
 
 
-def test_all_is_pinned_beforehand_and_no_more_than_that() -> None:
+def test_all_is_pinned_beforehand_and_no_more_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "_FIRST_BYTES", SLAB)
     memory = pinned.PinnedMemory(lambda *_: True, slab=SLAB, limit=3 * SLAB)
+    assert eventually(lambda: memory.num_free == SLAB)
+    memory.pin_rest()
     assert eventually(lambda: memory.num_free == 3 * SLAB)
     pieces = [memory.allocate(SLAB) for _ in range(4)]
     assert [piece is None for piece in pieces] == [False, False, False, True]
