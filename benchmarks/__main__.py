@@ -34,6 +34,8 @@ SUITE = {
     "growth": False,
     "torch": False,
     "quantised": False,
+    "answers": False,
+    "peer": False,
     "keeping": False,
     "streams": False,
     "ahead": False,

@@ -110,13 +110,13 @@ class Timed:
         return System(self.name, self.start, more={"ignore_eos": True, "cache_prompt": True})
 
 
-def make_servers(source: str, file: Path) -> tuple[Timed, Timed]:
+def make_servers(source: str, file: Path, cache: Path) -> tuple[Timed, Timed]:
     """Ours and theirs, on the same file."""
     settings = {"model_aliases": "any", "max_batch_size": "16", "max_idle": "8"}
 
     def ours(home: Path) -> contextlib.AbstractContextManager[int]:
-        arguments = ("--model", source, "--home", str(home), "--memory-budget-mb", "4096")
-        return serving(*arguments, settings=settings)
+        arguments = ("--model", source, "--home", str(home), "--cache-dir", str(cache))
+        return serving(*arguments, "--memory-budget-mb", "4096", settings=settings)
 
     def theirs(_: Path) -> contextlib.AbstractContextManager[int]:
         return peer_serving(file, streams=8, context=8192)
@@ -151,7 +151,7 @@ async def streams(client: Client, count: int, num_tokens: int, start: int) -> fl
 
 async def prefill(client: Client, num_tokens: int, start: int) -> float:
     """Tokens of a prompt a second, until the first of the reply."""
-    reply = await client.ask(said(text_of(num_tokens - 30, start)), 1)
+    reply = await client.ask(said(text_of(num_tokens - 40, start) + "\nWhat matters?"), 4)
     return reply.num_prompt / reply.first
 
 
@@ -221,7 +221,7 @@ def measure(report: Report) -> None:
             file = Path(temporary) / "llama-1b-random-q4_1.gguf"
             write_1b(file)
             source = str(file)
-        servers = make_servers(source, file)
+        servers = make_servers(source, file, Path(temporary) / "cache")
         with servers[0].start(home):
             pass  # the first start imports the file and builds what it needs
         compared = Comparison(report, servers, (home, home))

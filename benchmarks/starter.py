@@ -23,6 +23,7 @@ from semantic.adapters.outbound.backends.torch.loading import (
     WeightsOption,
     choose_dtype,
 )
+from semantic.adapters.outbound.backends.torch.native import NativeBuild
 from semantic.adapters.outbound.models.source import LocalModelSource
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.spec import ModelCacheSpec
@@ -69,7 +70,8 @@ def library_model(directory: Path) -> Any:
 def backend(directory: Path, weights: WeightsOption = "auto") -> Iterator[TorchBackend]:
     """The backend, as the server loads it."""
     spec = ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
-    made = TorchBackend(directory, spec, TorchOptions(weights=weights))
+    native = NativeBuild(load_settings().home_dir / "native")
+    made = TorchBackend(directory, spec, TorchOptions(weights=weights, native=native))
     yield made
     made.shutdown()
 

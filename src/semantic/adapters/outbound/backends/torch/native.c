@@ -25,7 +25,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-enum { GROUP = 32, LANES = 4, TILE = 4, KEYS = 128, MAX_THREADS = 64 };
+enum { GROUP = 32, LANES = 4, HALF_TILE = 4, TILE = 8, KEYS = 128, HEADS = 3, MAX_THREADS = 64 };
 enum { FULL = 0, FOUR_BITS = 4, EIGHT_BITS = 8 };
 
 typedef struct {
@@ -197,13 +197,13 @@ INLINE void dots(const int8x16_t *w, const int8_t *digits, int32x4_t *high, int3
 
 INLINE void integers(const uint8_t *block, int columns, int bits, const int8_t *const *x, int count,
                      float32x4_t *out) {
-    const float *sums[TILE];
-    const int8_t *digits[TILE];
-    float32x4_t total[TILE];
+    const float *sums[HALF_TILE];
+    const int8_t *digits[HALF_TILE];
+    float32x4_t total[HALF_TILE];
     for (int m = 0; m < count; m++)
         digits[m] = x[m], sums[m] = sums_of(x[m], columns), total[m] = vdupq_n_f32(0);
     for (int g = 0; g < columns / GROUP; g++, block += 16 + 16 * bits) {
-        int32x4_t high[TILE], low[TILE];
+        int32x4_t high[HALF_TILE], low[HALF_TILE];
         uint8x16_t pairs[4];
         int8x16_t w[4];
         for (int m = 0; m < count; m++) high[m] = vdupq_n_s32(0), low[m] = vdupq_n_s32(0);
@@ -236,28 +236,48 @@ INLINE float32x4_t across(const float32x4_t *v) {
     return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]));
 }
 
-INLINE void floats(const float *block, int columns, const float *const *x, int count, int rows,
-                   float32x4_t *out) {
+/* Rows of activations lie side by side, four columns of each in turn. */
+INLINE void floats(const float *block, int columns, const float *x, int count, int lanes, int rows,
+                   float *out) {
     float32x4_t acc[TILE][LANES];
     const float *row[LANES];
-    for (int r = 0; r < LANES; r++) row[r] = block + (size_t)(r < rows ? r : 0) * columns;
-#pragma GCC unroll 4
+    for (int r = 0; r < lanes; r++) row[r] = block + (size_t)(r < rows ? r : 0) * columns;
+#pragma GCC unroll 8
     for (int m = 0; m < count; m++)
 #pragma GCC unroll 4
-        for (int r = 0; r < LANES; r++) acc[m][r] = vdupq_n_f32(0);
-    for (int k = 0; k < columns; k += 4) {
+        for (int r = 0; r < lanes; r++) acc[m][r] = vdupq_n_f32(0);
+    for (int k = 0; k < columns; k += 4, x += 4 * count) {
         float32x4_t w[LANES];
 #pragma GCC unroll 4
-        for (int r = 0; r < LANES; r++) w[r] = vld1q_f32(row[r] + k);
-#pragma GCC unroll 4
+        for (int r = 0; r < lanes; r++) w[r] = vld1q_f32(row[r] + k);
+#pragma GCC unroll 8
         for (int m = 0; m < count; m++) {
-            float32x4_t v = vld1q_f32(x[m] + k);
+            float32x4_t v = vld1q_f32(x + 4 * m);
 #pragma GCC unroll 4
-            for (int r = 0; r < LANES; r++) acc[m][r] = vfmaq_f32(acc[m][r], w[r], v);
+            for (int r = 0; r < lanes; r++) acc[m][r] = vfmaq_f32(acc[m][r], w[r], v);
         }
     }
+#pragma GCC unroll 8
+    for (int m = 0; m < count; m++)
 #pragma GCC unroll 4
-    for (int m = 0; m < count; m++) out[m] = across(acc[m]);
+        for (int r = 0; r < lanes; r++) out[m * LANES + r] = vaddvq_f32(acc[m][r]);
+}
+
+/* Four results of up to eight rows: of more than four, two at a time, for want of registers. */
+static void multiply_floats(const float *block, int columns, const float *x, int count, int rows,
+                            float32x4_t *out) {
+    float y[TILE * LANES];
+    const float *second = block + (rows > 2 ? 2 : 0) * (size_t)columns;
+#define NARROW(n) case n: floats(block, columns, x, n, 4, rows, y); break;
+#define WIDE(n)                                                                                    \
+    case n:                                                                                        \
+        floats(block, columns, x, n, 2, rows, y);                                                  \
+        floats(second, columns, x, n, 2, rows - 2, y + 2);                                    \
+        break;
+    switch (count) {
+        NARROW(1) NARROW(2) NARROW(3) NARROW(4) WIDE(5) WIDE(6) WIDE(7) WIDE(8)
+    }
+    for (int m = 0; m < count; m++) out[m] = vld1q_f32(y + m * LANES);
 }
 
 INLINE size_t block_size(const Matrix *a) {
@@ -266,28 +286,30 @@ INLINE size_t block_size(const Matrix *a) {
     return groups * (a->kind == FOUR_BITS ? 80 : 144);
 }
 
-#define COUNTS(call)                                                                               \
-    switch (count) {                                                                               \
-    case 1: call(1); break;                                                                        \
-    case 2: call(2); break;                                                                        \
-    case 3: call(3); break;                                                                        \
-    default: call(4);                                                                              \
+/* Up to eight rows against integers, four at a time. */
+INLINE void multiply_integers(const uint8_t *block, int columns, int bits, const void *const *x,
+                              int count, float32x4_t *out) {
+    for (int first = 0; first < count; first += HALF_TILE) {
+        const int8_t *const *rows = (const int8_t *const *)x + first;
+        switch (count - first) {
+        case 1: integers(block, columns, bits, rows, 1, out + first); break;
+        case 2: integers(block, columns, bits, rows, 2, out + first); break;
+        case 3: integers(block, columns, bits, rows, 3, out + first); break;
+        default: integers(block, columns, bits, rows, 4, out + first);
+        }
     }
+}
 
-/* Four results for each of up to four rows. `x` are float rows or digits, as the matrix wants. */
+/* Four results for each of up to eight rows, which are prepared as the matrix wants them. */
 static void multiply(const Matrix *a, int index, const void *const *x, int count, float32x4_t *out) {
     const uint8_t *block = (const uint8_t *)a->data + block_size(a) * index;
     int left = a->rows - index * LANES;
-#define FOUR(n) integers(block, a->columns, 4, (const int8_t *const *)x, n, out)
-#define EIGHT(n) integers(block, a->columns, 8, (const int8_t *const *)x, n, out)
-#define FLOATS(n) floats((const float *)block, a->columns, (const float *const *)x, n, left, out)
-    if (a->kind == FOUR_BITS) {
-        COUNTS(FOUR)
-    } else if (a->kind == EIGHT_BITS) {
-        COUNTS(EIGHT)
-    } else {
-        COUNTS(FLOATS)
-    }
+    if (a->kind == FOUR_BITS)
+        multiply_integers(block, a->columns, 4, x, count, out);
+    else if (a->kind == EIGHT_BITS)
+        multiply_integers(block, a->columns, 8, x, count, out);
+    else
+        multiply_floats((const float *)block, a->columns, x[0], count, left, out);
     float32x4_t bias = vdupq_n_f32(0);
     if (a->bias) {
         float padded[LANES] = {0};
@@ -307,18 +329,29 @@ INLINE void put(float *target, float32x4_t value, int left) {
     }
 }
 
-/* Rows of activations, as a matrix wants them. */
+/* Rows of activations, prepared as the matrices that read them want them. */
 typedef struct {
-    const float *floats;
-    const int8_t *digits;
-    int rows, columns;
+    const int8_t *prepared;
+    int rows;
 } Input;
+
+INLINE size_t prepared_size(const Matrix *a) {
+    return a->kind == FULL ? (size_t)a->columns * sizeof(float) : digits_size(a->columns);
+}
+
+static void prepare(int8_t *prepared, const Matrix *reader, int row, int num_rows, const float *x) {
+    if (reader->kind != FULL) {
+        to_digits(x, reader->columns, prepared + row * digits_size(reader->columns));
+        return;
+    }
+    int first = row / TILE * TILE, width = num_rows - first < TILE ? num_rows - first : TILE;
+    float *out = (float *)prepared + (size_t)first * reader->columns + (row - first) * 4;
+    for (int k = 0; k < reader->columns; k += 4) vst1q_f32(out + k * width, vld1q_f32(x + k));
+}
 
 INLINE int tile(const Input *input, const Matrix *a, int first, const void **x) {
     int count = input->rows - first < TILE ? input->rows - first : TILE;
-    for (int m = 0; m < count; m++)
-        x[m] = a->kind == FULL ? (const void *)(input->floats + (size_t)(first + m) * a->columns)
-                               : (const void *)(input->digits + (first + m) * digits_size(a->columns));
+    for (int m = 0; m < count; m++) x[m] = input->prepared + (first + m) * prepared_size(a);
     return count;
 }
 
@@ -407,7 +440,7 @@ typedef struct {
     float *hidden, *logits;
     int32_t num_rows, num_last, num_shares; /* threads that may share a row's keys */
     float *normed, *inputs, *attended, *inner, *parts;
-    int8_t *digits;
+    int8_t *digits; /* what the next matrix reads */
 } Step;
 
 static void normalise(const float *x, const float *weight, int size, float eps, float *out) {
@@ -421,18 +454,12 @@ static void normalise(const float *x, const float *weight, int size, float eps, 
         vst1q_f32(out + i, vmulq_f32(vld1q_f32(weight + i), vmulq_n_f32(vld1q_f32(x + i), scale)));
 }
 
-/* Rows of `floats` as the matrix that reads them wants them. */
-INLINE void prepare(Step *s, const Matrix *reader, int row, const float *floats) {
-    if (reader->kind != FULL)
-        to_digits(floats, reader->columns, s->digits + row * digits_size(reader->columns));
-}
-
 static void norm_phase(Step *s, Team *team, const float *weight, const Matrix *reader) {
     int size = s->model->hidden, row;
     while ((row = take(team, s->num_rows, 1)) >= 0) {
         float *out = s->normed + (size_t)row * size;
         normalise(s->hidden + (size_t)row * size, weight, size, s->model->eps, out);
-        prepare(s, reader, row, out);
+        prepare(s->digits, reader, row, s->num_rows, out);
     }
     meet(team);
 }
@@ -469,45 +496,74 @@ static void append_phase(Step *s, Team *team, int index) {
     meet(team);
 }
 
-/* One query head over some keys: weighted values, the greatest score, and the sum of weights. */
-static void attend(const float *query, const float *keys, const float *values, int count, int dim,
-                   float *part) {
-    float scores[KEYS + 4];
-    float32x4_t most = vdupq_n_f32(-INFINITY), total = vdupq_n_f32(0);
+/* Heads that share keys over some of them: weighted values, the greatest score, and the sum of
+ * weights. Several at once, so that none waits for its own last sum. */
+INLINE void attend(const float *query, int heads, const float *keys, const float *values, int count,
+                   int dim, float *part, size_t stride) {
+    float scores[HEADS][KEYS + 4];
     for (int j = 0; j < count; j += 4) {
-        float32x4_t acc[4] = {vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0)};
+        float32x4_t acc[HEADS][4];
         const float *k[4];
         for (int i = 0; i < 4; i++) k[i] = keys + (size_t)(j + i < count ? j + i : j) * dim;
+#pragma GCC unroll 3
+        for (int h = 0; h < heads; h++)
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) acc[h][i] = vdupq_n_f32(0);
         for (int d = 0; d < dim; d += 4) {
-            float32x4_t q = vld1q_f32(query + d);
-            for (int i = 0; i < 4; i++) acc[i] = vfmaq_f32(acc[i], q, vld1q_f32(k[i] + d));
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                float32x4_t key = vld1q_f32(k[i] + d);
+#pragma GCC unroll 3
+                for (int h = 0; h < heads; h++)
+                    acc[h][i] = vfmaq_f32(acc[h][i], vld1q_f32(query + h * dim + d), key);
+            }
         }
-        vst1q_f32(scores + j, across(acc));
+#pragma GCC unroll 3
+        for (int h = 0; h < heads; h++) vst1q_f32(scores[h] + j, across(acc[h]));
     }
-    for (int j = count; j % 4; j++) scores[j] = -INFINITY;
-    for (int j = 0; j < count; j += 4) most = vmaxq_f32(most, vld1q_f32(scores + j));
-    most = vdupq_n_f32(vmaxvq_f32(most));
-    for (int j = 0; j < count; j += 4) {
-        float32x4_t score = vld1q_f32(scores + j), zero = vdupq_n_f32(0);
-        float32x4_t weight = exponential(vsubq_f32(score, most));
-        weight = vbslq_f32(vceqq_f32(score, vdupq_n_f32(-INFINITY)), zero, weight);
-        vst1q_f32(scores + j, weight);
-        total = vaddq_f32(total, weight);
+    for (int h = 0; h < heads; h++) {
+        float32x4_t most = vdupq_n_f32(-INFINITY), total = vdupq_n_f32(0);
+        for (int j = count; j % 4; j++) scores[h][j] = -INFINITY;
+        for (int j = 0; j < count; j += 4) most = vmaxq_f32(most, vld1q_f32(scores[h] + j));
+        most = vdupq_n_f32(vmaxvq_f32(most));
+        for (int j = 0; j < count; j += 4) {
+            float32x4_t score = vld1q_f32(scores[h] + j), zero = vdupq_n_f32(0);
+            float32x4_t weight = exponential(vsubq_f32(score, most));
+            weight = vbslq_f32(vceqq_f32(score, vdupq_n_f32(-INFINITY)), zero, weight);
+            vst1q_f32(scores[h] + j, weight);
+            total = vaddq_f32(total, weight);
+        }
+        part[h * stride + dim] = vgetq_lane_f32(most, 0);
+        part[h * stride + dim + 1] = vaddvq_f32(total);
     }
-    for (int d = 0; d < dim; d += 16) {
-        int num = dim - d < 16 ? (dim - d) / 4 : 4;
-        float32x4_t acc[4] = {vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0)};
+    for (int d = 0; d < dim; d += 8) { /* sixteen sums or fewer: two columns of four for each head */
+        float32x4_t acc[HEADS][2];
         const float *v = values + d;
-        if (num == 4)
-            for (int j = 0; j < count; j++, v += dim)
-                for (int i = 0; i < 4; i++) acc[i] = vfmaq_n_f32(acc[i], vld1q_f32(v + 4 * i), scores[j]);
-        else
-            for (int j = 0; j < count; j++, v += dim)
-                for (int i = 0; i < num; i++) acc[i] = vfmaq_n_f32(acc[i], vld1q_f32(v + 4 * i), scores[j]);
-        for (int i = 0; i < num; i++) vst1q_f32(part + d + 4 * i, acc[i]);
+        int has_two = d + 4 < dim;
+#pragma GCC unroll 3
+        for (int h = 0; h < heads; h++) acc[h][0] = acc[h][1] = vdupq_n_f32(0);
+        for (int j = 0; j < count; j++, v += dim) {
+            float32x4_t first = vld1q_f32(v), second = vld1q_f32(has_two ? v + 4 : v);
+#pragma GCC unroll 3
+            for (int h = 0; h < heads; h++) {
+                acc[h][0] = vfmaq_n_f32(acc[h][0], first, scores[h][j]);
+                acc[h][1] = vfmaq_n_f32(acc[h][1], second, scores[h][j]);
+            }
+        }
+        for (int h = 0; h < heads; h++) {
+            vst1q_f32(part + h * stride + d, acc[h][0]);
+            if (has_two) vst1q_f32(part + h * stride + d + 4, acc[h][1]);
+        }
     }
-    part[dim] = vgetq_lane_f32(most, 0);
-    part[dim + 1] = vaddvq_f32(total);
+}
+
+static void attend_some(const float *query, int heads, const float *keys, const float *values,
+                        int count, int dim, float *part, size_t stride) {
+    switch (heads) {
+    case 1: attend(query, 1, keys, values, count, dim, part, stride); break;
+    case 2: attend(query, 2, keys, values, count, dim, part, stride); break;
+    default: attend(query, 3, keys, values, count, dim, part, stride);
+    }
 }
 
 INLINE int64_t first_seen(const Row *r, const Layer *layer) {
@@ -533,7 +589,7 @@ static void merge(float *part, const float *other, int dim) {
 static void attend_phase(Step *s, Team *team, int index) {
     const Model *m = s->model;
     int shared = m->heads / m->kv_heads, stride = (m->heads + 2 * m->kv_heads) * m->dim, item;
-    float other[m->dim + 4];
+    float other[HEADS * (m->dim + 4)];
     while ((item = take(team, s->num_rows * m->kv_heads * s->num_shares, 1)) >= 0) {
         int row = item % s->num_rows, head = item / s->num_rows % m->kv_heads;
         int share = item / s->num_rows / m->kv_heads;
@@ -542,12 +598,16 @@ static void attend_phase(Step *s, Team *team, int index) {
         for (int is_first = 1; start <= r->position; start += s->num_shares * KEYS, is_first = 0) {
             int count = r->position + 1 - start < KEYS ? (int)(r->position + 1 - start) : KEYS;
             size_t place = (((size_t)index * m->kv_heads + head) * r->capacity + start) * m->dim;
-            for (int h = head * shared; h < (head + 1) * shared; h++) {
+            for (int h = head * shared, some; h < (head + 1) * shared; h += some) {
+                int left = (head + 1) * shared - h;
+                some = left == 4 ? 2 : left < HEADS ? left : HEADS;
                 const float *query = s->inputs + (size_t)row * stride + h * m->dim;
                 float *part = part_of(s, row, h, share);
-                attend(query, r->keys + place, r->values + place, count, m->dim,
-                       is_first ? part : other);
-                if (!is_first) merge(part, other, m->dim);
+                size_t step = is_first ? s->num_shares * (size_t)(m->dim + 4) : (size_t)m->dim + 4;
+                attend_some(query, some, r->keys + place, r->values + place, count, m->dim,
+                            is_first ? part : other, step);
+                for (int i = 0; i < some && !is_first; i++)
+                    merge(part_of(s, row, h + i, share), other + i * (m->dim + 4), m->dim);
             }
         }
     }
@@ -568,7 +628,7 @@ static void join_phase(Step *s, Team *team, int index) {
                 merge(part, part_of(s, row, h, share), m->dim);
             for (int d = 0; d < m->dim; d++) out[d] = part[d] / part[m->dim + 1];
         }
-        prepare(s, &m->layers[index].output, row, out - m->heads * m->dim);
+        prepare(s->digits, &m->layers[index].output, row, s->num_rows, out - m->heads * m->dim);
     }
     meet(team);
 }
@@ -576,7 +636,7 @@ static void join_phase(Step *s, Team *team, int index) {
 static void inner_phase(Step *s, Team *team, const Matrix *reader) {
     int row;
     while ((row = take(team, s->num_rows, 1)) >= 0)
-        prepare(s, reader, row, s->inner + (size_t)row * reader->columns);
+        prepare(s->digits, reader, row, s->num_rows, s->inner + (size_t)row * reader->columns);
     meet(team);
 }
 
@@ -586,32 +646,30 @@ static void head_phase(Step *s, Team *team) {
     while ((row = take(team, s->num_last, 1)) >= 0) {
         float *out = s->normed + (size_t)row * m->hidden;
         normalise(s->hidden + (size_t)s->last[row] * m->hidden, m->norm, m->hidden, m->eps, out);
-        prepare(s, &m->head, row, out);
+        prepare(s->digits, &m->head, row, s->num_last, out);
     }
     meet(team);
-    Input input = {s->normed, s->digits, s->num_last, m->hidden};
+    Input input = {s->digits, s->num_last};
     project(team, &m->head, 1, &input, s->logits, m->head.rows, 0);
 }
 
 static void step_job(void *about, Team *team) {
     Step *s = about;
     const Model *m = s->model;
-    int width = m->heads * m->dim, stride = (m->heads + 2 * m->kv_heads) * m->dim;
+    int stride = (m->heads + 2 * m->kv_heads) * m->dim;
     for (int i = 0; i < m->num_layers; i++) {
         const Layer *layer = &m->layers[i];
-        Input normed = {s->normed, s->digits, s->num_rows, m->hidden};
-        Input attended = {s->attended, s->digits, s->num_rows, width};
-        Input inner = {s->inner, s->digits, s->num_rows, m->inner};
+        Input input = {s->digits, s->num_rows};
         norm_phase(s, team, layer->norm, layer->inputs);
-        project(team, layer->inputs, layer->num_inputs, &normed, s->inputs, stride, 0);
+        project(team, layer->inputs, layer->num_inputs, &input, s->inputs, stride, 0);
         append_phase(s, team, i);
         attend_phase(s, team, i);
         join_phase(s, team, i);
-        project(team, &layer->output, 1, &attended, s->hidden, m->hidden, 1);
+        project(team, &layer->output, 1, &input, s->hidden, m->hidden, 1);
         norm_phase(s, team, layer->mlp_norm, &layer->gate);
-        gated(team, layer, &normed, s->inner, m->inner);
+        gated(team, layer, &input, s->inner, m->inner);
         inner_phase(s, team, &layer->down);
-        project(team, &layer->down, 1, &inner, s->hidden, m->hidden, 1);
+        project(team, &layer->down, 1, &input, s->hidden, m->hidden, 1);
     }
     head_phase(s, team);
 }
@@ -641,7 +699,7 @@ int semantic_step(const Model *model, const Row *rows, int num_rows, const float
     s.attended = room(n * width * sizeof(float));
     s.inner = room(n * m->inner * sizeof(float));
     s.parts = room(n * m->heads * s.num_shares * (m->dim + 4) * sizeof(float));
-    s.digits = room(n * digits_size(width > widest ? width : widest));
+    s.digits = room(n * 4 * (width > widest ? width : widest) + n * digits_size(GROUP));
     int failed = !(s.normed && s.inputs && s.attended && s.inner && s.parts && s.digits);
     if (!failed) run(step_job, &s, threads);
     free(s.normed), free(s.inputs), free(s.attended), free(s.inner), free(s.parts), free(s.digits);
@@ -661,18 +719,16 @@ typedef struct {
 static void linear_job(void *about, Team *team) {
     Linear *l = about;
     int row, columns = l->matrix->columns;
-    if (l->matrix->kind != FULL) {
-        while ((row = take(team, l->rows, 1)) >= 0)
-            to_digits(l->x + (size_t)row * columns, columns, l->digits + row * digits_size(columns));
-        meet(team);
-    }
-    Input input = {l->x, l->digits, l->rows, columns};
+    while ((row = take(team, l->rows, 1)) >= 0)
+        prepare(l->digits, l->matrix, row, l->rows, l->x + (size_t)row * columns);
+    meet(team);
+    Input input = {l->digits, l->rows};
     project(team, l->matrix, 1, &input, l->out, l->matrix->rows, 0);
 }
 
 int semantic_linear(const Matrix *matrix, const float *x, int rows, float *out, int threads) {
-    Linear l = {matrix, x, out, NULL, rows};
-    if (matrix->kind != FULL && !(l.digits = room(rows * digits_size(matrix->columns)))) return 1;
+    Linear l = {matrix, x, out, room(rows * prepared_size(matrix)), rows};
+    if (!l.digits) return 1;
     run(linear_job, &l, threads);
     free(l.digits);
     return 0;
