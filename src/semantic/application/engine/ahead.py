@@ -32,6 +32,7 @@ _SETTLED = 2  # measurements before a size of step is known
 _FIRST_SLOPE = 0.02  # of a step's time for each further token, before anything is known
 _PIECE = 512  # tokens of a prompt that are remembered in one step
 _WORTHLESS = 0.2
+_MAX_ROWS = 16  # of a step that carries guesses: with more, devices have enough to do
 _PATIENCE, _MAX_PAUSE = 4, 7
 # How likely a guess is before anything was learnt, by the length of its match.
 _PRIOR = {0: 0.3, 4: 0.4, 5: 0.5, 6: 0.6, 8: 0.7, 12: 0.8, 16: 0.85, 24: 0.9, MAX_MATCH: 0.95}
@@ -245,7 +246,7 @@ class Ahead:
         if not self.max_draft:
             return {}
         self._remember_more()
-        if not any(row.draft_room > 0 for row in rows):
+        if len(rows) > _MAX_ROWS or not any(row.draft_room > 0 for row in rows):
             return {}
         # Walking a grammar ahead takes time of its own.
         is_hopeful = any(row.constraint is not None for row in rows) and any(
@@ -261,7 +262,7 @@ class Ahead:
 
     def wants_tokens(self, rows: Sequence[Generation]) -> bool:
         """Look past the token that is under way: it, too, must be as guessed."""
-        if not self.max_draft:
+        if not self.max_draft or len(rows) > _MAX_ROWS:
             return False
         chances = []
         for row in rows:

@@ -208,6 +208,14 @@ def test_what_was_said_before_is_drafted(depth: Depth) -> None:
     assert plain.store.telemetry.counts.engine.drafted_tokens == 0
 
 
+def test_many_rows_carry_no_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("semantic.application.engine.ahead._MAX_ROWS", 0)
+    drafting, plain = repeat(0)
+    for name in ("first", "second", "third"):
+        assert outcome(drafting, make_job(name)) == outcome(plain, make_job(name))
+    assert drafting.store.telemetry.counts.engine.drafted_tokens == 0
+
+
 def test_a_tenant_is_not_drafted_from_what_another_said() -> None:
     rig, other = make_rig(), BlockNamespace("fake", "fake.v1", b"another").root()
     rig.serve(make_job("first", "say it again", max_tokens=80))
