@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> bool:
+def eventually(condition: Callable[[], object], timeout_s: float = 60.0) -> bool:
     """Whether a condition comes to hold in time."""
     until = time.monotonic() + timeout_s
     while not condition():
