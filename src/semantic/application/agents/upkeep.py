@@ -228,7 +228,12 @@ class Housekeeping:
         if self._files is None or self._disk is None:
             return
         missing = {(n.name, kind): n for n in self._store.nodes() for kind in tuple(n.files)}
-        new = [part for part in self._files.scan() if missing.pop(part.key, None) is None]
+        new = []
+        for part in self._files.scan():
+            if self._is_stopping.is_set():
+                return  # the next start compares them again
+            if missing.pop(part.key, None) is None:
+                new.append(part)
         unknown = self._store.reconcile(new, missing)
         self._disk.change(*(PutPart(part) for part in unknown), MarkIndexWhole())
 

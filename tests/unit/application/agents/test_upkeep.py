@@ -220,6 +220,17 @@ def test_files_without_rows_and_rows_without_files_are_reconciled(make_rig: Make
     assert rig.recall(list(range(9)))[0] == 4
 
 
+def test_a_stop_does_not_wait_for_files_to_be_compared(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.talk("ann", list(range(8)))
+    rig.flush()
+    rig.ledger.index.is_index_lost = True
+    rig.housekeeping.stop(1)
+    rig.housekeeping.reconcile()
+    rig.flush()
+    assert rig.ledger.index.is_index_lost, "it was not read to its end"
+
+
 def test_a_warm_start_reads_the_latest_agents_within_its_share(make_rig: MakeRig) -> None:
     rig = make_rig(memory=4 * 100)  # a quarter of it: three blocks
     for name, first in (("old", 1), ("young", 2)):
