@@ -36,10 +36,12 @@ class Subject:
     Attributes:
         make: A fresh one.
         cuts_anywhere: Whether state can be cut at any token, or only where it was saved.
+        is_quick: Whether steps take no longer than to read a file.
     """
 
     make: Callable[[], ModelBackendPort]
     cuts_anywhere: bool = True
+    is_quick: bool = True
 
 
 class Alone(Protocol):
@@ -63,8 +65,8 @@ _FAKES = {
     "fake-pipelined": Subject(
         lambda: FakeBackend(fake_spec(block_tokens=BLOCK_TOKENS), pipeline_depth=1)
     ),
-    "fake-2-shards": Subject(lambda: fake_in_ranks(2)),
-    "fake-3-shards": Subject(lambda: fake_in_ranks(3, WINDOW), cuts_anywhere=False),
+    "fake-2-shards": Subject(lambda: fake_in_ranks(2), is_quick=False),
+    "fake-3-shards": Subject(lambda: fake_in_ranks(3, WINDOW), cuts_anywhere=False, is_quick=False),
 }
 
 

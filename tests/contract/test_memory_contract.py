@@ -260,7 +260,9 @@ def test_cancelled_during_a_restore(benches: Benches, alone: Alone) -> None:
     assert next_turn(bench, alone, said).reused >= len(said) - 1
 
 
-def test_preempted_during_a_restore(benches: Benches, alone: Alone) -> None:
+def test_preempted_during_a_restore(benches: Benches, alone: Alone, subject: Subject) -> None:
+    if not subject.is_quick:
+        pytest.skip("the file is read before the older one has grown")
     # Memory comes in pieces of 256 tokens: two fit until the older grows past that.
     long = [*SYSTEM, *prompt(214, 1)]
     first = benches()

@@ -56,6 +56,7 @@ def test_attention_is_the_formulas(window: int | None, has_sinks: bool) -> None:
         chunk = Chunk(SequenceId(len(spans)), num_computed, (0,) * num_new)
         sequence = _sequence(num_computed, num_computed + num_new + 4)
         spans.append(Span(chunk, sequence, (0,) * num_new, offset))
+        spans[-1].make_views()
         offset += num_new
     query = torch.randn(1, NUM_HEADS, offset, DIM)
     key, value = torch.randn(2, 1, NUM_KV_HEADS, offset, DIM)

@@ -80,7 +80,7 @@ def test_ready_pressed_and_drained(tmp_path: Path) -> None:
         taken = int(store.usage().total * 0.95)
         store.reserve(taken)
         assert (told(http), statuses(http)) == (("ready", "degraded"), probed(200, 200, 200))
-        assert http.get("/health").json()["pressure"] == 0.95
+        assert http.get("/health").json()["pressure"] >= 0.95
         store.release(taken)
         with talking(http):
             drained = http.post("/admin/drain").json()

@@ -6,6 +6,7 @@ import contextvars
 import functools
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
@@ -32,6 +33,7 @@ from semantic.domain.errors import (
 )
 from semantic.domain.reply_format import ReplyFormat, ReplyShape
 from semantic.domain.spec import LayerKind, ModelCacheSpec
+from semantic.ports.backend import ModelBackendPort
 from semantic.ports.text import TokenConstraint
 
 _P = ParamSpec("_P")
@@ -226,13 +228,13 @@ class PastConversations:
 
     def __init__(self, agents: AgentLedger) -> None:
         self._agents = agents
-        self._model: LoadedModel | None = None
+        self._backend: Callable[[], ModelBackendPort | None] = lambda: None  # not to keep it
         self._told: set[BlockName] = set()
 
     def of(self, tenant: str, root: BlockName, model: LoadedModel) -> tuple[tuple[int, ...], ...]:
         """The latest conversations of a tenant's agents with a model, the oldest first."""
-        if model is not self._model:
-            self._model, self._told = model, set()
+        if model.backend is not self._backend():
+            self._backend, self._told = weakref.ref(model.backend), set()
         if root in self._told or not model.backend.traits.max_draft:
             return ()
         self._told.add(root)

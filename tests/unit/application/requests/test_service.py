@@ -574,5 +574,5 @@ async def test_after_a_restart_guesses_start_from_what_the_tenants_agents_said(
     past = PastConversations(agents)  # as a server that starts now
     assert past.of(ME.tenant, model.root(ME), model) == (tuple(said),)
     assert past.of(ME.tenant, model.root(ME), model) == ()
-    loaded_again = replace(model)
+    loaded_again = replace(model, backend=FakeBackend())
     assert past.of(ME.tenant, loaded_again.root(ME), loaded_again) == (tuple(said),)

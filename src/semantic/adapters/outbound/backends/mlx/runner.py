@@ -114,7 +114,8 @@ class MlxRunner:
         wrap_attention()
         self.batching = self._choose_batching()
         self.can_draft = self._is_draft_sound()
-        if self.can_draft and are_all_own(model, len(self.layout.parts)):
+        has_rings = any(part.window for part in self.layout.parts)  # a step's places differ there
+        if self.can_draft and not has_rings and are_all_own(model, len(self.layout.parts)):
             self._max_short = MAX_ROWS
         self._warm_up()
         if self.batching is not Batching.GROUPS:
