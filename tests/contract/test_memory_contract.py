@@ -42,7 +42,8 @@ def benches(tmp_path: Path, shared_backend: ModelBackendPort) -> Iterator[Benche
         return made[-1]
 
     yield make
-    made[-1].close()
+    for bench in made[-1:]:
+        bench.close()
 
 
 def checked(bench: MemoryBench, alone: Alone, name: str, said: list[int], agent: str) -> list[int]:
