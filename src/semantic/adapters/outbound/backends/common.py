@@ -223,8 +223,8 @@ class PayloadTicket:
     payload: KVPayload
 
 
-class EagerBackend(SequenceBackend[SequenceT]):
-    """Hands over what is there; the token that was sampled last is on the host."""
+class DoneTickets:
+    """Hands over what a ticket holds: everything was done when it was given out."""
 
     def collect(self, ticket: Ticket) -> StepOutput:
         """Return what `launch` computed."""
@@ -237,6 +237,10 @@ class EagerBackend(SequenceBackend[SequenceT]):
         if not isinstance(ticket, PayloadTicket):
             raise TypeError("not the ticket of a snapshot of this backend")
         return ticket.payload
+
+
+class EagerBackend(DoneTickets, SequenceBackend[SequenceT]):
+    """Computes at once; the token that was sampled last is on the host."""
 
     def _tokens_of(self, chunk: Chunk, last_sampled: int | None) -> tuple[int, ...]:
         """The ids of a chunk.

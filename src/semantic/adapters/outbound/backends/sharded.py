@@ -13,7 +13,7 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
-from semantic.adapters.outbound.backends.common import PayloadTicket, StepTicket
+from semantic.adapters.outbound.backends.common import DoneTickets, PayloadTicket, StepTicket
 from semantic.domain.errors import (
     BackendError,
     CacheCorruptionError,
@@ -67,7 +67,7 @@ def _with_heads(spec: ModelCacheSpec, change: Callable[[int], int]) -> ModelCach
     return replace(spec, layers=tuple(layers))
 
 
-class ShardedBackend:
+class ShardedBackend(DoneTickets):
     """`ModelBackendPort` over ranks that mirror each call."""
 
     def __init__(self, links: Sequence[Connection], end: Callable[[], None]) -> None:
@@ -134,12 +134,6 @@ class ShardedBackend:
                 self._last.pop(row.seq, None)
         return StepTicket(StepOutput(rows))
 
-    def collect(self, ticket: Ticket) -> StepOutput:
-        """Return what `launch` computed."""
-        if not isinstance(ticket, StepTicket):
-            raise TypeError("not the ticket of a step of this backend")
-        return ticket.output
-
     def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
         """Add tokens; every rank has the whole sum."""
         sums: tuple[float, ...] = self._all("embed", seq, start, tuple(tokens))[0]
@@ -154,12 +148,6 @@ class ShardedBackend:
             for buffer in share.buffers
         )
         return PayloadTicket(replace(shares[0], abi=self._traits.kv_abi, buffers=buffers))
-
-    def payload(self, ticket: Ticket) -> KVPayload:
-        """Return what `snapshot` fetched."""
-        if not isinstance(ticket, PayloadTicket):
-            raise TypeError("not the ticket of a snapshot of this backend")
-        return ticket.payload
 
     def flush(self) -> None:
         """Nothing is put off."""

@@ -383,7 +383,7 @@ def load_grouped(directory: Path, dtype: torch.dtype, attention: str, *, is_kept
                 expanded = weight.expanded().to(dtype)
                 module.weight = nn.Parameter(expanded, requires_grad=False)
                 tensors[f"{name}.weight"] = module.weight
-    _load_rest(model, tensors)
+    load_rest(model, tensors)
     return model
 
 
@@ -455,9 +455,20 @@ def _kept(weight: GroupedWeight, module: _Replaceable, bias: torch.Tensor | None
     return GroupedLinear(weight, None if bias is None else bias.to(module.weight.dtype))
 
 
-def _load_rest(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load what is not in groups, and let the head share the embedding's weights where it does."""
-    result = model.load_state_dict(tensors, strict=False)
+def load_rest(
+    model: Any, tensors: Mapping[str, torch.Tensor], *, is_assigned: bool = False
+) -> None:
+    """Load what is not in groups, and let the head share the embedding's weights where it does.
+
+    Args:
+        model: Its weights are written to.
+        tensors: By name.
+        is_assigned: They take the weights' place, and are not copied.
+
+    Raises:
+        InvalidRequestError: they do not fit the model.
+    """
+    result = model.load_state_dict(tensors, strict=False, assign=is_assigned)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     missing = set(result.missing_keys)
     if model.config.tie_word_embeddings:

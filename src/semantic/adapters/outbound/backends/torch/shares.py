@@ -17,6 +17,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from semantic.adapters.outbound.backends.torch.grouped import load_rest
 from semantic.domain.errors import InvalidRequestError
 
 _BY_ROWS, _BY_COLUMNS = "colwise", "rowwise"  # of the stored weight, which is transposed
@@ -70,14 +71,7 @@ def load_share(directory: Path, dtype: torch.dtype, attention: str, share: Share
     for name, module in model.named_modules():
         if style := styles.get(name):
             slices |= _divide(name, module, style, share)
-    tensors = dict(_tensors(directory, slices, dtype))
-    result = model.load_state_dict(tensors, strict=False, assign=True)
-    model.tie_weights()
-    missing = {key for key in result.missing_keys if not _is_tied(model, key)}
-    if wrong := sorted(missing | set(result.unexpected_keys)):
-        raise InvalidRequestError(
-            f"the model's weights and its config.json do not fit: {wrong[0]}", param="model"
-        )
+    load_rest(model, dict(_tensors(directory, slices, dtype)), is_assigned=True)
     return model.requires_grad_(False)
 
 
@@ -134,7 +128,3 @@ def _tensors(
             for name in file.keys():  # noqa: SIM118  # it is no mapping
                 part = file.get_slice(name)[slices.get(name, (slice(None),))]
                 yield name, part.to(dtype).contiguous()
-
-
-def _is_tied(model: Any, key: str) -> bool:
-    return bool(model.config.tie_word_embeddings) and key == "lm_head.weight"
