@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import structlog
 
 from semantic.adapters.config.settings import Settings
+from semantic.adapters.outbound import host_memory
 from semantic.adapters.outbound.blocks.codec import KVCodec
 from semantic.adapters.outbound.blocks.directory import DirectoryLock, claim
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
@@ -261,6 +262,7 @@ class AgentMemory:
                 orphan_ttl_s=settings.orphan_ttl_h * 3600,
             )
             housekeeping.remote = self._remote
+            housekeeping.trim_memory = host_memory.trim
             self._cache = ModelCache(store, housekeeping)
             if self.disk is not None:
                 self.disk.start(store.is_on_disk)

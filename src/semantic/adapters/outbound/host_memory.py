@@ -4,6 +4,9 @@ A process has one device. Where that copies faster to and from memory of its own
 backend says so here, and what is read from files comes to lie there.
 """
 
+import contextlib
+import ctypes
+import gc
 import mmap
 from collections.abc import Callable
 
@@ -36,3 +39,18 @@ def plain_pages(num_bytes: int) -> memoryview:
     if is_huge:
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)[:num_bytes]
+
+
+def trim() -> None:
+    """Return freed memory to the system, where the C library keeps it.
+
+    What is kept for long lies between what came and went, so the library cannot do it by itself.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has it
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def collect_and_trim() -> None:
+    """Give back all that a model has left, circles of references too."""
+    gc.collect()
+    trim()

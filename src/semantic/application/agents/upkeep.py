@@ -41,6 +41,7 @@ class Housekeeping:
 
     Attributes:
         remote: What all servers share; None if there is but this one.
+        trim_memory: Returns memory that was freed to the system.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Housekeeping:
         self._backed_up_at = now()
         self._failures: dict[_Work, str] = {}
         self.remote: RemoteTier | None = None
+        self.trim_memory: Callable[[], None] = lambda: None
 
     @property
     def problem(self) -> str:
@@ -259,6 +261,7 @@ class Housekeeping:
             num_ticks += 1
             if num_ticks % 10 == 0:
                 self._guarded("collecting garbage", self.collect)
+                self._guarded("giving memory back", self.trim_memory)
 
     def _guarded(self, name: str, work: Callable[[], _T], agent: Agent | None = None) -> _T | None:
         """Do something; if it fails, that is told and goes no further: the next round tries again.

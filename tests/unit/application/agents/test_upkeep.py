@@ -231,6 +231,15 @@ def test_a_stop_does_not_wait_for_files_to_be_compared(make_rig: MakeRig) -> Non
     assert rig.ledger.index.is_index_lost, "it was not read to its end"
 
 
+def test_memory_that_was_freed_goes_back_to_the_system_now_and_then(make_rig: MakeRig) -> None:
+    housekeeping = make_rig().housekeeping
+    is_trimmed = threading.Event()
+    housekeeping.trim_memory = is_trimmed.set
+    housekeeping.start(0.001)
+    assert is_trimmed.wait(10)
+    housekeeping.stop(10)
+
+
 def test_a_warm_start_reads_the_latest_agents_within_its_share(make_rig: MakeRig) -> None:
     rig = make_rig(memory=4 * 100)  # a quarter of it: three blocks
     for name, first in (("old", 1), ("young", 2)):

@@ -6,9 +6,6 @@ that cannot run fails alone and changes nothing. Looks at positions and kinds al
 and bytes are each backend's own business.
 """
 
-import contextlib
-import ctypes
-import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -360,10 +357,3 @@ def verify(
         accepted.append(drawn)
         drawn = Sampled(chunk.seq, *draw_at(index, draw))
     return replace(drawn, accepted=tuple(accepted))
-
-
-def give_memory_back() -> None:
-    """Collect what a model has left, and return it to the system where the C library keeps it."""
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # only glibc has it
-        ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -16,7 +16,7 @@ from typing import Self
 import mlx.core as mx
 
 from semantic.adapters.outbound import host_memory
-from semantic.adapters.outbound.backends.common import SequenceBackend, give_memory_back, make_rows
+from semantic.adapters.outbound.backends.common import SequenceBackend, make_rows
 from semantic.adapters.outbound.backends.mlx import loading, payloads
 from semantic.adapters.outbound.backends.mlx.caches import capacity_for, geometry_mismatch
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
@@ -243,7 +243,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             self._transfer.finish()
         self._held.clear()
         mx.synchronize()
-        give_memory_back()  # what refers to arrays in circles goes before what they held
+        host_memory.collect_and_trim()  # circles that refer to arrays go before these
         mx.clear_cache()
         if threading.current_thread() is not threading.main_thread():
             # Otherwise the process aborts if it ends soon after the thread.

@@ -16,11 +16,11 @@ import numpy.typing as npt
 import structlog
 import torch
 
+from semantic.adapters.outbound import host_memory
 from semantic.adapters.outbound.backends.common import (
     EagerBackend,
     PayloadTicket,
     StepTicket,
-    give_memory_back,
     make_rows,
     verify,
 )
@@ -166,7 +166,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
         """Drop everything, and give its memory back."""
         self._sequences.clear()
         self._model = self._decoder = None
-        give_memory_back()
+        host_memory.collect_and_trim()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         else:
