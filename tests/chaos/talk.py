@@ -17,7 +17,7 @@ QUESTIONS = (
     "What else is there to know about it?",
 )
 _FAILURES = (httpx.HTTPError, OSError)
-PATIENCE_S = 300.0  # others may use the machine, and it is not speed that is tried
+PATIENCE_S = 1200.0  # others may use the machine, and it is not speed that is tried
 
 
 @dataclass(frozen=True)
