@@ -15,6 +15,7 @@ from typing import ClassVar, Self
 
 import httpx
 
+from tests.chaos import talk
 from tests.chaos.talk import Message, ask
 from tests.smoke.server_process import ServerProcess, serve
 
@@ -118,6 +119,7 @@ class Truth:
 
     def start(self) -> Self:
         self.server.start()
+        self.server.http.timeout = httpx.Timeout(talk.PATIENCE_S)
         return self
 
     def close(self) -> None:

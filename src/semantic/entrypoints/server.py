@@ -49,6 +49,7 @@ from semantic.adapters.inbound.http.middleware import (
 from semantic.adapters.inbound.openai.routes import openai_router
 from semantic.adapters.inbound.page.routes import page_router
 from semantic.adapters.inbound.responses.routes import responses_router
+from semantic.adapters.outbound import host_memory
 from semantic.application.agents.turns import PastTurns
 from semantic.domain.access import LIMIT_KINDS, Allowance
 from semantic.domain.errors import InvalidRequestError, ModelSwapError, SemanticError
@@ -257,6 +258,7 @@ def serve(server: Server) -> int:
         ModelSwapError: the model cannot be loaded.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    host_memory.share_arenas()
     try:
         return _serve(server)
     finally:
