@@ -73,7 +73,9 @@ class ChunkBudget:
     BLOCK = 32
     MIN_TOKENS = 64
     PATIENCE = 12
-    USUAL = 512  # before anything is known; and no fewer while nobody decodes
+    FIRST = 128  # before anything is known: a device may be so slow that more look like a hang
+    USUAL = 512  # no fewer while nobody decodes, unless they take so long
+    SLOWEST_MS = 10_000.0
     ALONE_MS = 250.0  # what whoever comes next may wait while nobody decodes
     MAX_ALIGNED = 2048
 
@@ -124,9 +126,10 @@ class ChunkBudget:
         """The budget while nobody decodes."""
         usual = min(self.USUAL, limits.prefill_step_size)
         if not self._ms_per_token:
-            return usual
+            return min(self.FIRST, usual)
         fitting = min(self.ALONE_MS / self._ms_per_token, limits.prefill_step_size)
-        return max(self._rounded(fitting), usual)
+        slowest = max(self._rounded(self.SLOWEST_MS / self._ms_per_token), self.MIN_TOKENS)
+        return max(self._rounded(fitting), min(usual, slowest))
 
     def _rounded(self, num_tokens: float) -> int:
         if num_tokens < self.USUAL:

@@ -324,7 +324,7 @@ def test_integrity_check_can_fail() -> None:
 
 def test_alone_a_prompt_gets_what_fits_a_quarter_of_a_second() -> None:
     budget, limits = ChunkBudget(), EngineLimits()
-    assert budget.tokens_alone(limits) == 512
+    assert budget.tokens_alone(limits) == 128
     budget.observe(512, 0.02)
     assert budget.tokens_alone(limits) == 4096
     assert budget.tokens_alone(EngineLimits(prefill_step_size=100)) == 100
@@ -334,6 +334,17 @@ def test_alone_a_prompt_gets_what_fits_a_quarter_of_a_second() -> None:
     for _ in range(20):
         budget.observe(512, 1.0)
     assert budget.tokens_alone(limits) == 512
+
+
+@pytest.mark.parametrize(
+    "num_tokens,seconds,expected", [(128, 40.0, ChunkBudget.MIN_TOKENS), (512, 16.0, 320)]
+)
+def test_no_chunk_takes_so_long_that_a_slow_device_seems_to_hang(
+    num_tokens: int, seconds: float, expected: int
+) -> None:
+    budget = ChunkBudget()
+    budget.observe(num_tokens, seconds)
+    assert budget.tokens_alone(EngineLimits()) == expected
 
 
 @pytest.mark.parametrize(
