@@ -31,6 +31,7 @@ _FORGETTING = 0.998  # of what guesses were seen to cost, with each step without
 _SETTLED = 2  # measurements before a size of step is known
 _FIRST_SLOPE = 0.02  # of a step's time for each further token, before anything is known
 _PIECE = 512  # tokens of a prompt that are remembered in one step
+_MAX_UNREAD = 32  # texts that wait to be remembered: where many end soon, the oldest is forgotten
 _WORTHLESS = 0.2
 _MAX_ROWS = 16  # of a step that carries guesses: with more, devices have enough to do
 _PATIENCE, _MAX_PAUSE = 4, 7
@@ -239,7 +240,13 @@ class Ahead:
         self._costs = StepCosts()
         self._rates = HitRates()
         self._followers: dict[int, _Follower] = {}
-        self._unread: deque[tuple[TenantMemory, Conversation, Sequence[int]]] = deque()
+        self._unread: deque[tuple[TenantMemory, Conversation, Sequence[int]]]
+        self._unread = deque(maxlen=_MAX_UNREAD)
+
+    @property
+    def num_unread(self) -> int:
+        """Texts that are yet to be remembered."""
+        return len(self._unread)
 
     def plan(self, rows: Sequence[Generation], *, has_prompts: bool) -> dict[int, Draft]:
         """Guess where it pays."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from semantic.adapters.outbound.backends.fake import FakeTokenizer, fake_spec
 from semantic.application.engine.ahead import Ahead, StepCosts, forced_token, is_allowed
 from semantic.application.engine.drafts import DraftMemory, TenantMemory
-from semantic.application.engine.request import Draft, Generation, Job
+from semantic.application.engine.request import Draft, Generation, Job, TextAssembler
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.errors import BackendError
@@ -310,6 +310,18 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     own = tenant.begin("b", ())
     assert tenant.find([63 * 1000 + i for i in range(5, 9)], own)
     assert tenant.find(list(range(5, 9)), own) is None
+
+
+def test_what_waits_to_be_remembered_is_bounded() -> None:
+    """Long prompts with short replies come faster than they are read, a piece a step."""
+    planner = Ahead(Traits(0, "", max_draft=16), frozenset())
+    for order in range(48):
+        job = make_job(f"r{order}", f"{order:02}" * 1000)
+        row = Generation(job, order, TextAssembler(lambda _: b""), 0.0, block_tokens=8)
+        row.draft_room = 4
+        planner.plan([row], has_prompts=False)
+        planner.forget(row)
+    assert planner.num_unread == 32
 
 
 def test_the_longest_match_goes_first_and_most_votes_win() -> None:
