@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 import pytest
 
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.domain.agents import Agent
+from semantic.domain.agents import Agent, Pointer
 from semantic.domain.errors import CachePersistenceError, ConflictError
 from semantic.ports.storage import (
     AdvanceHead,
@@ -125,8 +125,11 @@ def test_turns_follow_their_blocks_and_unreachable_ones_go(ledger: Ledger) -> No
     ledger.apply([PutAgent(agent_of("coder", "t1"))], is_synced=False)
     ledger.apply([Repoint(name_of(1), name_of(1, 2)), MarkDurable("t1")], is_synced=False)
 
-    latest, earlier = ledger.turns_at("local", ROOT, name_of(1, 2))
-    assert (latest.id, earlier.id, earlier.is_durable) == ("t2", "t1", True)
+    latest, earlier = (ledger.turn("local", turn_id) for turn_id in ("t2", "t1"))
+    assert latest
+    assert earlier
+    assert latest.pointer == earlier.pointer == Pointer(ROOT, name_of(1, 2), 3)
+    assert (latest.is_durable, earlier.is_durable) == (False, True)
     assert ledger.forget_unreachable(before=0.5, replays_before=0.0) == 0
     assert ledger.forget_unreachable(before=99.0, replays_before=0.0) == 1
     assert ledger.turn("local", "t2") is None

@@ -3,6 +3,7 @@
 import json
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from semantic.application.agents.ledger import as_anonymous
 from semantic.domain.agents import LOCAL_TENANT, Agent
 from semantic.entrypoints.cli.app import main
 from tests.agent_files import changed, members
@@ -350,7 +352,7 @@ def test_who_comes_back_under_a_name_lives_like_a_named_agent(
     http: httpx.Client, running: RunningServer
 ) -> None:
     agents, tenant = running.server.memory.agents, LOCAL_TENANT
-    unnamed = agents.ensure(tenant, "anon-1", is_anonymous=True)
+    unnamed = agents.create(as_anonymous(Agent("anon-1", time.time(), tenant=tenant)))
     content = http.get("/v1/agents/anon-1/export").content
     http.delete("/v1/agents/anon-1")
 

@@ -295,10 +295,6 @@ class LedgerPort(Protocol):
         """
         ...
 
-    def turns_at(self, tenant: str, root: BlockName, block: BlockName) -> tuple[Turn, ...]:
-        """Read the turns that point at or into a block, the latest first."""
-        ...
-
     def pointers(self) -> tuple[Pointer, ...]:
         """Where all turns that an agent reaches end; what these do not reach is garbage."""
         ...

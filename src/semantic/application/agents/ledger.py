@@ -173,14 +173,6 @@ class AgentLedger:
                 self.log.put(agent.tenant, turn)
             return self._put(agent, None)
 
-    def ensure(self, tenant: str, agent_id: str, *, is_anonymous: bool = False) -> Agent:
-        """Find an agent, or make one with no past; one that nobody named expires."""
-        with self._changes:
-            known = self.find(tenant, agent_id)
-            if known is not None:
-                return known
-            return self._put(self._new(tenant, agent_id, is_anonymous=is_anonymous), None)
-
     def update(self, tenant: str, agent_id: str, edit: Callable[[Agent], Agent]) -> Agent:
         """Change an agent's settings; its id, owner and past stay.
 

@@ -327,15 +327,19 @@ def test_a_quota_of_turns(agents: AgentLedger) -> None:
         agents.check_quota(the_agent(agents))
 
 
-def test_who_is_asked_for_by_many_at_once_is_made_once(agents: AgentLedger) -> None:
+def test_of_many_who_make_one_agent_at_once_one_does(agents: AgentLedger) -> None:
     barrier = threading.Barrier(8)
 
-    def ensure(_: int) -> Agent:
+    def is_made(_: int) -> bool:
         barrier.wait()
-        return agents.ensure("local", "a")
+        try:
+            agents.create(Agent("a", 1.0))
+        except ConflictError:
+            return False
+        return True
 
     with ThreadPoolExecutor(8) as pool:
-        assert len({id(agent) for agent in pool.map(ensure, range(8))}) == 1
+        assert sum(pool.map(is_made, range(8))) == 1
     assert len(agents.agents("local")) == 1
 
 
@@ -348,7 +352,7 @@ def test_a_tenant_keeps_its_salt(agents: AgentLedger, ledger: SqliteLedger) -> N
 
 
 def test_agents_belong_to_their_tenant(agents: AgentLedger) -> None:
-    agents.ensure("team", "a")
+    agents.create(Agent("a", 1.0, tenant="team"))
     assert agents.find("local", "a") is None
     with pytest.raises(AgentNotFoundError):
         agents.delete("local", "a")

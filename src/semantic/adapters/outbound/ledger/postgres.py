@@ -32,7 +32,6 @@ from semantic.adapters.outbound.ledger.schema import (
 )
 from semantic.adapters.outbound.ledger.statements import is_of_index
 from semantic.domain.agents import Agent, Pointer, Turn
-from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CachePersistenceError, ConflictError
 from semantic.ports.storage import (
     AdvanceHead,
@@ -308,12 +307,6 @@ class PostgresLedger:
             log.append(next_id)
             next_id = parents.pop(next_id)
         return tuple(log)
-
-    def turns_at(self, tenant: str, root: BlockName, block: BlockName) -> tuple[Turn, ...]:
-        """Read the turns that point at or into a block, the latest first."""
-        where = "FROM turns WHERE block = %s AND tenant = %s AND root = %s"
-        query = " ".join(("SELECT", _TURN, where, "ORDER BY created_at DESC, place DESC"))
-        return tuple(map(read_turn, self._all(query, (block, tenant, root))))
 
     def pointers(self) -> tuple[Pointer, ...]:
         """Where all turns that an agent reaches end, of all servers' agents."""

@@ -59,10 +59,8 @@ from semantic.adapters.outbound.ledger.statements import (
     read_pointers,
     read_state,
     read_turns,
-    read_turns_at,
 )
 from semantic.domain.agents import Agent, Pointer, Turn
-from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CachePersistenceError, ConflictError
 from semantic.ports.storage import AdvanceHead, LedgerChange, LedgerState, Tenant, TurnPlace
 
@@ -262,11 +260,6 @@ class SqliteLedger:
         """Read the ids of the turns that led to `head`, the latest first, down to `until`."""
         with self._current.readers.lend() as connection:
             return read_ancestry(connection, tenant, head, until)
-
-    def turns_at(self, tenant: str, root: BlockName, block: BlockName) -> tuple[Turn, ...]:
-        """Read the turns that point at or into a block, the latest first."""
-        with self._current.readers.lend() as connection:
-            return read_turns_at(connection, tenant, root, block)
 
     def pointers(self) -> tuple[Pointer, ...]:
         """Where all turns that an agent reaches end."""

@@ -22,7 +22,6 @@ from semantic.adapters.outbound.ledger.schema import (
 )
 from semantic.adapters.outbound.ledger.sealing import opened, opened_part, sealed, sealed_part
 from semantic.domain.agents import Agent, Pointer, Turn
-from semantic.domain.blocks import BlockName
 from semantic.domain.errors import ConflictError
 from semantic.ports.storage import (
     AdvanceHead,
@@ -75,10 +74,6 @@ WITH RECURSIVE reached (id, tenant) AS (
 SELECT DISTINCT root, block, pointer_tokens FROM reached
     JOIN turns ON turns.id = reached.id AND turns.tenant = reached.tenant
     WHERE block IS NOT NULL
-"""
-_TURNS_AT = """
-SELECT * FROM turns WHERE block = ? AND tenant = ? AND root = ?
-    ORDER BY created_at DESC, rowid DESC
 """
 # A new turn keeps those before it: a client may yet continue from it.
 _FORGET_TURNS = """
@@ -183,14 +178,6 @@ def read_ancestry(
         log.append(next_id)
         next_id = parents.pop(next_id)
     return tuple(log)
-
-
-def read_turns_at(
-    connection: sqlite3.Connection, tenant: str, root: BlockName, block: BlockName
-) -> tuple[Turn, ...]:
-    """Read the turns that point at or into a block, the latest first."""
-    rows = connection.execute(_TURNS_AT, (block, tenant, root)).fetchall()
-    return tuple(read_turn(opened(connection, TURNS, row)) for row in rows)
 
 
 def read_pointers(connection: sqlite3.Connection) -> tuple[Pointer, ...]:

@@ -139,16 +139,6 @@ class LedgerModel:
             head = turn.parent
         return found
 
-    def turns_at(self, tenant: str, root: BlockName, block: BlockName) -> tuple[Turn, ...]:
-        found = [
-            turn
-            for (owner, _), turn in reversed(self.turns.items())
-            if owner == tenant
-            and turn.pointer
-            and (turn.pointer.root, turn.pointer.block) == (root, block)
-        ]
-        return tuple(sorted(found, key=lambda turn: -turn.created_at))
-
     def reached(self, before: float = float("inf")) -> set[tuple[str, str]]:
         heads = [(agent.tenant, agent.head) for agent in self.agents.values()]
         heads += [(key[0], key[1]) for key, turn in self.turns.items() if turn.created_at >= before]

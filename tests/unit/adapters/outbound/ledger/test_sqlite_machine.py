@@ -149,9 +149,6 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert self.ledger.turn(tenant, turn_id) == expected
                 assert self.ledger.turns(tenant, turn_id, limit=99) == log
                 assert self.ledger.turns(tenant, turn_id, limit=2) == log[:2]
-            for block in BLOCKS:
-                found = self.model.turns_at(tenant, BLOCKS[0], block)
-                assert self.ledger.turns_at(tenant, BLOCKS[0], block) == found
             for key in KEYS:
                 put = self.model.replays.get((tenant, key))
                 assert self.ledger.replay(tenant, key) == (put.tokens if put else None)
