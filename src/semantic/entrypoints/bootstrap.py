@@ -63,6 +63,11 @@ class Server:
         known = [self.memory.problem, self.inference.problem]
         return [problem for problem in known if problem]
 
+    def pressure(self) -> float:
+        """Of the memory for attention state, what is in use and cannot be had by evicting."""
+        memory = self.cache.use().memory
+        return (memory.held + memory.working) / memory.total if memory.total else 0.0
+
     def start(self) -> None:
         """Begin to load the model; returns at once."""
         self.device.start()

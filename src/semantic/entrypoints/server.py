@@ -70,6 +70,12 @@ _MAX_HEADER_BYTES = 2**16  # all headers of a request together
 _CUT_S = 1  # in which requests end whose connection was cut
 
 
+def tune_process() -> None:
+    """Set this process up for a device's thread beside the HTTP side."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    host_memory.share_arenas()
+
+
 def create_app(server: Server) -> FastAPI:
     """Make the HTTP application; its lifespan starts and stops the device's thread."""
 
@@ -117,9 +123,7 @@ def _problems(server: Server) -> list[str]:
 
 
 def _condition(server: Server) -> Condition:
-    memory = server.cache.use().memory
-    pressure = (memory.held + memory.working) / memory.total if memory.total else 0.0
-    return Condition(server.device.is_draining, pressure, _problems(server))
+    return Condition(server.device.is_draining, server.pressure(), _problems(server))
 
 
 def _add_middleware(app: FastAPI, server: Server) -> None:
@@ -257,8 +261,7 @@ def serve(server: Server) -> int:
         InvalidRequestError: the address cannot be listened on.
         ModelSwapError: the model cannot be loaded.
     """
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    host_memory.share_arenas()
+    tune_process()
     try:
         return _serve(server)
     finally:

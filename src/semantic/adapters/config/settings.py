@@ -152,6 +152,27 @@ class Settings(BaseSettings):
     lease_s: float = Field(
         15, gt=0, le=3600, description="how long an agent of a server that died stays taken"
     )
+    replicas: int = Field(
+        1, ge=1, le=1000, description="semantic cluster: servers that are always there"
+    )
+    max_replicas: int = Field(
+        0, ge=0, le=1000, description="semantic cluster: most servers; 0 is as many as replicas"
+    )
+    replica_cpus: float = Field(
+        1, ge=0, description="semantic cluster: CPUs that Ray sets aside for each server"
+    )
+    replica_gpus: float = Field(
+        0, ge=0, description="semantic cluster: GPUs that each server gets, or a share of one"
+    )
+    upscale_delay_s: float = Field(
+        10, ge=0, description="semantic cluster: how long load lasts before servers are added"
+    )
+    downscale_delay_s: float = Field(
+        300, ge=0, description="semantic cluster: how long they are idle before some are stopped"
+    )
+    ray_address: str | None = Field(
+        None, description="semantic cluster: HOST:PORT of a Ray that runs, or auto; else its own"
+    )
     durability: Literal["none", "write_behind", "sync"] = Field(
         "write_behind",
         description="none keeps nothing on disk; sync ends a reply when its turn is safe there",
@@ -286,6 +307,8 @@ class Settings(BaseSettings):
             raise ValueError("shard_listen and shard_key are given together, or neither is")
         if self.encryption_key_file is not None and self.encryption_key_command is not None:
             raise ValueError("give encryption_key_file or encryption_key_command, not both")
+        if 0 < self.max_replicas < self.replicas:
+            raise ValueError("max_replicas must be 0 or at least replicas")
         return self
 
     @model_validator(mode="after")

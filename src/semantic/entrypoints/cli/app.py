@@ -24,6 +24,12 @@ _SERVE_FLAGS = (
     *("home", "cache_dir", "durability", "disk_budget_mb", "memory_budget_mb", "kv_bits"),
     *("tls_cert", "tls_key", "log_level", "allow_remote"),
 )
+_CLUSTER_FLAGS = (
+    *("host", "port", "model", "backend", "dtype", "device", "weights", "shards", "home"),
+    *("replicas", "max_replicas", "replica_cpus", "replica_gpus", "ray_address"),
+    *("upscale_delay_s", "downscale_delay_s", "database_url", "objects_url"),
+    *("memory_budget_mb", "kv_bits", "log_level", "allow_remote"),
+)
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
 
@@ -92,6 +98,18 @@ def serve(settings: Settings) -> int:
         settings.log_level, settings.log_format, LogFiles(logs, size, settings.log_files)
     )
     return serve(bootstrap(settings))
+
+
+@app.command()
+@with_settings(*_CLUSTER_FLAGS)
+def cluster(settings: Settings) -> int:
+    """Serve a model by several servers, on one machine or many, as an application of Ray Serve.
+
+    They have their agents in common (store = shared). A signal stops them when their replies ended.
+    """
+    from semantic.entrypoints.ray_app import run_cluster
+
+    return run_cluster(settings)
 
 
 @app.command()

@@ -1,0 +1,259 @@
+"""Servers as replicas of a Ray Serve application: routed by agent, watched, drained, scaled.
+
+A replica is the very server that `semantic serve` runs, with `store = shared`; Ray's proxies bring
+it requests. An agent's requests go to the replica its name falls on, or to the next ones while that
+one is full: a hint that saves the way to the object store, never what correctness rests on. A
+replica gets requests when its model is loaded, and none from the moment it is to stop; then its
+streams may end, and what it still has to upload is uploaded.
+"""
+
+import asyncio
+import itertools
+import logging
+import math
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from fastapi import FastAPI
+
+from semantic.adapters.config.settings import Settings, load_settings
+from semantic.adapters.outbound.blocks.directory import DirectoryLock
+from semantic.domain.errors import InvalidRequestError
+from semantic.entrypoints.bootstrap import Server, bootstrap
+from semantic.entrypoints.server import create_app, tune_process
+from semantic.ports.inbound import ModelState
+
+try:
+    from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+except ModuleNotFoundError:  # the command says so; a replica alone does without
+    ConsistentHashRouter = object
+
+NAME = "semantic"
+_HOPELESS = {ModelState.HUNG, ModelState.FAILED, ModelState.STOPPED}
+_LOAD_POLL_S = 0.05
+_HIGH_PRESSURE = 0.8  # of the memory for attention state, what is in use and cannot be evicted
+_NUM_FALLBACKS = 8  # replicas that are tried after an agent's own
+_QUEUES = 2  # batches that a replica may have, the running one too, before others are tried
+_AGENT_PATH = re.compile(r"(?:/v1)?/agents/([^/]+)")
+# Who is asking, as far as headers say it: an agent, else a client's thread or session.
+_AGENT_HEADERS = (
+    *("x-agent-id", "x-claude-code-agent-id", "thread-id", "thread_id"),
+    *("x-claude-code-session-id", "session-id", "session_id", "x-session-affinity"),
+)
+
+
+class Replica:
+    """One server of the application."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """Wire a server in the first directory of this machine that no other replica has.
+
+        Args:
+            options: Settings, over those that this machine has itself.
+        """
+        tune_process()
+        settings = load_settings(dict(options))
+        logging.getLogger().setLevel(settings.log_level.upper())
+        self._lock = _claim_directory(settings.home_dir / "replicas")
+        own = {**options, "cache_dir": str(self._lock.path.parent / "cache")}
+        self._server = bootstrap(load_settings(own))
+        self._is_loaded = False
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Make what answers; its lifespan starts and stops the server."""
+        return create_app(self._server)
+
+    @property
+    def server(self) -> Server:
+        """What is behind it."""
+        return self._server
+
+    async def check_health(self) -> None:
+        """Wait until the model is loaded, the first time; then only look.
+
+        Raises:
+            RuntimeError: only another replica can help: the device hangs or its thread ended.
+        """
+        status = self._server.models.current()
+        while not self._is_loaded and status.state is ModelState.LOADING:
+            await asyncio.sleep(_LOAD_POLL_S)
+            status = self._server.models.current()
+        self._is_loaded = True
+        if status.state in _HOPELESS:
+            raise RuntimeError(f"{status.id} is {status.state.value}: {status.detail}")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Tell what the number of replicas depends on, beside the requests that Ray counts."""
+        return {"memory_pressure": self._server.pressure()}
+
+
+def _claim_directory(base: Path) -> DirectoryLock:
+    """Have a directory to oneself; one that an earlier replica left is used again, with its blocks.
+
+    Raises:
+        CachePersistenceError: it cannot be written.
+    """
+    for number in itertools.count():
+        try:
+            return DirectoryLock(base / str(number))
+        except InvalidRequestError:
+            continue  # another replica has it
+    raise AssertionError  # pragma: no cover - there are always more numbers
+
+
+# -- routing and scaling -------------------------------------------------------------------------
+
+
+def agent_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Who a request is of, by its path and headers; None if they do not say.
+
+    Example:
+        >>> agent_key("/v1/agents/coder/generate", [])
+        'coder'
+        >>> agent_key("/v1/messages", [(b"x-agent-id", b"coder")])
+        'coder'
+    """
+    if found := _AGENT_PATH.match(path):
+        return found[1]
+    told = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers}
+    return next((told[name] for name in _AGENT_HEADERS if told.get(name)), None)
+
+
+class AgentRouter(ConsistentHashRouter):  # type: ignore[misc]
+    """Ray's router by consistent hash, over agents; a request of nobody goes anywhere."""
+
+    # A replica in the middle of a step may take longer than Ray's tenth of a second to say how long
+    # its queue is, and would lose its agents to the next one.
+    queue_len_response_deadline_s = 1.0
+    max_queue_len_response_deadline_s = 4.0
+
+    def _routing_key(self, pending_request: Any) -> str | None:
+        request = next(iter(pending_request.args), None) if pending_request else None
+        scope = getattr(request, "asgi_scope", None)
+        key = agent_key(scope["path"], scope["headers"]) if scope else None
+        return key or str(super()._routing_key(pending_request) or "") or None
+
+
+class _Targets(Protocol):
+    def get_target_ongoing_requests(self) -> float: ...
+
+
+class Load(Protocol):
+    """What Ray's autoscaling tells of an application."""
+
+    total_num_requests: float
+    aggregated_metrics: Mapping[str, Mapping[Any, float]]
+    config: _Targets
+
+
+def replicas_wanted(load: Load) -> tuple[int, dict[str, Any]]:
+    """How many replicas the requests want, or the memory of their agents, whichever is more."""
+    by_queue = load.total_num_requests / load.config.get_target_ongoing_requests()
+    pressures = (load.aggregated_metrics or {}).get("memory_pressure", {}).values()
+    return max(math.ceil(by_queue), math.ceil(sum(pressures) / _HIGH_PRESSURE)), {}
+
+
+def build(options: Mapping[str, Any]) -> Any:
+    """Make the application of some settings: Ray's `import_path` is this function.
+
+    Raises:
+        InvalidRequestError: they cannot be had by several servers.
+    """
+    from ray import serve
+    from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+    settings = _checked(load_settings(dict(options)))
+    most = settings.max_replicas or settings.replicas
+    scaling = AutoscalingConfig(
+        min_replicas=settings.replicas,
+        max_replicas=most,
+        target_ongoing_requests=settings.max_batch_size,
+        upscale_delay_s=settings.upscale_delay_s,
+        downscale_delay_s=settings.downscale_delay_s,
+        metrics_interval_s=1,
+        look_back_period_s=max(2, min(settings.upscale_delay_s, 30)),
+        policy=AutoscalingPolicy(policy_function=f"{__name__}:replicas_wanted"),
+    )
+    router = RequestRouterConfig(
+        request_router_class=AgentRouter,
+        request_router_kwargs={"num_fallback_replicas": _NUM_FALLBACKS},
+    )
+    deployment = serve.deployment(
+        name=NAME,
+        autoscaling_config=scaling,
+        request_router_config=router,
+        max_ongoing_requests=_QUEUES * settings.max_batch_size,
+        max_queued_requests=settings.max_queue,
+        health_check_period_s=2,
+        health_check_timeout_s=settings.hang_timeout_s,
+        graceful_shutdown_timeout_s=settings.request_timeout_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        ray_actor_options={"num_cpus": settings.replica_cpus, "num_gpus": settings.replica_gpus},
+    )
+    return deployment(serve.ingress()(Replica)).bind(dict(options))
+
+
+def _checked(settings: Settings) -> Settings:
+    if settings.store != "shared":
+        raise InvalidRequestError(
+            "replicas have their agents in common: semantic cluster needs store = shared, with "
+            "database_url and objects_url",
+            param="store",
+        )
+    return settings
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def _quiet(address: str | None) -> dict[str, Any]:
+    """How Ray is to start: of its own accord it brings a dashboard, and every replica's log."""
+    usual: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    return usual if address else {**usual, "include_dashboard": False}
+
+
+def run_cluster(settings: Settings) -> int:
+    """Run the application until a signal comes; returns the process's exit status.
+
+    Raises:
+        InvalidRequestError: the settings will not do, or Ray is not installed or not there.
+    """
+    _checked(settings)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+        from ray import serve
+    except ModuleNotFoundError as error:
+        raise InvalidRequestError(
+            f"semantic cluster needs {error.name}: pip install 'semantic-server[cluster]'"
+        ) from error
+    options = settings.model_dump(mode="json", exclude_unset=True)
+    try:
+        ray.init(settings.ray_address, **_quiet(settings.ray_address))
+    except ConnectionError as error:
+        raise InvalidRequestError(
+            f"no Ray answers at {settings.ray_address}: {error}", param="ray_address"
+        ) from error
+    http = {"host": settings.host, "port": settings.port, "keep_alive_timeout_s": 60}
+    if settings.tls_cert and settings.tls_key:
+        http |= {"ssl_certfile": str(settings.tls_cert), "ssl_keyfile": str(settings.tls_key)}
+    is_over = threading.Event()
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, lambda *_: is_over.set())
+    serve.start(proxy_location="EveryNode", http_options=http)
+    serve.run(build(options), name=NAME, route_prefix="/")
+    url = f"{'https' if settings.tls_cert else 'http'}://{settings.host}:{settings.port}"
+    sys.stdout.write(f"listening: {url}\nready: {settings.replicas} replicas of {settings.model}\n")
+    sys.stdout.flush()
+    is_over.wait()
+    sys.stdout.write("stopping: replies may end\n")
+    serve.delete(NAME)
+    serve.shutdown()
+    ray.shutdown()
+    return 0

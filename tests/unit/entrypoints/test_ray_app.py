@@ -1,0 +1,104 @@
+"""The application for Ray, as far as it goes without Ray: routing, scaling, and a replica."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from semantic.entrypoints.cli.app import main
+from semantic.entrypoints.ray_app import Replica, agent_key, replicas_wanted
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    "path, headers, key",
+    [
+        ("/v1/agents/coder/generate", {}, "coder"),
+        ("/agents/coder", {"x-agent-id": "other"}, "coder"),
+        ("/v1/agents", {}, None),
+        ("/v1/messages", {"X-Agent-ID": "coder", "x-claude-code-session-id": "s"}, "coder"),
+        ("/v1/messages", {"x-claude-code-session-id": "s"}, "s"),
+        ("/v1/chat/completions", {"x-session-affinity": "s", "accept": "*/*"}, "s"),
+        ("/v1/responses", {"session_id": ""}, None),
+    ],
+)
+def test_requests_are_of_an_agent_as_far_as_path_and_headers_say(
+    path: str, headers: dict[str, str], key: str | None
+) -> None:
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    assert agent_key(path, pairs) == key
+
+
+@dataclass
+class Config:
+    def get_target_ongoing_requests(self) -> float:
+        return 16
+
+
+@dataclass
+class Numbers:
+    """What Ray tells a policy."""
+
+    total_num_requests: float
+    aggregated_metrics: Mapping[str, Mapping[str, float]]
+    config: Config = field(default_factory=Config)
+
+
+@pytest.mark.parametrize(
+    "requests, pressures, wanted",
+    [
+        (0, {}, 0),
+        (16, {}, 1),
+        (17, {}, 2),
+        (4, {"a": 0.7}, 1),
+        (4, {"a": 0.9}, 2),
+        (4, {"a": 0.9, "b": 0.9}, 3),
+        (200, {"a": 0.9, "b": 0.1}, 13),
+    ],
+)
+def test_replicas_follow_requests_and_memory(
+    requests: float, pressures: dict[str, float], wanted: int
+) -> None:
+    metrics = {"memory_pressure": pressures} if pressures else {}
+    assert replicas_wanted(Numbers(requests, metrics))[0] == wanted
+
+
+async def test_replicas_of_one_machine_have_a_directory_each(tmp_path: Path) -> None:
+    options = {"home": str(tmp_path), "backend": "fake"}
+    one, two = Replica(options), Replica(options)
+    app = one.__serve_build_asgi_app__()
+    async with app.router.lifespan_context(app):
+        await asyncio.wait_for(one.check_health(), 30)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            assert (await http.get("/health/ready")).status_code == 200
+        assert 0 <= (await one.record_autoscaling_stats())["memory_pressure"] <= 1
+    with pytest.raises(RuntimeError, match="stopped"):
+        await one.check_health()
+    two.server.memory.close(10)
+    assert sorted(path.name for path in (tmp_path / "replicas").iterdir()) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ([], "store = shared"),
+        (["--replicas", "3", "--max-replicas", "2"], "max_replicas"),
+        (["--replica-gpus", "-1"], "replica_gpus"),
+    ],
+)
+def test_settings_that_will_not_do_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cluster", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_help_names_what_scales(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cluster", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(flag in text for flag in ("--replicas", "--max-replicas", "--ray-address"))
