@@ -140,8 +140,12 @@ class AgentRouter(ConsistentHashRouter):  # type: ignore[misc]
         return key or str(super()._routing_key(pending_request) or "") or None
 
 
-class _Targets(Protocol):
-    def get_target_ongoing_requests(self) -> float: ...
+class Targets(Protocol):
+    """Of Ray's settings for autoscaling, what is asked."""
+
+    def get_target_ongoing_requests(self) -> float:
+        """How many requests a replica should have."""
+        ...
 
 
 class Load(Protocol):
@@ -149,7 +153,7 @@ class Load(Protocol):
 
     total_num_requests: float
     aggregated_metrics: Mapping[str, Mapping[Any, float]]
-    config: _Targets
+    config: Targets
 
 
 def replicas_wanted(load: Load) -> tuple[int, dict[str, Any]]:

@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from semantic.entrypoints.cli.app import main
-from semantic.entrypoints.ray_app import Replica, agent_key, replicas_wanted
+from semantic.entrypoints.ray_app import Replica, Targets, agent_key, replicas_wanted
 
 pytestmark = pytest.mark.unit
 
@@ -33,7 +34,6 @@ def test_requests_are_of_an_agent_as_far_as_path_and_headers_say(
     assert agent_key(path, pairs) == key
 
 
-@dataclass
 class Config:
     def get_target_ongoing_requests(self) -> float:
         return 16
@@ -44,8 +44,8 @@ class Numbers:
     """What Ray tells a policy."""
 
     total_num_requests: float
-    aggregated_metrics: Mapping[str, Mapping[str, float]]
-    config: Config = field(default_factory=Config)
+    aggregated_metrics: Mapping[str, Mapping[Any, float]]
+    config: Targets = field(default_factory=Config)
 
 
 @pytest.mark.parametrize(
