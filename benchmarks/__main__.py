@@ -28,7 +28,7 @@ SUITE = {
     "engine_overhead": True,
     "render": True,
     "memory": True,
-    "resume": True,
+    "resume": False,
     "workflow": True,
     "quality": False,
     "growth": False,

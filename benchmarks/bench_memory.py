@@ -119,7 +119,6 @@ def padded_bytes(spec: ModelCacheSpec, lengths: Sequence[int]) -> int:
 
 def padded_batch_bytes(spec: ModelCacheSpec, lengths: Sequence[int]) -> int:
     """The same, measured: mlx-lm's batch caches, filled, for a layer of each kind."""
-    runtime.prepare()
     caches = runtime.import_library("mlx_lm.models.cache")
     padding = [max(lengths) - length for length in lengths]
     total = 0
@@ -225,6 +224,7 @@ def measure_rest(report: Report) -> None:
 def measure(report: Report) -> None:
     """All geometries."""
     report.settings.update(lengths=LENGTHS, shared=NUM_SHARED, scale=SCALE, budget=BUDGET)
+    runtime.prepare()
     for model in CONFIGS:
         spec = spec_of(model, scale=SCALE)
         for count in report.choose((1, 5), COUNTS):

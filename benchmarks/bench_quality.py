@@ -23,10 +23,12 @@ import numpy as np
 from benchmarks.common import persistent_engine
 from benchmarks.report import Report, run
 from benchmarks.starter import starter_directory
+from semantic.adapters.config.settings import load_settings
 from semantic.adapters.outbound.backends.sampler import Logits
 from semantic.adapters.outbound.backends.torch.attention import Span
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import DType, TorchOptions
+from semantic.adapters.outbound.backends.torch.native import NativeBuild
 from semantic.adapters.outbound.blocks.codec import FORMATS, KVCodec
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.application.engine.scheduler import EngineLimits
@@ -92,7 +94,8 @@ class Divergence:
 def listening_backend(directory: Path, dtype: DType = "auto") -> ListeningBackend:
     """The model, by default in the precision the server runs it in."""
     spec = ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
-    return ListeningBackend(directory, spec, TorchOptions(dtype=dtype))
+    native = NativeBuild(load_settings().home_dir / "native")
+    return ListeningBackend(directory, spec, TorchOptions(dtype=dtype, native=native))
 
 
 def text_tokens(directory: Path, num_tokens: int) -> list[int]:

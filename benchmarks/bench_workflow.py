@@ -11,7 +11,9 @@ next begins, so that a noisy machine is fair to all.
     python -m benchmarks.bench_workflow --peer-url http://127.0.0.1:8080/v1 --peer-model NAME
 
 With memory off, it is the same server, told to keep nothing on disk and nothing open, and each
-request begins with words of its own, so that no prompt begins like another.
+request begins with words of its own, so that no prompt begins like another. Each of its turns then
+computes the whole prompt; where the prompts are many tokens it has the turn after the restart
+alone, of the conversations as the first server had them.
 """
 
 import argparse
@@ -46,6 +48,8 @@ NUM_AGENTS = 5  # that bounds are for
 RESTART_BOUNDS = {1024: 8.0, 4096: 20.0}
 MAX_RESTART_OVER_HOT, MIN_FIRST_OVER_LATER = 2.0, 5.0
 PHASES = ("first", "later", "after a restart")
+# Tokens of all first prompts up to which a server without memory has every phase.
+MANY_TOKENS = 8192
 
 
 # -- what is said ----------------------------------------------------------------------------------
@@ -100,12 +104,14 @@ class Talk:
         firsts: Seconds to the first token, by phase.
         walls: Seconds of each phase.
         peak: The most memory its processes took, in MB.
+        is_brief: It has the turn after the restart alone.
     """
 
     system: System
     home: Path
     talks: list[Messages]
     num_reply: int
+    is_brief: bool = False
     firsts: dict[str, list[float]] = field(default_factory=dict)
     walls: dict[str, float] = field(default_factory=dict)
     replies: list[Reply] = field(default_factory=list)
@@ -161,12 +167,16 @@ class Talk:
 
 def run_workflow(talks: Sequence[Talk], num_later: int, tell: Callable[[str], None]) -> None:
     """All phases, each against every server before the next."""
+    whole = [talk for talk in talks if not talk.is_brief]
     with contextlib.ExitStack() as stack:
-        urls = [stack.enter_context(talk.running()) for talk in talks]
+        urls = [stack.enter_context(talk.running()) for talk in whole]
         for name, num_turns in (("first", 1), ("later", num_later)):
-            for talk, url in zip(talks, urls, strict=True):
+            for talk, url in zip(whole, urls, strict=True):
                 talk.phase(url, name, num_turns)
                 tell(f"{talk.system.name}, {name}: {talk.walls[name]:.1f} s")
+    for talk in talks:
+        if talk.is_brief:
+            talk.talks = list(whole[0].talks)
     again = [talk for talk in talks if talk.system.can_restart]
     with contextlib.ExitStack() as stack:
         urls = [stack.enter_context(talk.running()) for talk in again]
@@ -234,6 +244,7 @@ def measure(report: Report) -> None:
     lengths = options.tokens or report.choose([256], [1024, 4096])
     num_later = options.turns or report.choose(1, 2)
     num_reply = options.reply or report.choose(8, 24)
+    many = report.choose(0, MANY_TOKENS)
     report.settings.update(agents=counts, tokens=lengths, later_turns=num_later, reply=num_reply)
     for count in counts:
         for length in lengths:
@@ -246,6 +257,8 @@ def measure(report: Report) -> None:
                         Path(directory) / str(place),
                         conversations(count, length),
                         num_reply,
+                        # The first has every phase: others may need what was said there.
+                        is_brief=system.is_salted and place > 0 and count * length > many,
                     )
                     for place, system in enumerate(make_systems(options, count, length))
                 ]

@@ -11,6 +11,7 @@ from semantic.adapters.outbound.blocks.files import SafetensorsCache
 
 SIZES = (2048, 4096, 8192, 16384)
 STEP_MS = 10.0  # what a decode step may be held up
+MAX_READ_MS = 5000.0  # of the largest
 
 
 class CacheFiles:
@@ -87,7 +88,7 @@ def atomic_writes(found: Findings) -> None:
 
 
 def disk_times(found: Findings) -> None:
-    """Times by size; larger caches must not fall off a cliff."""
+    """Times by size; the largest is read in bearable time, and none falls off a cliff."""
     rates: dict[str, list[float]] = {"write": [], "read": []}
     for num_tokens in SIZES[:2] if found.is_quick else SIZES:
         megabytes, rounds = measure(num_tokens, is_quick=found.is_quick)
@@ -95,6 +96,8 @@ def disk_times(found: Findings) -> None:
             values.append(rounds.median(name) / megabytes)
             text = f"{num_tokens:,} tokens, {megabytes:.0f} MB"
             found.note(f"{name} {text}", f"{rounds.median(name):.0f} ms")
+        longest = rounds.median("read")
+    found.at_most(f"reading {num_tokens:,} tokens", longest, MAX_READ_MS, "ms")
     for name, values in rates.items():
         found.at_most(f"{name} a MB, the largest over the smallest", values[-1] / values[0], 2, "x")
 
@@ -115,7 +118,10 @@ EXPERIMENTS = (
         id="EXP-008",
         question="How long do caches of 2K to 16K tokens take to the disk and back?",
         method="the same, with 2K as well; files are in the page cache",
-        criterion="a MB of the largest takes at most twice as long as one of the smallest",
+        criterion="16K tokens are read within 5 s; a MB of the largest takes at most twice as "
+        "long as one of the smallest; times are for the record",
+        adapted="the plan asked for the size from which on writing must not be waited for; "
+        "EXP-007a says it, and nobody waits for any",
         answer=disk_times,
     ),
 )

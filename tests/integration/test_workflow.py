@@ -52,6 +52,19 @@ def test_phases_alternate_and_memory_is_found_again_after_a_restart(tmp_path: Pa
     )
 
 
+def test_a_brief_server_has_the_last_turn_of_what_was_said_elsewhere(tmp_path: Path) -> None:
+    whole, brief = make_talk("memory on", tmp_path), make_talk("memory off", tmp_path)
+    brief.is_brief = True
+    run_workflow([whole, brief], num_later=1, tell=lambda _: None)
+    assert list(brief.firsts) == [PHASES[2]]
+    assert [len(messages) for messages in brief.talks] == [8, 8]
+    report = Report("workflow")
+    for talk in (whole, brief):
+        tell_talk(report, talk, "5 agents x 4096")
+    tell_ratios(report, "5 agents x 4096", 5, 4096, "memory off")
+    assert report.figures["5 agents x 4096: after a restart, memory off / memory on"].least == 20
+
+
 def test_a_server_that_is_not_ours_is_not_restarted(tmp_path: Path) -> None:
     with run_server(make_settings(tmp_path, model_aliases=["any"])) as running:
         talk = Talk(other(f"{running.url}/v1/", "any"), tmp_path, [said("Hello")], num_reply=2)

@@ -99,6 +99,7 @@ def test_files_are_written_plainly_and_safely() -> None:
         "4",
         "written within a step of 10 ms",
         *["write 2", "read 2", "write 4", "read 4"],
+        "reading 4",
         *["write a MB", "read a MB"],
     ]
     assert [line.verdict for line in found.lines[2:6]] == ["NOTE"] * 4
