@@ -6,6 +6,7 @@ again, and each has one more turn. Each phase is run against one server after th
 next begins, so that a noisy machine is fair to all.
 
     python -m benchmarks.bench_workflow                            # 5 agents, memory on and off
+    python -m benchmarks.bench_workflow --tokens 4096 --turns 1    # takes a quarter of an hour
     python -m benchmarks.bench_workflow --agents 1 3 5 10 --tokens 1024 \
         --systems on off transformers llama.cpp mlx_lm
     python -m benchmarks.bench_workflow --peer-url http://127.0.0.1:8080/v1 --peer-model NAME
@@ -241,7 +242,7 @@ def measure(report: Report) -> None:
     """Every number of agents and every length."""
     options = report.options
     counts = options.agents or report.choose([2], [NUM_AGENTS])
-    lengths = options.tokens or report.choose([256], [1024, 4096])
+    lengths = options.tokens or report.choose([256], [1024])
     num_later = options.turns or report.choose(1, 2)
     num_reply = options.reply or report.choose(8, 24)
     many = report.choose(0, MANY_TOKENS)

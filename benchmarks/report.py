@@ -263,15 +263,13 @@ def _output(command: list[str]) -> str:
 # -- the command line of one ---------------------------------------------------------------------
 
 
-def earlier_result(name: str, *, is_quick: bool, path: Path | None = None) -> dict[str, Any]:
+def earlier_result(name: str, path: Path) -> dict[str, Any]:
     """What one benchmark found earlier; empty if nothing is stored.
 
     Args:
         name: Of the benchmark.
-        is_quick: Which of the two stored results is meant.
-        path: Another file of results.
+        path: Of the result: of all of them, or of one.
     """
-    path = path or RESULTS / f"{'quick' if is_quick else 'full'}.json"
     if not path.exists():
         return {}
     stored = json.loads(path.read_text("utf-8"))
@@ -303,7 +301,8 @@ def run(
     options = parser.parse_args(arguments)
     report = Report(name, options.quick, options)
     report.seconds = seconds(lambda: measure(report))
-    print(report.table(earlier_result(name, is_quick=options.quick, path=options.against)))
+    against = options.against or RESULTS / f"{'quick' if options.quick else 'full'}.json"
+    print(report.table(earlier_result(name, against)))
     if options.json:
         options.json.write_text(json.dumps(report.as_json(), indent=1), "utf-8")
     return int(bool(report.missed))
