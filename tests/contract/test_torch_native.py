@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import structlog
 import torch
@@ -14,7 +15,7 @@ from semantic.adapters.outbound.backends.torch.grouped import GroupedLinear, Gro
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.backends.torch.native import Library, NativeBuild
 from semantic.domain.spec import ModelCacheSpec
-from tests.contract.driver import begin, finish, prompt
+from tests.contract.driver import advance, begin, finish, prompt, save
 from tests.contract.models import FAMILIES, SIZES, TinyModel, write_weights
 from tests.contract.test_torch_grouped import WIDE, write_grouped
 
@@ -93,6 +94,25 @@ def test_quantised_models_answer_as_without_it_and_alike_in_a_batch(
         decoders.append(backend._decoder)
     assert decoders[1] is not None
     assert replies[0] == replies[1]
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_prompts_in_chunks_have_the_state_of_the_models_own_code(
+    native: NativeBuild, tiny_model: Callable[[str], TinyModel], family: str
+) -> None:
+    """Beside a sequence that decodes; chunks of one token up to several tiles of attention."""
+    model, states = tiny_model(family), []
+    for build in (None, native):
+        backend = TorchBackend(model.directory, model.spec, TorchOptions("float32", native=build))
+        beside, run = begin(backend, 1, prompt(9, seed=1)), begin(backend, 0, prompt(301))
+        beside.finish(1)
+        for size in (130, 1, 5, 100, 3, 61):
+            advance([beside, run], [None, size])
+        parts = [*save(backend, run.seq, 0, 300), *save(backend, beside.seq, 0, 15)]
+        states.append([np.frombuffer(b.data, np.float32) for part in parts for b in part.buffers])
+    for found, expected in zip(*states, strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
 @pytest.mark.usefixtures("library")

@@ -25,7 +25,10 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-enum { GROUP = 32, LANES = 4, HALF_TILE = 4, TILE = 8, KEYS = 128, HEADS = 3, MAX_THREADS = 64 };
+enum { GROUP = 32, LANES = 4, TILE = 8, KEYS = 128, HEADS = 3, MAX_THREADS = 64 };
+enum { WIDTH = 512, AHEAD = 128 }; /* of float32: columns at once, and those fetched early */
+enum { SIDE = 8, BLOCK = 64, QUERIES = 96 }; /* of a square of scores; keys and queries of a tile */
+#define UNSEEN -1e30f
 enum { FULL = 0, FOUR_BITS = 4, EIGHT_BITS = 8 };
 
 typedef struct {
@@ -150,20 +153,22 @@ static void run(Job job, void *about, int threads) {
 
 /* ---- activations as digits -------------------------------------------------------------------- */
 
-/* A row for a group: 32 high digits, 32 low ones; then each group's sum, and the row's step. */
+/* Up to eight rows side by side: of each group, every row's 32 high digits and 32 low ones in turn;
+ * then of each group every row's sum, and every row's step. */
 INLINE size_t digits_size(int columns) {
-    return (size_t)columns * 2 + ((size_t)columns / GROUP + 1) * sizeof(float) + 64;
+    return (size_t)columns * 2 + ((size_t)columns / GROUP + 1) * sizeof(float);
 }
-INLINE float *sums_of(const int8_t *digits, int columns) {
-    return (float *)(digits + (size_t)columns * 2);
+INLINE float *sums_of(const int8_t *digits, int columns, int width) {
+    return (float *)(digits + (size_t)columns * 2 * width);
 }
 
-static void to_digits(const float *x, int columns, int8_t *digits) {
+static void to_digits(const float *x, int columns, int8_t *tile, int place, int width) {
     float32x4_t largest = vdupq_n_f32(0);
     for (int i = 0; i < columns; i += 4) largest = vmaxq_f32(largest, vabsq_f32(vld1q_f32(x + i)));
-    float most = vmaxvq_f32(largest), *sums = sums_of(digits, columns);
+    float most = vmaxvq_f32(largest), *sums = sums_of(tile, columns, width) + place;
+    int8_t *digits = tile + place * 2 * GROUP;
     float inverse = most > 1e-30f ? 32512.0f / most : 0.0f;
-    for (int g = 0; g < columns / GROUP; g++) {
+    for (int g = 0; g < columns / GROUP; g++, digits += width * 2 * GROUP) {
         int32x4_t sum = vdupq_n_s32(0);
         for (int half = 0; half < 2; half++) {
             const float *from = x + g * GROUP + half * 16;
@@ -176,60 +181,60 @@ static void to_digits(const float *x, int columns, int8_t *digits) {
                 high[part] = vrshrn_n_s16(both, 8); /* the nearest, so that the rest has a sign */
                 low[part] = vmovn_s16(both);
             }
-            vst1q_s8(digits + g * 64 + half * 16, vcombine_s8(high[0], high[1]));
-            vst1q_s8(digits + g * 64 + 32 + half * 16, vcombine_s8(low[0], low[1]));
+            vst1q_s8(digits + half * 16, vcombine_s8(high[0], high[1]));
+            vst1q_s8(digits + GROUP + half * 16, vcombine_s8(low[0], low[1]));
         }
-        sums[g] = (float)vaddvq_s32(sum);
+        sums[g * width] = (float)vaddvq_s32(sum);
     }
-    sums[columns / GROUP] = most / 32512.0f;
+    sums[columns / GROUP * width] = most / 32512.0f;
 }
 
 /* ---- four rows of a matrix times some rows of activations ------------------------------------- */
 
-/* Half of a group: four columns of four rows at a time. Two sums, so that neither waits. */
-INLINE void dots(const int8x16_t *w, const int8_t *digits, int32x4_t *high, int32x4_t *low) {
-    int8x16_t h = vld1q_s8(digits), l = vld1q_s8(digits + GROUP);
-    *high = vdotq_laneq_s32(*high, w[0], h, 0), *low = vdotq_laneq_s32(*low, w[0], l, 0);
-    *high = vdotq_laneq_s32(*high, w[1], h, 1), *low = vdotq_laneq_s32(*low, w[1], l, 1);
-    *high = vdotq_laneq_s32(*high, w[2], h, 2), *low = vdotq_laneq_s32(*low, w[2], l, 2);
-    *high = vdotq_laneq_s32(*high, w[3], h, 3), *low = vdotq_laneq_s32(*low, w[3], l, 3);
+/* A group: eight times four columns of four rows. */
+INLINE int32x4_t dots(int32x4_t sum, const int8x16_t *w, const int8_t *digits) {
+    int8x16_t first = vld1q_s8(digits), second = vld1q_s8(digits + 16);
+    sum = vdotq_laneq_s32(sum, w[0], first, 0), sum = vdotq_laneq_s32(sum, w[1], first, 1);
+    sum = vdotq_laneq_s32(sum, w[2], first, 2), sum = vdotq_laneq_s32(sum, w[3], first, 3);
+    sum = vdotq_laneq_s32(sum, w[4], second, 0), sum = vdotq_laneq_s32(sum, w[5], second, 1);
+    sum = vdotq_laneq_s32(sum, w[6], second, 2), sum = vdotq_laneq_s32(sum, w[7], second, 3);
+    return sum;
 }
 
-INLINE void integers(const uint8_t *block, int columns, int bits, const int8_t *const *x, int count,
+/* Low digits are added to the high ones' sum; of few rows apart, so that neither waits. */
+INLINE void integers(const uint8_t *block, int columns, int bits, const int8_t *digits, int count,
                      float32x4_t *out) {
-    const float *sums[HALF_TILE];
-    const int8_t *digits[HALF_TILE];
-    float32x4_t total[HALF_TILE];
-    for (int m = 0; m < count; m++)
-        digits[m] = x[m], sums[m] = sums_of(x[m], columns), total[m] = vdupq_n_f32(0);
-    for (int g = 0; g < columns / GROUP; g++, block += 16 + 16 * bits) {
-        int32x4_t high[HALF_TILE], low[HALF_TILE];
-        uint8x16_t pairs[4];
-        int8x16_t w[4];
-        for (int m = 0; m < count; m++) high[m] = vdupq_n_s32(0), low[m] = vdupq_n_s32(0);
-        for (int half = 0; half < 2; half++) {
-            for (int v = 0; v < 4; v++) {
-                if (bits == 8) {
-                    w[v] = vld1q_s8((const int8_t *)block + half * 64 + v * 16);
-                } else if (half == 0) {
-                    pairs[v] = vld1q_u8(block + v * 16);
-                    w[v] = vreinterpretq_s8_u8(vandq_u8(pairs[v], vdupq_n_u8(15)));
-                } else {
-                    w[v] = vreinterpretq_s8_u8(vshrq_n_u8(pairs[v], 4));
-                }
+    const float *sums = sums_of(digits, columns, count);
+    int is_apart = count <= 4;
+    float32x4_t total[TILE];
+#pragma GCC unroll 8
+    for (int m = 0; m < count; m++) total[m] = vdupq_n_f32(0);
+    for (int g = 0; g < columns / GROUP; g++, block += 16 + 16 * bits, sums += count) {
+        int8x16_t w[8];
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; v++) {
+            if (bits == 8) {
+                w[v] = vld1q_s8((const int8_t *)block + v * 16);
+                w[v + 4] = vld1q_s8((const int8_t *)block + 64 + v * 16);
+            } else {
+                uint8x16_t pairs = vld1q_u8(block + v * 16);
+                w[v] = vreinterpretq_s8_u8(vandq_u8(pairs, vdupq_n_u8(15)));
+                w[v + 4] = vreinterpretq_s8_u8(vshrq_n_u8(pairs, 4));
             }
-            for (int m = 0; m < count; m++) dots(w, digits[m] + half * 16, &high[m], &low[m]);
         }
         float16x8_t about = vld1q_f16((const float16_t *)(block + 16 * bits));
         float32x4_t scale = vcvt_f32_f16(vget_low_f16(about)), bias = vcvt_high_f32_f16(about);
-        for (int m = 0; m < count; m++) {
-            int32x4_t sum = vaddq_s32(vshlq_n_s32(high[m], 8), low[m]);
-            total[m] = vfmaq_f32(total[m], scale, vcvtq_f32_s32(sum));
-            total[m] = vfmaq_n_f32(total[m], bias, sums[m][g]);
-            digits[m] += 2 * GROUP;
+#pragma GCC unroll 8
+        for (int m = 0; m < count; m++, digits += 2 * GROUP) {
+            int32x4_t high = vshlq_n_s32(dots(vdupq_n_s32(0), w, digits), 8);
+            int32x4_t low = dots(is_apart ? vdupq_n_s32(0) : high, w, digits + GROUP);
+            if (is_apart) low = vaddq_s32(high, low);
+            total[m] = vfmaq_f32(total[m], scale, vcvtq_f32_s32(low));
+            total[m] = vfmaq_n_f32(total[m], bias, sums[m]);
         }
     }
-    for (int m = 0; m < count; m++) out[m] = vmulq_n_f32(total[m], sums[m][columns / GROUP]);
+#pragma GCC unroll 8
+    for (int m = 0; m < count; m++) out[m] = vmulq_n_f32(total[m], sums[m]);
 }
 
 INLINE float32x4_t across(const float32x4_t *v) {
@@ -237,11 +242,11 @@ INLINE float32x4_t across(const float32x4_t *v) {
 }
 
 /* Rows of activations lie side by side, four columns of each in turn. */
-INLINE void floats(const float *block, int columns, const float *x, int count, int lanes, int rows,
-                   float *out) {
+INLINE void floats(const float *block, int stride, int columns, const float *x, int count, int lanes,
+                   int rows, float *out) {
     float32x4_t acc[TILE][LANES];
     const float *row[LANES];
-    for (int r = 0; r < lanes; r++) row[r] = block + (size_t)(r < rows ? r : 0) * columns;
+    for (int r = 0; r < lanes; r++) row[r] = block + (size_t)(r < rows ? r : 0) * stride;
 #pragma GCC unroll 8
     for (int m = 0; m < count; m++)
 #pragma GCC unroll 4
@@ -250,6 +255,8 @@ INLINE void floats(const float *block, int columns, const float *x, int count, i
         float32x4_t w[LANES];
 #pragma GCC unroll 4
         for (int r = 0; r < lanes; r++) w[r] = vld1q_f32(row[r] + k);
+        for (int r = 0; r < lanes && count > 3 && k % 16 == 0; r++)
+            __builtin_prefetch(row[r] + k + AHEAD);
 #pragma GCC unroll 8
         for (int m = 0; m < count; m++) {
             float32x4_t v = vld1q_f32(x + 4 * m);
@@ -264,15 +271,15 @@ INLINE void floats(const float *block, int columns, const float *x, int count, i
 }
 
 /* Four results of up to eight rows: of more than four, two at a time, for want of registers. */
-static void multiply_floats(const float *block, int columns, const float *x, int count, int rows,
-                            float32x4_t *out) {
+static void multiply_floats(const float *block, int stride, int columns, const float *x, int count,
+                            int rows, float32x4_t *out) {
     float y[TILE * LANES];
-    const float *second = block + (rows > 2 ? 2 : 0) * (size_t)columns;
-#define NARROW(n) case n: floats(block, columns, x, n, 4, rows, y); break;
+    const float *second = block + (rows > 2 ? 2 : 0) * (size_t)stride;
+#define NARROW(n) case n: floats(block, stride, columns, x, n, 4, rows, y); break;
 #define WIDE(n)                                                                                    \
     case n:                                                                                        \
-        floats(block, columns, x, n, 2, rows, y);                                                  \
-        floats(second, columns, x, n, 2, rows - 2, y + 2);                                    \
+        floats(block, stride, columns, x, n, 2, rows, y);                                          \
+        floats(second, stride, columns, x, n, 2, rows - 2, y + 2);                                 \
         break;
     switch (count) {
         NARROW(1) NARROW(2) NARROW(3) NARROW(4) WIDE(5) WIDE(6) WIDE(7) WIDE(8)
@@ -286,32 +293,26 @@ INLINE size_t block_size(const Matrix *a) {
     return groups * (a->kind == FOUR_BITS ? 80 : 144);
 }
 
-/* Up to eight rows against integers, four at a time. */
-INLINE void multiply_integers(const uint8_t *block, int columns, int bits, const void *const *x,
-                              int count, float32x4_t *out) {
-    for (int first = 0; first < count; first += HALF_TILE) {
-        const int8_t *const *rows = (const int8_t *const *)x + first;
-        switch (count - first) {
-        case 1: integers(block, columns, bits, rows, 1, out + first); break;
-        case 2: integers(block, columns, bits, rows, 2, out + first); break;
-        case 3: integers(block, columns, bits, rows, 3, out + first); break;
-        default: integers(block, columns, bits, rows, 4, out + first);
-        }
-    }
-}
-
 /* Four results for each of up to eight rows, which are prepared as the matrix wants them. */
-static void multiply(const Matrix *a, int index, const void *const *x, int count, float32x4_t *out) {
+static void multiply(const Matrix *a, int index, const int8_t *x, int count, int from, int columns,
+                     float32x4_t *out) {
     const uint8_t *block = (const uint8_t *)a->data + block_size(a) * index;
     int left = a->rows - index * LANES;
+#define CASE(n, bits) case n: integers(block, a->columns, bits, x, n, out); break;
+#define CASES(bits)                                                                                \
+    switch (count) {                                                                               \
+        CASE(1, bits) CASE(2, bits) CASE(3, bits) CASE(4, bits)                                    \
+        CASE(5, bits) CASE(6, bits) CASE(7, bits) CASE(8, bits)                                    \
+    }
     if (a->kind == FOUR_BITS)
-        multiply_integers(block, a->columns, 4, x, count, out);
+        CASES(4)
     else if (a->kind == EIGHT_BITS)
-        multiply_integers(block, a->columns, 8, x, count, out);
+        CASES(8)
     else
-        multiply_floats((const float *)block, a->columns, x[0], count, left, out);
+        multiply_floats((const float *)block + from, a->columns, columns,
+                        (const float *)x + (size_t)from * count, count, left, out);
     float32x4_t bias = vdupq_n_f32(0);
-    if (a->bias) {
+    if (a->bias && from == 0) {
         float padded[LANES] = {0};
         memcpy(padded, a->bias + index * LANES, (left < LANES ? left : LANES) * sizeof(float));
         bias = vld1q_f32(padded);
@@ -340,25 +341,31 @@ INLINE size_t prepared_size(const Matrix *a) {
 }
 
 static void prepare(int8_t *prepared, const Matrix *reader, int row, int num_rows, const float *x) {
+    int first = row / TILE * TILE, width = num_rows - first < TILE ? num_rows - first : TILE;
+    int8_t *tile = prepared + first * prepared_size(reader);
     if (reader->kind != FULL) {
-        to_digits(x, reader->columns, prepared + row * digits_size(reader->columns));
+        to_digits(x, reader->columns, tile, row - first, width);
         return;
     }
-    int first = row / TILE * TILE, width = num_rows - first < TILE ? num_rows - first : TILE;
-    float *out = (float *)prepared + (size_t)first * reader->columns + (row - first) * 4;
+    float *out = (float *)tile + (row - first) * 4;
     for (int k = 0; k < reader->columns; k += 4) vst1q_f32(out + k * width, vld1q_f32(x + k));
 }
 
-INLINE int tile(const Input *input, const Matrix *a, int first, const void **x) {
-    int count = input->rows - first < TILE ? input->rows - first : TILE;
-    for (int m = 0; m < count; m++) x[m] = input->prepared + (first + m) * prepared_size(a);
-    return count;
+INLINE int tile(const Input *input, const Matrix *a, int first, const int8_t **x) {
+    *x = input->prepared + first * prepared_size(a);
+    return input->rows - first < TILE ? input->rows - first : TILE;
 }
 
 INLINE int num_blocks(const Matrix *a) { return (a->rows + LANES - 1) / LANES; }
 INLINE int piece(int blocks, const Team *team) {
     int size = blocks / (team->count * 8);
     return size < 1 ? 1 : size > 16 ? 16 : size;
+}
+
+/* Columns that are taken at once: of float32 so many that eight rows of activations stay near. */
+INLINE int part(const Matrix *a, int from, int rows) {
+    int left = a->columns - from;
+    return a->kind == FULL && rows > LANES && left > WIDTH ? WIDTH : left;
 }
 
 /* Everything of one phase; results are put at `out`, or added to what is there. */
@@ -369,41 +376,44 @@ static void project(Team *team, const Matrix *all, int num_matrices, const Input
     int size = piece(total, team);
     while ((start = take(team, total, size)) >= 0) {
         int end = start + size < total ? start + size : total;
-        for (int first = 0; first < input->rows; first += TILE) {
+        for (int first = 0, from = 0; first < input->rows;) {
             const Matrix *a = all;
-            int index = start, offset = 0;
+            int index = start, offset = 0, columns = part(all, from, input->rows);
             for (; index >= num_blocks(a); a++) index -= num_blocks(a), offset += a->rows;
             for (int block = start; block < end; block++, index++) {
-                const void *x[TILE];
+                const int8_t *x;
                 float32x4_t y[TILE];
                 if (index == num_blocks(a)) offset += a->rows, a++, index = 0;
-                int count = tile(input, a, first, x), left = a->rows - index * LANES;
-                multiply(a, index, x, count, y);
+                int count = tile(input, a, first, &x), left = a->rows - index * LANES;
+                multiply(a, index, x, count, from, columns, y);
                 for (int m = 0; m < count; m++) {
                     float *target = out + (size_t)(first + m) * stride + offset + index * LANES;
-                    if (is_added) y[m] = vaddq_f32(y[m], vld1q_f32(target));
+                    if (is_added || from) y[m] = vaddq_f32(y[m], vld1q_f32(target));
                     put(target, y[m], left);
                 }
             }
+            from += columns;
+            if (from == all->columns) first += TILE, from = 0;
         }
     }
     meet(team);
 }
 
-/* e to the power of four numbers, none of them above 88; within 2e-7 of its value. */
+/* e to the power of four numbers, none of them above 88; within 2e-7 of its value. Added to a
+ * number whose last bit is one, a power of two is rounded, and lies where an exponent is added. */
 INLINE float32x4_t exponential(float32x4_t x) {
-    x = vmaxq_f32(x, vdupq_n_f32(-87.0f));
-    float32x4_t n = vrndnq_f32(vmulq_n_f32(x, 1.44269504f));
+    x = vmaxq_f32(x, vdupq_n_f32(-86.0f));
+    float32x4_t ones = vdupq_n_f32(12582912.0f), shifted = vfmaq_n_f32(ones, x, 1.44269504f);
+    float32x4_t n = vsubq_f32(shifted, ones), p = vdupq_n_f32(1.9875691500e-4f);
     x = vfmsq_n_f32(vfmsq_n_f32(x, n, 0.693359375f), n, -2.12194440e-4f);
-    float32x4_t p = vdupq_n_f32(1.9875691500e-4f);
     p = vfmaq_f32(vdupq_n_f32(1.3981999507e-3f), p, x);
     p = vfmaq_f32(vdupq_n_f32(8.3334519073e-3f), p, x);
     p = vfmaq_f32(vdupq_n_f32(4.1665795894e-2f), p, x);
     p = vfmaq_f32(vdupq_n_f32(1.6666665459e-1f), p, x);
     p = vfmaq_f32(vdupq_n_f32(5.0000001201e-1f), p, x);
     p = vaddq_f32(vfmaq_f32(x, p, vmulq_f32(x, x)), vdupq_n_f32(1.0f));
-    int32x4_t power = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23);
-    return vmulq_f32(p, vreinterpretq_f32_s32(power));
+    int32x4_t power = vshlq_n_s32(vreinterpretq_s32_f32(shifted), 23);
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(p), power));
 }
 
 /* silu(gate) * up */
@@ -413,14 +423,14 @@ static void gated(Team *team, const Layer *layer, const Input *input, float *out
         int end = start + size < total ? start + size : total;
         for (int first = 0; first < input->rows; first += TILE)
             for (int index = start; index < end; index++) {
-                const void *x[TILE];
+                const int8_t *x;
                 float32x4_t g[TILE], u[TILE], one = vdupq_n_f32(1.0f);
-                int count = tile(input, &layer->gate, first, x);
-                multiply(&layer->gate, index, x, count, g);
-                count = tile(input, &layer->up, first, x);
-                multiply(&layer->up, index, x, count, u);
+                int count = tile(input, &layer->gate, first, &x);
+                multiply(&layer->gate, index, x, count, 0, layer->gate.columns, g);
+                count = tile(input, &layer->up, first, &x);
+                multiply(&layer->up, index, x, count, 0, layer->up.columns, u);
                 for (int m = 0; m < count; m++) {
-                    float32x4_t least = vmaxq_f32(g[m], vdupq_n_f32(-87.0f));
+                    float32x4_t least = vmaxq_f32(g[m], vdupq_n_f32(-86.0f));
                     float32x4_t sigmoid = vdivq_f32(one, vaddq_f32(one, exponential(vnegq_f32(least))));
                     float *target = out + (size_t)(first + m) * stride + index * LANES;
                     vst1q_f32(target, vmulq_f32(vmulq_f32(g[m], sigmoid), u[m]));
@@ -438,7 +448,8 @@ typedef struct {
     const float *cos, *sin; /* of each row */
     const int32_t *last;    /* rows whose logits are wanted */
     float *hidden, *logits;
-    int32_t num_rows, num_last, num_shares; /* threads that may share a row's keys */
+    int32_t num_rows, num_last, num_tiles, num_single, num_shares; /* threads may share a row's keys */
+    int32_t *tiles, *single, *place; /* first row and number of rows; rows in none; where a row is there */
     float *normed, *inputs, *attended, *inner, *parts;
     int8_t *digits; /* what the next matrix reads */
 } Step;
@@ -570,9 +581,9 @@ INLINE int64_t first_seen(const Row *r, const Layer *layer) {
     int64_t first = layer->window ? r->position + 1 - layer->window : 0;
     return first > 0 ? first : 0;
 }
-INLINE float *part_of(const Step *s, int row, int head, int share) {
+INLINE float *part_of(const Step *s, int single, int head, int share) {
     const Model *m = s->model;
-    return s->parts + (((size_t)row * m->heads + head) * s->num_shares + share) * (m->dim + 4);
+    return s->parts + (((size_t)single * m->heads + head) * s->num_shares + share) * (m->dim + 4);
 }
 
 /* Add a piece to others of the same head. */
@@ -586,30 +597,187 @@ static void merge(float *part, const float *other, int dim) {
 
 /* Heads that share keys take a piece of them one after the other, while it is in the cache. Where
  * there are few rows, several threads share a row's pieces. */
-static void attend_phase(Step *s, Team *team, int index) {
+static void attend_alone(Step *s, int index, int item) {
     const Model *m = s->model;
-    int shared = m->heads / m->kv_heads, stride = (m->heads + 2 * m->kv_heads) * m->dim, item;
+    int shared = m->heads / m->kv_heads, stride = (m->heads + 2 * m->kv_heads) * m->dim;
+    int single = item % s->num_single, head = item / s->num_single % m->kv_heads;
+    int share = item / s->num_single / m->kv_heads, row = s->single[single];
     float other[HEADS * (m->dim + 4)];
-    while ((item = take(team, s->num_rows * m->kv_heads * s->num_shares, 1)) >= 0) {
-        int row = item % s->num_rows, head = item / s->num_rows % m->kv_heads;
-        int share = item / s->num_rows / m->kv_heads;
-        const Row *r = &s->rows[row];
-        int64_t start = first_seen(r, &m->layers[index]) + (int64_t)share * KEYS;
-        for (int is_first = 1; start <= r->position; start += s->num_shares * KEYS, is_first = 0) {
-            int count = r->position + 1 - start < KEYS ? (int)(r->position + 1 - start) : KEYS;
-            size_t place = (((size_t)index * m->kv_heads + head) * r->capacity + start) * m->dim;
-            for (int h = head * shared, some; h < (head + 1) * shared; h += some) {
-                int left = (head + 1) * shared - h;
-                some = left == 4 ? 2 : left < HEADS ? left : HEADS;
-                const float *query = s->inputs + (size_t)row * stride + h * m->dim;
-                float *part = part_of(s, row, h, share);
-                size_t step = is_first ? s->num_shares * (size_t)(m->dim + 4) : (size_t)m->dim + 4;
-                attend_some(query, some, r->keys + place, r->values + place, count, m->dim,
-                            is_first ? part : other, step);
-                for (int i = 0; i < some && !is_first; i++)
-                    merge(part_of(s, row, h + i, share), other + i * (m->dim + 4), m->dim);
-            }
+    const Row *r = &s->rows[row];
+    int64_t start = first_seen(r, &m->layers[index]) + (int64_t)share * KEYS;
+    for (int is_first = 1; start <= r->position; start += s->num_shares * KEYS, is_first = 0) {
+        int count = r->position + 1 - start < KEYS ? (int)(r->position + 1 - start) : KEYS;
+        size_t place = (((size_t)index * m->kv_heads + head) * r->capacity + start) * m->dim;
+        for (int h = head * shared, some; h < (head + 1) * shared; h += some) {
+            int left = (head + 1) * shared - h;
+            some = left == 4 ? 2 : left < HEADS ? left : HEADS;
+            const float *query = s->inputs + (size_t)row * stride + h * m->dim;
+            float *part = part_of(s, single, h, share);
+            size_t step = is_first ? s->num_shares * (size_t)(m->dim + 4) : (size_t)m->dim + 4;
+            attend_some(query, some, r->keys + place, r->values + place, count, m->dim,
+                        is_first ? part : other, step);
+            for (int i = 0; i < some && !is_first; i++)
+                merge(part_of(s, single, h + i, share), other + i * (m->dim + 4), m->dim);
         }
+    }
+}
+
+/* ---- attention of many rows: tiles of queries, whose lanes are eight of them ------------------- */
+
+/* Eight numbers of y for eight of x, summed over `count`. */
+INLINE void square(const float *x, const float *y, size_t y_stride, int count,
+                   float32x4_t acc[SIDE][2]) {
+    for (int k = 0; k < count; k++, x += SIDE, y += y_stride) {
+        float32x4_t a = vld1q_f32(x), b = vld1q_f32(x + 4), c = vld1q_f32(y), d = vld1q_f32(y + 4);
+#define LANE(j, v)                                                                                 \
+    acc[j][0] = vfmaq_laneq_f32(acc[j][0], a, v, j % 4);                                           \
+    acc[j][1] = vfmaq_laneq_f32(acc[j][1], b, v, j % 4);
+        LANE(0, c) LANE(1, c) LANE(2, c) LANE(3, c) LANE(4, d) LANE(5, d) LANE(6, d) LANE(7, d)
+    }
+}
+
+/* Eight rows of numbers as columns of a panel; those that are not there are zero. */
+static void stand_up(const float *const *rows, int count, int dim, float *panel) {
+    for (int half = 0; half < SIDE; half += 4)
+        for (int d = 0; d < dim; d += 4) {
+            float32x4_t v[4];
+            for (int i = 0; i < 4; i++)
+                v[i] = half + i < count ? vld1q_f32(rows[half + i] + d) : vdupq_n_f32(0);
+            float32x4_t a = vzip1q_f32(v[0], v[2]), b = vzip2q_f32(v[0], v[2]);
+            float32x4_t e = vzip1q_f32(v[1], v[3]), f = vzip2q_f32(v[1], v[3]);
+            float *out = panel + d * SIDE + half;
+            vst1q_f32(out, vzip1q_f32(a, e)), vst1q_f32(out + SIDE, vzip2q_f32(a, e));
+            vst1q_f32(out + 2 * SIDE, vzip1q_f32(b, f));
+            vst1q_f32(out + 3 * SIDE, vzip2q_f32(b, f));
+        }
+}
+
+/* A panel of queries and what it has seen so far, [dim][8] each. */
+typedef struct {
+    float *queries, *sums;
+    int64_t first[SIDE], last[SIDE]; /* what each of them may see */
+    float most[SIDE], total[SIDE];
+} Panel;
+
+static void hide(const Panel *p, int64_t start, int count, float *scores) {
+    for (int j = 0; j < count; j++)
+        for (int i = 0; i < SIDE; i++)
+            if (start + j > p->last[i] || start + j < p->first[i]) scores[j * SIDE + i] = UNSEEN;
+}
+
+/* Some keys, which stand in panels, and their values. */
+static void look(Panel *p, const float *keys, const float *values, int64_t start, int count,
+                 int dim) {
+    float scores[BLOCK * SIDE];
+    int64_t least = p->last[0], latest = p->first[0], end = p->last[0];
+    for (int i = 1; i < SIDE; i++) {
+        if (p->last[i] < least) least = p->last[i];
+        if (p->last[i] > end) end = p->last[i];
+        if (p->first[i] > latest) latest = p->first[i];
+    }
+    if (start > end) return;
+    for (int j = 0; j < count; j += SIDE) {
+        float32x4_t acc[SIDE][2] = {0};
+        square(p->queries, keys + (size_t)j * dim, SIDE, dim, acc);
+        for (int i = 0; i < SIDE; i++)
+            vst1q_f32(scores + (j + i) * SIDE, acc[i][0]), vst1q_f32(scores + (j + i) * SIDE + 4, acc[i][1]);
+    }
+    if (start + count - 1 > least || start < latest) hide(p, start, count, scores);
+    float32x4_t shrink[2];
+    for (int half = 0; half < 2; half++) {
+        float *column = scores + 4 * half;
+        float32x4_t before = vld1q_f32(p->most + 4 * half), most = before, total = vdupq_n_f32(0);
+        for (int j = 0; j < count; j++) most = vmaxq_f32(most, vld1q_f32(column + j * SIDE));
+        for (int j = 0; j < count; j++) {
+            float32x4_t weight = exponential(vsubq_f32(vld1q_f32(column + j * SIDE), most));
+            vst1q_f32(column + j * SIDE, weight);
+            total = vaddq_f32(total, weight);
+        }
+        shrink[half] = exponential(vsubq_f32(before, most));
+        vst1q_f32(p->most + 4 * half, most);
+        vst1q_f32(p->total + 4 * half,
+                  vfmaq_f32(total, vld1q_f32(p->total + 4 * half), shrink[half]));
+    }
+    for (int d = 0; d < dim; d += SIDE) {
+        float *sums = p->sums + d * SIDE;
+        float32x4_t acc[SIDE][2];
+        for (int i = 0; i < SIDE; i++)
+            for (int half = 0; half < 2; half++)
+                acc[i][half] = vmulq_f32(vld1q_f32(sums + i * SIDE + half * 4), shrink[half]);
+        square(scores, values + d, dim, count, acc);
+        for (int i = 0; i < SIDE; i++)
+            vst1q_f32(sums + i * SIDE, acc[i][0]), vst1q_f32(sums + i * SIDE + 4, acc[i][1]);
+    }
+}
+
+/* Rows that follow each other, and all heads that share keys: each key is read once for them. */
+static void attend_tile(Step *s, int index, int item) {
+    const Model *m = s->model;
+    const int32_t *tile = s->tiles + 2 * (s->num_tiles - 1 - item / m->kv_heads);
+    int head = item % m->kv_heads, shared = m->heads / m->kv_heads, dim = m->dim;
+    int stride = (m->heads + 2 * m->kv_heads) * dim, count = tile[1] * shared;
+    const Row *rows = s->rows + tile[0];
+    const float *above = s->inputs + (size_t)tile[0] * stride + head * shared * dim;
+    Panel panels[QUERIES / SIDE];
+    float queries[QUERIES * dim], sums[QUERIES * dim], keys[BLOCK * dim];
+    int num_panels = (count + SIDE - 1) / SIDE;
+    memset(sums, 0, (size_t)num_panels * SIDE * dim * sizeof(float));
+    for (int n = 0; n < num_panels; n++) {
+        Panel *p = &panels[n];
+        const float *those[SIDE];
+        p->queries = queries + n * SIDE * dim, p->sums = sums + n * SIDE * dim;
+        for (int i = 0; i < SIDE; i++) {
+            int at = n * SIDE + i < count ? n * SIDE + i : count - 1, row = at / shared;
+            those[i] = above + (size_t)row * stride + at % shared * dim;
+            p->first[i] = first_seen(&rows[row], &m->layers[index]);
+            p->last[i] = rows[row].position, p->most[i] = UNSEEN, p->total[i] = 0.0f;
+        }
+        stand_up(those, SIDE, dim, p->queries);
+    }
+    int64_t start = panels[0].first[0], end = rows[tile[1] - 1].position + 1;
+    size_t place = ((size_t)index * m->kv_heads + head) * rows->capacity;
+    for (; start < end; start += BLOCK) {
+        int some = end - start < BLOCK ? (int)(end - start) : BLOCK;
+        for (int j = 0; j < some; j += SIDE) {
+            const float *those[SIDE];
+            for (int i = 0; i < SIDE; i++) those[i] = rows->keys + (place + start + j + i) * dim;
+            stand_up(those, some - j < SIDE ? some - j : SIDE, dim, keys + (size_t)j * dim);
+        }
+        for (int n = 0; n < num_panels; n++)
+            look(&panels[n], keys, rows->values + (place + start) * dim, start, some, dim);
+    }
+    for (int at = 0; at < count; at++) {
+        const Panel *p = &panels[at / SIDE];
+        int row = tile[0] + at / shared, i = at % SIDE;
+        float *out = s->attended + ((size_t)row * m->heads + head * shared + at % shared) * dim;
+        for (int d = 0; d < dim; d++) out[d] = p->sums[d * SIDE + i] / p->total[i];
+    }
+}
+
+/* Rows that follow each other in a sequence make tiles where they are enough to fill a panel. */
+static void find_tiles(Step *s) {
+    int shared = s->model->heads / s->model->kv_heads, most = QUERIES / shared;
+    memset(s->place, -1, s->num_rows * sizeof(int32_t));
+    for (int row = 0, end; row < s->num_rows; row = end) {
+        const Row *first = &s->rows[row];
+        for (end = row + 1; end < s->num_rows && end - row < most; end++)
+            if (s->rows[end].keys != first->keys ||
+                s->rows[end].position != first->position + end - row) break;
+        if ((end - row) * shared >= SIDE && s->model->dim % SIDE == 0 && most > 1)
+            s->tiles[2 * s->num_tiles] = row, s->tiles[2 * s->num_tiles++ + 1] = end - row;
+        else
+            for (int i = row; i < end; i++) s->place[i] = s->num_single, s->single[s->num_single++] = i;
+    }
+}
+
+/* The longest, which are the last, first: nobody waits for them at the end. */
+static void attend_phase(Step *s, Team *team, int index) {
+    int heads = s->model->kv_heads, tiled = s->num_tiles * heads, item;
+    while ((item = take(team, tiled + s->num_single * heads * s->num_shares, 1)) >= 0) {
+        if (item < tiled)
+            attend_tile(s, index, item);
+        else
+            attend_alone(s, index, item - tiled);
     }
     meet(team);
 }
@@ -620,15 +788,16 @@ static void join_phase(Step *s, Team *team, int index) {
     int row;
     while ((row = take(team, s->num_rows, 1)) >= 0) {
         const Row *r = &s->rows[row];
+        int single = s->place[row];
         int64_t count = r->position + 1 - first_seen(r, &m->layers[index]);
-        float *out = s->attended + (size_t)row * m->heads * m->dim;
-        for (int h = 0; h < m->heads; h++, out += m->dim) {
-            float *part = part_of(s, row, h, 0);
+        float *attended = s->attended + (size_t)row * m->heads * m->dim, *out = attended;
+        for (int h = 0; h < m->heads && single >= 0; h++, out += m->dim) {
+            float *part = part_of(s, single, h, 0);
             for (int share = 1; share < s->num_shares && (int64_t)share * KEYS < count; share++)
-                merge(part, part_of(s, row, h, share), m->dim);
+                merge(part, part_of(s, single, h, share), m->dim);
             for (int d = 0; d < m->dim; d++) out[d] = part[d] / part[m->dim + 1];
         }
-        prepare(s->digits, &m->layers[index].output, row, s->num_rows, out - m->heads * m->dim);
+        prepare(s->digits, &m->layers[index].output, row, s->num_rows, attended);
     }
     meet(team);
 }
@@ -691,18 +860,24 @@ int semantic_step(const Model *model, const Row *rows, int num_rows, const float
         if (rows[i].position + 1 > longest) longest = rows[i].position + 1;
     Step s = {.model = model, .rows = rows, .cos = cos, .sin = sin, .last = last};
     s.hidden = hidden, s.logits = logits, s.num_rows = num_rows, s.num_last = num_last;
-    int pieces = (int)((longest + KEYS - 1) / KEYS), wanted = 8 * threads / (num_rows * m->kv_heads);
-    s.num_shares = wanted < 1 ? 1 : wanted < pieces ? wanted : pieces;
     size_t n = num_rows;
+    s.tiles = room(4 * n * sizeof(int32_t));
+    if (!s.tiles) return 1;
+    s.single = s.tiles + 2 * n, s.place = s.single + n;
+    find_tiles(&s);
+    int pieces = (int)((longest + KEYS - 1) / KEYS);
+    int wanted = 8 * threads / ((s.num_single + s.num_tiles) * m->kv_heads);
+    s.num_shares = wanted < 1 ? 1 : wanted < pieces ? wanted : pieces;
     s.normed = room(n * m->hidden * sizeof(float));
     s.inputs = room(n * stride * sizeof(float));
     s.attended = room(n * width * sizeof(float));
     s.inner = room(n * m->inner * sizeof(float));
-    s.parts = room(n * m->heads * s.num_shares * (m->dim + 4) * sizeof(float));
+    s.parts = room((size_t)s.num_single * m->heads * s.num_shares * (m->dim + 4) * sizeof(float));
     s.digits = room(n * 4 * (width > widest ? width : widest) + n * digits_size(GROUP));
     int failed = !(s.normed && s.inputs && s.attended && s.inner && s.parts && s.digits);
     if (!failed) run(step_job, &s, threads);
     free(s.normed), free(s.inputs), free(s.attended), free(s.inner), free(s.parts), free(s.digits);
+    free(s.tiles);
     return failed;
 }
 
