@@ -47,9 +47,9 @@ export function Models() {
     </div>
     ${!fault && html`<form class="fetch" onSubmit=${(event) => (event.preventDefault(), wanted.trim() && serve(wanted.trim()))}>
       <label class="field"><span>Serve another</span>
-        <input value=${wanted} onInput=${(event) => setWanted(event.target.value)} placeholder="a path, or a Hugging Face id such as Qwen/Qwen2.5-0.5B-Instruct" />
-        <small>What is not on this machine is fetched first. If it cannot be loaded, the model before it is served again.</small></label>
+        <input value=${wanted} onInput=${(event) => setWanted(event.target.value)} placeholder="a path, or a Hugging Face id such as Qwen/Qwen2.5-0.5B-Instruct" /></label>
       <button class="main" disabled=${!wanted.trim() || isBusy}>Serve</button>
+      <small>What is not on this machine is fetched first. If it cannot be loaded, the model before it is served again.</small>
     </form>`}
   </section>`;
 }

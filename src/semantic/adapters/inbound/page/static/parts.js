@@ -22,6 +22,7 @@ export const percent = (part) => (part === null || part === undefined ? "–" : 
 
 export function seconds(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (value === 0) return "0 ms";
   if (value < 0.01) return `${(value * 1000).toFixed(1)} ms`;
   if (value < 1) return `${Math.round(value * 1000)} ms`;
   return value < 100 ? `${value.toFixed(value < 10 ? 2 : 1)} s` : `${Math.round(value)} s`;
