@@ -173,14 +173,17 @@ def needed_windows(
 
 
 def state_of(nodes: Sequence[BlockNode], num_tokens: int) -> StateView:
-    """See where the blocks of a chain are, which `num_tokens` were kept in."""
+    """See where the blocks of a chain are, which `num_tokens` were kept in.
+
+    Its last block may hold more: whoever went on from here.
+    """
     memory = list(takewhile(lambda node: LayerKind.FULL in node.payloads, nodes))
     disk = list(takewhile(lambda node: LayerKind.FULL in node.files, nodes))
     return StateView(
         tier=Tier.HOT if memory else Tier.WARM if disk else Tier.COLD,
         num_tokens=num_tokens,
-        memory_tokens=memory[-1].end if memory else 0,
-        disk_tokens=disk[-1].end if disk else 0,
+        memory_tokens=min(memory[-1].end, num_tokens) if memory else 0,
+        disk_tokens=min(disk[-1].end, num_tokens) if disk else 0,
         memory_bytes=sum(node.memory_bytes for node in nodes),
         disk_bytes=sum(node.disk_bytes for node in nodes),
         block=nodes[-1].name if nodes else None,

@@ -60,6 +60,15 @@ def test_an_agent_whose_first_block_is_gone_is_cold(make_rig: MakeRig) -> None:
     assert where(rig, "ann").tier is Tier.COLD
 
 
+def test_what_others_said_after_it_is_no_part_of_an_agent(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.talk("ann", HEAD)
+    rig.talk("bob", [*HEAD, 1, 2])  # in the same block
+    found = where(rig, "ann")
+    assert (found.num_tokens, found.memory_tokens, found.disk_tokens) == (6, 6, 6)
+    assert where(rig, "bob").memory_tokens == 8
+
+
 def test_eviction_spares_what_others_share(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.talk("ann", [*HEAD, 1, 2, 3, 4])
