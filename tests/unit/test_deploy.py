@@ -1,5 +1,6 @@
 """What is in deploy/ fits the server's metrics, settings and files, and the tools that read it."""
 
+import importlib
 import json
 import plistlib
 import re
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from semantic.adapters.config.settings import ENV_PREFIX, Settings
+from semantic.adapters.config.settings import ENV_PREFIX, Settings, load_settings
 from semantic.entrypoints.bootstrap import bootstrap
+from semantic.entrypoints.ray_app import agent_key
 from tests.http_server import make_settings
 
 pytestmark = pytest.mark.unit
@@ -134,6 +136,75 @@ def test_settings_that_are_named_exist(name: str) -> None:
     named_settings = set(re.findall(rf"{ENV_PREFIX}(\w+)(?=[=:])", (DEPLOY / name).read_text()))
     assert named_settings
     assert {setting.lower() for setting in named_settings} <= Settings.model_fields.keys()
+
+
+def test_haproxy_takes_its_file_and_names_headers_that_the_router_knows() -> None:
+    text = (DEPLOY / "haproxy.cfg").read_text()
+    for header in set(re.findall(r"req\.hdr\(([\w-]+)\)", text)):
+        assert agent_key("/v1/messages", [(header.encode(), b"coder")]) == "coder"
+    run("haproxy", "-c", "-f", "haproxy.cfg")
+
+
+def test_the_ray_service_is_one_and_its_settings_exist() -> None:
+    service = read("rayservice.yaml")
+    schema = json.loads((Path(__file__).parent / "rayservice.schema.json").read_text())
+    assert schema_problems(service, schema) == []
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    (application,) = config["applications"]
+    module, _, function = application["import_path"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    cluster = service["spec"]["rayClusterConfig"]
+    (group,) = cluster["workerGroupSpecs"]
+    pods = [cluster["headGroupSpec"]["template"]["spec"], group["template"]["spec"]]
+    named = {entry["name"] for pod in pods for entry in pod["containers"][0]["env"]}
+    own = {name.removeprefix(ENV_PREFIX).lower() for name in named if name.startswith(ENV_PREFIX)}
+    assert own | application["args"].keys() <= Settings.model_fields.keys()
+    settings = load_settings({**application["args"], "database_url": "postgresql://db"})
+    assert (settings.replicas, settings.max_replicas) == (
+        group["minReplicas"],
+        group["maxReplicas"],
+    )
+    assert pods[1]["terminationGracePeriodSeconds"] > settings.request_timeout_s
+    versions = (ROOT / "constraints.txt").read_text().splitlines()
+    assert f"ray=={cluster['rayVersion']}" in versions
+
+
+def schema_problems(value: Any, schema: dict[str, Any], place: str = "") -> list[str]:
+    """What does not fit a schema of the kind that Kubernetes has, without its less common words."""
+    kinds = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
+    if not isinstance(value, kinds[schema["type"]]):
+        return [f"{place} is no {schema['type']}"]
+    if "enum" in schema and value not in schema["enum"]:
+        return [f"{place} is none of {schema['enum']}"]
+    if isinstance(value, list):
+        items = enumerate(value)
+        return [
+            p for i, one in items for p in schema_problems(one, schema["items"], f"{place}[{i}]")
+        ]
+    if not isinstance(value, dict):
+        return []
+    known, other = schema.get("properties", {}), schema.get("additionalProperties", False)
+    missing = [
+        f"{place}.{name} is missing" for name in schema.get("required", ()) if name not in value
+    ]
+    for name, one in value.items():
+        inner = known.get(name, other)
+        if inner is False:
+            missing.append(f"{place}.{name} is unknown")
+        elif inner is not True:
+            missing += schema_problems(one, inner, f"{place}.{name}")
+    return missing
+
+
+def test_the_schema_refuses_what_the_operator_would() -> None:
+    schema = json.loads((Path(__file__).parent / "rayservice.schema.json").read_text())
+    service = read("rayservice.yaml")
+    service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["minReplica"] = 1
+    del service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]
+    assert sorted(problem.rpartition(".")[2] for problem in schema_problems(service, schema)) == [
+        "minReplica is unknown",
+        "template is missing",
+    ]
 
 
 def test_the_compose_file_mounts_files_that_are_there() -> None:
