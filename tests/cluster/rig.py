@@ -51,6 +51,10 @@ class Node:
             self._command += ["--head", f"--port={GCS_PORT}", "--include-dashboard=false"]
         else:
             self._command += [f"--address=127.0.0.1:{GCS_PORT}"]
+        # Ports that are known need no waiting for who takes them, which a busy machine fails.
+        agents = ("metrics-export", "dashboard-agent-listen", "runtime-env-agent")
+        ports = enumerate((*agents, "dashboard-agent-grpc"), 20000 + 10 * number)
+        self._command += [f"--{name}-port={port}" for port, name in ports]
         self._log = directory / f"node{number}.log"
         self.process = self._start()
 
@@ -158,10 +162,11 @@ def running_fleet(directory: Path, num_nodes: int, settings: dict[str, Any]) -> 
         )
         stack.callback(_end, redis)
         nodes = [Node(1, directory, 0)]
-        stack.callback(lambda: [node.kill() for node in nodes])
+        stack.callback(nodes[0].kill)
         nodes[0].await_up()
         for number in range(2, num_nodes + 2):
             nodes.append(Node(number, directory, 2))
+            stack.callback(nodes[-1].kill)
             nodes[-1].await_up()
         command = [sys.executable, "-m", "semantic", "cluster", "--config", str(config)]
         command += ["--port", str(PORT), "--ray-address", f"127.0.0.1:{GCS_PORT}"]
