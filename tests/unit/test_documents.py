@@ -14,7 +14,7 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
     if path.name != "CHANGELOG.md"  # which tells of files that are gone
 )
-_NAMED = re.compile(r"`((?:src|tests|benchmarks|examples|config)/[\w./-]+\.\w+)`")
+_NAMED = re.compile(r"(?<![\w/.-])((?:src|tests|benchmarks|examples|config|deploy)/[\w./-]+\.\w+)")
 
 
 _NAMED_TEST = re.compile(r"`(tests/[\w/-]+\.py)::(\w+)`")
