@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -27,6 +28,8 @@ from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload
 from semantic.ports.storage import ObjectsPort, PutAgent, PutTurn
+from tests.http_server import make_settings, run_server
+from tests.postgres import new_schema
 from tests.unit.adapters.outbound.ledger.ledger_values import ROOT, agent_of, turn_of
 from tests.waiting import await_that
 
@@ -365,6 +368,52 @@ def test_a_dead_part_that_is_sealed_again_lives(
     age(ledger, hours=0)
     assert tier.collect(unused_s=3600) == 0
     assert SharedParts(ledger).follow(ROOT, part.tokens) == [replace(part, last_used=0.0)]
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_a_real_models_state_goes_on_at_a_second_server_as_if_computed_there(
+    tiny_starter_dir: Path, postgres_server: str, tmp_path: Path, kv_bits: int
+) -> None:
+    """Two servers share a store; a third has one of its own and computes everything."""
+    shared, own = new_schema(postgres_server), new_schema(postgres_server)
+    places = {"one": (shared, "both"), "two": (shared, "both"), "fresh": (own, "fresh")}
+    replies: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        servers = {}
+        for name, (database_url, objects) in places.items():
+            options: dict[str, Any] = {"model": str(tiny_starter_dir), "backend": "torch"}
+            options |= {"dtype": "float32", "kv_bits": kv_bits, "store": "shared"}
+            options |= {"database_url": database_url}
+            options["objects_url"] = (tmp_path / objects).as_uri()
+            made = make_settings(tmp_path / name, **options)
+            servers[name] = stack.enter_context(run_server(made)).client()
+        opening = {name: _say(servers[name], "coder", _LONG) for name in ("one", "fresh")}
+        await_that(lambda: _num_parts(shared) >= opening["one"]["usage"]["prompt_tokens"] // 256)
+        replies = {name: _say(servers[name], "coder", "And now?") for name in ("two", "fresh")}
+    assert opening["one"]["text"] == opening["fresh"]["text"]
+    assert replies["two"]["reuse"]["disk"] >= 256
+    assert replies["fresh"]["reuse"]["disk"] == 0
+    if kv_bits == 16:  # at fewer bits it is near, and near only
+        assert replies["two"]["text"] == replies["fresh"]["text"]
+
+
+_LONG = "The quick brown fox jumps over the lazy dog. " * 40
+
+
+def _say(http: httpx.Client, agent: str, text: str) -> dict[str, Any]:
+    http.post("/v1/agents", json={"id": agent})
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 24, "temperature": 0}
+    reply = http.post(f"/v1/agents/{agent}/generate", json=body)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def _num_parts(database_url: str) -> int:
+    import psycopg
+
+    with psycopg.connect(database_url) as connection:
+        row = connection.execute("SELECT count(*) FROM parts").fetchone()
+    return int(row[0]) if row else 0
 
 
 # Each step names who goes on: two writers, the collector, time, or one of them that dies.
