@@ -4,6 +4,7 @@ Heavy imports (torch, mlx, transformers) happen on the device's thread, after th
 """
 
 import functools
+import gc
 import json
 import os
 import sys
@@ -95,11 +96,14 @@ class ModelLoader:
             InvalidRequestError: it cannot be run here.
         """
         started = time.monotonic()
+        gc.disable()  # libraries make a million objects, none of them garbage: a second of looking
         try:
             model = self._load(entry, on_progress)
         except BaseException:
             self._telemetry.counts.engine.swaps["failed"] += 1
             raise
+        finally:
+            gc.enable()
         self._telemetry.counts.engine.swaps["ok"] += 1
         self._telemetry.observe(Measure.SWAP, time.monotonic() - started)
         return model
