@@ -12,7 +12,8 @@ with, in turns. Tokens a second are those between the first token and the last.
     prose   sampled at temperature 1, where nothing repeats
 
 A model with random weights writes no code: its replies stand for text of that length, and say what
-checking guesses costs and spares. With the starter model `edit` is a real file.
+checking guesses costs and spares. Such a model is made so that it is sure of its next token, as one
+that copies is; sampled, one token in five is another. With the starter model `edit` is a real file.
 
     python -m benchmarks.bench_ahead                                   # the starter model
     python -m benchmarks.bench_ahead --shape llama-8b --backend mlx --memory-mb 40000 --goals \
@@ -193,7 +194,8 @@ def measure(report: Report) -> None:
         arguments = ["--memory-budget-mb", str(options.memory_mb), "--backend", options.backend]
         if options.shape:
             models = options.directory or Path(temporary) / "models"
-            model = str(make_model(options.shape, models, options.tokenizer.expanduser()))
+            tokenizer = options.tokenizer.expanduser()
+            model = str(make_model(options.shape, models, tokenizer, is_sure=True))
             arguments += ["--home", str(home)]
         settings = {"model_aliases": "any", "cache_dir": str(home / "cache")}
         settings |= dict(pair.split("=", 1) for pair in options.set)

@@ -12,6 +12,8 @@ device needs for the same tokens with nothing around it.
 import argparse
 import asyncio
 import contextlib
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import httpx
 
 from benchmarks import bare_loop
 from benchmarks.client import Client, Messages, Reply, continued, said
@@ -31,7 +35,8 @@ TEXT = (
     "The city lay where two rivers met, and its people had always traded: salt from the coast, "
     "wool from the hills, and later paper, clocks and printed books. "
 )
-SCENARIOS = ("bare", "start", "alone", "agents", "streams")
+_PEER_LIMIT_S = 180.0
+SCENARIOS = ("bare", "start", "peer", "alone", "agents", "streams")
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,27 @@ def served(options: argparse.Namespace, model: Path, home: Path) -> Iterator[Ser
     with serving(*arguments, settings=settings) as port:
         asyncio.run(Served(port, 0).ask(said("Good morning."), 1))
         yield Served(port, time.perf_counter() - started)
+
+
+def peer_start(model: Path) -> float:
+    """Seconds until `mlx_lm.server` has answered once; its kernels are compiled on the way too."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlx_lm.server", "--model", str(model), "--port", str(port)]
+    started = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603
+    try:
+        client = Client(f"http://127.0.0.1:{port}/v1", str(model), {})
+        while process.poll() is None and time.perf_counter() - started < _PEER_LIMIT_S:
+            with contextlib.suppress(httpx.TransportError, RuntimeError):
+                asyncio.run(client.ask(said("Good morning."), 4))
+                return time.perf_counter() - started
+            time.sleep(0.2)
+        raise RuntimeError("mlx_lm.server did not answer")
+    finally:
+        process.terminate()
+        process.wait()
 
 
 class Prompts:
@@ -190,6 +216,8 @@ class Run:
         if "start" in wanted:
             with served(options, self._model, self._home) as server:
                 self._note("first_start_s", server.start_s)
+        if "peer" in wanted:
+            self._note("mlx_lm.server, start_s", peer_start(self._model))
         with served(options, self._model, self._home) as server:
             self._note("start_s", server.start_s)
             self._talk(server, Prompts(server))
@@ -248,7 +276,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--memory-mb", type=int, default=1024, help="the server's budget")
     parser.add_argument("--set", nargs="*", default=[], help="other settings, as name=value")
-    parser.add_argument("--only", nargs="*", choices=SCENARIOS, default=SCENARIOS)
+    usual = [name for name in SCENARIOS if name != "peer"]  # which is there with MLX alone
+    parser.add_argument("--only", nargs="*", choices=SCENARIOS, default=usual)
     parser.add_argument(
         "--tokenizer", type=Path, default=Path("~/.semantic/models/smollm2-135m-instruct")
     )

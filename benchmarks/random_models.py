@@ -17,6 +17,10 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SHARD_BYTES = 2 * 2**30
 _PATTERN = 2**24 + 1  # random numbers that are used over and over, each tensor from another place
 _SCALE = 0.02
+# Of models that are sure: what layers add to a token, and what the head is given.
+_ADDED = ("o_proj.weight", "down_proj.weight")
+_FAINT = 2.0**-12
+_CALM = 0.15
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -74,9 +78,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(shape: str, directory: Path, tokenizer: Path) -> Path:
-    """Write a model of a shape, unless it is there; returns its directory."""
-    model = directory / shape
+def make_model(shape: str, directory: Path, tokenizer: Path, *, is_sure: bool = False) -> Path:
+    """Write a model of a shape, unless it is there; returns its directory.
+
+    Args:
+        shape: Of `SHAPES`.
+        directory: Where models are kept.
+        tokenizer: A directory with the tokenizer's files.
+        is_sure: Its layers add little to a token, and its head knows the next one. The others
+            hardly prefer one token to another: rounding alone decides, and with as much as a row
+            more in a step they say something else.
+    """
+    model = directory / (f"{shape}-sure" if is_sure else shape)
     if (model / "model.safetensors.index.json").exists():
         return model
     model.mkdir(parents=True, exist_ok=True)
@@ -84,7 +97,7 @@ def make_model(shape: str, directory: Path, tokenizer: Path) -> Path:
         shutil.copy(tokenizer / name, model / name)
     config = SHAPES[shape]
     (model / "config.json").write_text(json.dumps(config, indent=1))
-    _write_weights(model, config)
+    _write_weights(model, config, is_sure=is_sure)
     return model
 
 
@@ -114,11 +127,9 @@ def _tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "lm_head.weight", (config["vocab_size"], hidden)
 
 
-def _write_weights(model: Path, config: dict[str, Any]) -> None:
+def _write_weights(model: Path, config: dict[str, Any], *, is_sure: bool) -> None:
     is_wide = config["torch_dtype"] == "float32"
-    pattern = np.random.default_rng(0).standard_normal(_PATTERN, np.float32) * _SCALE
-    ones = np.ones(config["hidden_size"], np.float32)
-    random, ones = (_bits(numbers, is_wide=is_wide) for numbers in (pattern, ones))
+    numbers = _Numbers(config["hidden_size"], is_wide=is_wide, is_sure=is_sure)
     size = 4 if is_wide else 2
     shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     room = _SHARD_BYTES
@@ -131,29 +142,51 @@ def _write_weights(model: Path, config: dict[str, Any]) -> None:
     weight_map = {}
     for number, tensors in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_shard(model / file, tensors, random, ones)
+        _write_shard(model / file, tensors, numbers)
         weight_map.update({name: file for name, _ in tensors})
     index = {"metadata": {}, "weight_map": weight_map}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _write_shard(
-    path: Path, tensors: list[tuple[str, tuple[int, ...]]], random: Any, ones: Any
-) -> None:
+class _Numbers:
+    """What tensors are made of."""
+
+    def __init__(self, hidden: int, *, is_wide: bool, is_sure: bool) -> None:
+        pattern = np.random.default_rng(0).standard_normal(_PATTERN, np.float32) * _SCALE
+        ones = np.ones(hidden, np.float32)
+        self.is_wide = is_wide
+        self._hidden, self._is_sure = hidden, is_sure
+        self._random, self._ones = (_bits(array, is_wide=is_wide) for array in (pattern, ones))
+        faint, calm = (pattern * _FAINT, ones * np.float32(_CALM)) if is_sure else (pattern, ones)
+        self._faint, self._calm = (_bits(array, is_wide=is_wide) for array in (faint, calm))
+
+    def of(self, name: str, shape: tuple[int, ...], place: int) -> tuple[Any, int]:
+        """The numbers of a tensor, and where it begins among them."""
+        if len(shape) == 1:
+            return (self._calm if name == "model.norm.weight" else self._ones), 0
+        if self._is_sure and name == "model.embed_tokens.weight":
+            return self._random, 0
+        if self._is_sure and name == "lm_head.weight":  # a row later: each token's is the next one
+            return self._random, _PATTERN - self._hidden
+        numbers = self._faint if name.endswith(_ADDED) else self._random
+        return numbers, place * 12_345 % _PATTERN
+
+
+def _write_shard(path: Path, tensors: list[tuple[str, tuple[int, ...]]], made: _Numbers) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    code, offset = ("F32", 0) if random.itemsize == 4 else ("BF16", 0)
+    code, size, offset = ("F32", 4, 0) if made.is_wide else ("BF16", 2, 0)
     for name, shape in tensors:
-        end = offset + math.prod(shape) * random.itemsize
+        end = offset + math.prod(shape) * size
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for place, (_, shape) in enumerate(tensors):
+        for place, (name, shape) in enumerate(tensors):
             left = math.prod(shape)
-            start = place * 12_345 % _PATTERN
+            numbers, start = made.of(name, shape, place)
             while left:
-                piece = ones[:left] if len(shape) == 1 else random[start : start + left]
+                piece = numbers[start : start + left]
                 file.write(memoryview(piece).cast("B"))
                 left, start = left - len(piece), 0
 

@@ -369,7 +369,10 @@ def test_a_text_has_one_vector_in_pieces_and_beside_others(backend: ModelBackend
     whole = embedded(backend, 0, tokens)
     neighbour = begin(backend, 1, prompt(9, seed=1))
     advance([neighbour])
-    assert embedded(backend, 2, tokens, 1, 9, 22) == pytest.approx(whole, rel=1e-3, abs=1e-3)
+    # A GPU's kernels add up in another order for every length, and norms enlarge what is small.
+    compute = backend.traits.compute
+    limit = 2e-2 if compute is not None and compute.device == "cuda" else 1e-3
+    assert embedded(backend, 2, tokens, 1, 9, 22) == pytest.approx(whole, rel=1e-3, abs=limit)
     backend.close(SequenceId(0))
     assert embedded(backend, 0, tokens) == pytest.approx(whole, rel=1e-5, abs=1e-5)
     other = embedded(backend, 3, [*tokens[:-1], (tokens[-1] + 1) % 96])

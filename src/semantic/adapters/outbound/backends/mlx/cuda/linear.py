@@ -5,7 +5,8 @@ device but costs the host half as much again, and it is the host that a step wai
 of threads takes a strip of the matrix and all rows at once, in tiles of eight: its warps share the
 strip's columns among them, and add up what they found at the end. What models do to the rows just
 before or just after is done on the way, where asked for: it would be an operation of its own
-otherwise.
+otherwise. A norm is within for one tile of rows: with more it fills the registers, and 32 layers of
+sixteen rows take 6.9 instead of 4.5 ms, of thirty-two 7.4 instead of 5.2.
 
 Small matrices leave the memory idle, so layers that are given the same input are joined to one. The
 model's code stays as it is: it still calls each layer, and the first call computes for the others.
@@ -178,18 +179,21 @@ def multiply(
         is_gated: The weights are those of SwiGLU's gate, and below them of what it lets through;
             half as many outputs come out.
     """
+    num_rows = given.shape[0]
+    if norm is not None and num_rows > _TILE_ROWS:
+        given, norm = mx.fast.rms_norm(given, norm.factors, norm.eps), None
     num_outputs = weight.shape[0] // 2 if is_gated else weight.shape[0]
     num_strips = -(-num_outputs // (_HEIGHT // 2 if is_gated else _HEIGHT))
     is_bias = added is not None and added.ndim == 1
     eps = None if norm is None else norm.eps
     optional = [norm and norm.factors, added]
-    num_tiles = 1 if given.shape[0] <= _TILE_ROWS else MAX_ROWS // _TILE_ROWS
+    num_tiles = 1 if num_rows <= _TILE_ROWS else MAX_ROWS // _TILE_ROWS
     (out,) = _kernel(eps, added is not None, is_bias, is_gated)(
         inputs=[given, weight, *(array for array in optional if array is not None)],
         template=[("T", weight.dtype), ("TILES", num_tiles)],
         grid=(num_strips * 32 * _WARPS, 1, 1),
         threadgroup=(32 * _WARPS, 1, 1),
-        output_shapes=[(given.shape[0], 1, num_outputs)],
+        output_shapes=[(num_rows, 1, num_outputs)],
         output_dtypes=[weight.dtype],
     )
     return out
@@ -267,6 +271,18 @@ def use_own_kernel(model: Any) -> None:
             module.__class__ = kinds[type(module)]
 
 
+def mend_experts(model: Any) -> None:
+    """Let unquantised experts be multiplied one row after another.
+
+    Told that rows are sorted by expert, MLX 0.32.4 takes another kernel, whose numbers are at times
+    those of other rows.
+    """
+    base = import_library("mlx_lm.models.switch_layers").SwitchLinear
+    for module in model.modules():
+        if type(module) is base:
+            module.__class__ = _mended(base)
+
+
 def join_linears(model: Any) -> int:
     """Join what a model keeps apart, one set at a time so that memory does not double.
 
@@ -305,6 +321,15 @@ def _join(module: Any, names: Sequence[str]) -> None:
     for index, name in enumerate(names):
         setattr(module, name, LinearPart(joined, index))
     module["_".join(names)] = whole  # among the model's parameters
+
+
+@functools.cache
+def _mended(base: Any) -> type:
+    class UnsortedExperts(base):  # type: ignore[misc]
+        def __call__(self, x: Array, indices: Array, sorted_indices: bool = False) -> Array:  # noqa: ARG002, FBT001, FBT002 - the library's own signature
+            return super().__call__(x, indices, sorted_indices=False)
+
+    return UnsortedExperts
 
 
 @functools.cache

@@ -18,9 +18,9 @@ from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 _LOG = logging.getLogger(__name__)
 
 # How many queries, and what the number of their keys is a multiple of.
-_SIZES = ((512, 512), (1024, 512), (2048, 2048), (4096, 2048))
+_SIZES = ((512, 512), (1024, 512), (2048, 1024), (4096, 1024), (5120, 1024))
 # For how many keys a number of queries is prepared; others are when they first come.
-_PLANNED = {512: 16_384, 1024: 4096, 2048: 32_768, 4096: 32_768}
+_PLANNED = {512: 16_384, 1024: 8192, 2048: 16_384, 4096: 32_768, 5120: 16_384}
 _MAX_DIM = 128  # of a head; wider ones are not fused
 
 

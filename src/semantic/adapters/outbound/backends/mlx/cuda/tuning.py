@@ -32,6 +32,7 @@ _FAR = 12_345  # a position at which modules that turn by other angles are told 
 def tune(model: Any) -> None:
     """On CUDA, where it was seen to pay, join what can be joined and take our own kernels."""
     if cuda.is_in_use():
+        cuda_linear.mend_experts(model)
         cuda_linear.join_linears(model)
     if cuda.is_available():
         cuda_linear.use_own_kernel(model)

@@ -173,3 +173,21 @@ def test_few_rows_go_to_our_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         for x, wanted in zip((few, many), expected[name], strict=True):
             assert mx.allclose(layer(x), wanted, atol=2e-2).item(), name
     assert taken == [3, 3, 3]
+
+
+def test_experts_are_not_told_that_rows_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Module()
+    model.experts = pytest.importorskip("mlx_lm.models.switch_layers").SwitchLinear(8, 4, 3)
+    given, indices = mx.random.normal((6, 1, 8)), mx.array([0, 0, 1, 1, 2, 2])
+    expected = model.experts(given, indices)
+    told: list[bool] = []
+    original = mx.gather_mm
+
+    def gather_mm(*args: Any, sorted_indices: bool, **more: Any) -> Any:
+        told.append(sorted_indices)
+        return original(*args, sorted_indices=sorted_indices, **more)
+
+    monkeypatch.setattr(mx, "gather_mm", gather_mm)
+    mlx_cuda_linear.mend_experts(model)
+    assert mx.allclose(model.experts(given, indices, sorted_indices=True), expected).item()
+    assert told == [False]
