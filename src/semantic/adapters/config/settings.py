@@ -131,8 +131,8 @@ class Settings(BaseSettings):
         None, repr=False, description="the secret that shards on other machines must know"
     )
     pinned_copies: bool = Field(
-        False,
-        description="mlx on CUDA: state travels through pinned memory; faster, not yet proven",
+        True,
+        description="mlx on CUDA: weights and state travel through pinned host memory",
     )
 
     home: Path = Field(Path("~/.semantic"), description="everything the server writes is in here")

@@ -326,7 +326,7 @@ def _join(module: Any, names: Sequence[str]) -> None:
 @functools.cache
 def _mended(base: Any) -> type:
     class UnsortedExperts(base):  # type: ignore[misc]
-        def __call__(self, x: Array, indices: Array, sorted_indices: bool = False) -> Array:  # noqa: ARG002, FBT001, FBT002 - the library's own signature
+        def __call__(self, x: Array, indices: Array, sorted_indices: bool = False) -> Array:  # noqa: ARG002 - the library's own signature
             return super().__call__(x, indices, sorted_indices=False)
 
     return UnsortedExperts
