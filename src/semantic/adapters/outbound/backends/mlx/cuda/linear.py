@@ -277,10 +277,10 @@ def mend_experts(model: Any) -> None:
     Told that rows are sorted by expert, MLX 0.32.4 takes another kernel, whose numbers are at times
     those of other rows.
     """
-    base = import_library("mlx_lm.models.switch_layers").SwitchLinear
+    base, mended = _expert_kinds()
     for module in model.modules():
         if type(module) is base:
-            module.__class__ = _mended(base)
+            module.__class__ = mended
 
 
 def join_linears(model: Any) -> int:
@@ -324,12 +324,15 @@ def _join(module: Any, names: Sequence[str]) -> None:
 
 
 @functools.cache
-def _mended(base: Any) -> type:
+def _expert_kinds() -> tuple[type, type]:
+    """The library's class of unquantised experts, and ours."""
+    base = import_library("mlx_lm.models.switch_layers").SwitchLinear
+
     class UnsortedExperts(base):  # type: ignore[misc]
         def __call__(self, x: Array, indices: Array, sorted_indices: bool = False) -> Array:  # noqa: ARG002 - the library's own signature
             return super().__call__(x, indices, sorted_indices=False)
 
-    return UnsortedExperts
+    return base, UnsortedExperts
 
 
 @functools.cache
