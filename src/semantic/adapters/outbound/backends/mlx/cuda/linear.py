@@ -326,13 +326,13 @@ def _join(module: Any, names: Sequence[str]) -> None:
 @functools.cache
 def _expert_kinds() -> tuple[type, type]:
     """The library's class of unquantised experts, and ours."""
-    base = import_library("mlx_lm.models.switch_layers").SwitchLinear
+    layers = import_library("mlx_lm.models.switch_layers")
 
-    class UnsortedExperts(base):  # type: ignore[misc]
+    class UnsortedExperts(layers.SwitchLinear):  # type: ignore[misc, name-defined]
         def __call__(self, x: Array, indices: Array, sorted_indices: bool = False) -> Array:  # noqa: ARG002 - the library's own signature
             return super().__call__(x, indices, sorted_indices=False)
 
-    return base, UnsortedExperts
+    return layers.SwitchLinear, UnsortedExperts
 
 
 @functools.cache
