@@ -159,7 +159,8 @@ def test_the_documentation_lists_every_setting_with_its_default() -> None:
     assert rows.keys() == defaults.keys()
     for name, default in defaults.items():
         if default is not None:
-            assert rows[name] == str(default).removesuffix(".0").replace("False", "false"), name
+            said = str(default).lower() if isinstance(default, bool) else str(default)
+            assert rows[name] == said.removesuffix(".0"), name
 
 
 def test_the_shipped_test_settings_load() -> None:
