@@ -61,6 +61,11 @@ def run_one(name: str, *, is_quick: bool, against: Path) -> dict[str, Any]:
         return found
 
 
+def file_name(*, is_quick: bool) -> str:
+    """Of a result."""
+    return "quick.json" if is_quick else "full.json"
+
+
 def run_all(
     names: Sequence[str], rough: Collection[str], *, is_quick: bool, against: Path
 ) -> dict[str, Any]:
@@ -73,15 +78,18 @@ def run_all(
         against: The earlier result to compare with.
     """
     found: dict[str, Any] = {}
-    started = time.monotonic()
+    result: dict[str, Any] = {}
+    started, file = time.monotonic(), file_name(is_quick=is_quick)
     for place, name in enumerate(names, 1):
         usual = earlier_result(name, against).get("seconds")
         about = f", about {usual:.0f} s" if usual else ""
         spent = (time.monotonic() - started) / 60
         print(f"\n[{place}/{len(names)}] {name}{about} ({spent:.1f} min so far)", flush=True)
         found[name] = run_one(name, is_quick=is_quick or name in rough, against=against)
-    minutes = round((time.monotonic() - started) / 60, 2)
-    return {"environment": environment(), "minutes": minutes, "benchmarks": found}
+        minutes = round((time.monotonic() - started) / 60, 2)
+        result = {"environment": environment(), "minutes": minutes, "benchmarks": found}
+        save(result, OUTPUT / file)  # what was found is kept if the next one is stopped
+    return result
 
 
 def missed(found: Mapping[str, Any]) -> list[str]:
@@ -117,11 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(options.names) - set(SUITE):
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}")
     names = options.names or [name for name in SUITE if SUITE[name] or not options.quick]
-    file = "quick.json" if options.quick else "full.json"
+    file = file_name(is_quick=options.quick)
     rough = () if options.names else ROUGH
     against = options.against or RESULTS / file
     found = run_all(names, rough, is_quick=options.quick, against=against)
-    save(found, OUTPUT / file)
     if options.keep:
         save(found, RESULTS / file)
         if not options.quick:

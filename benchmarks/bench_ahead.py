@@ -188,6 +188,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(report: Report) -> None:
     """Start the server and run what was asked for."""
     options = report.options
+    if report.is_quick:
+        options.lines, options.rounds = min(options.lines, 80), 1
     report.settings.update({name: str(value) for name, value in vars(options).items()})
     with tempfile.TemporaryDirectory() as temporary:
         home, model = Path(temporary) / "home", STARTER_MODEL

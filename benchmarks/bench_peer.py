@@ -175,7 +175,8 @@ class Comparison:
                     where = place + 20_000 + 500 * count
                     rates = [asyncio.run(streams(c, count, num_tokens, where)) for c in clients]
                     self._tell(f"{condition}, {name} stream{'s' * (count > 1)}", rates)
-            for length in (512, 4096) if "prefill" in only else ():
+            lengths = self._report.choose((512,), (512, 4096))
+            for length in lengths if "prefill" in only else ():
                 rates = [asyncio.run(prefill(c, length, place + 30_000 + length)) for c in clients]
                 self._tell(f"{condition}, prefill of {length}", rates)
         if "workflow" in only:
@@ -212,6 +213,8 @@ class Comparison:
 def measure(report: Report) -> None:
     """Under every condition."""
     options = report.options
+    if report.is_quick:
+        options.only, options.conditions = ("one", "eight", "prefill"), CONDITIONS[:1]
     if not peer_path().exists():
         report.note("SKIP: llama.cpp's server is not built; run `make peer`")
         return
