@@ -33,7 +33,7 @@ from semantic.adapters.outbound.blocks.codec import FORMATS, KVCodec
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.chat import JsonValue
-from semantic.domain.events import TextDelta
+from semantic.domain.events import Failed, TextDelta
 from semantic.domain.sampling import StopRules
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import Chunk, KVPayload, SequenceId, Step
@@ -189,13 +189,17 @@ def answers(backend: TorchBackend, directory: Path, bits: int, *, is_restarted: 
         settings: dict[str, object] = {"cache_dir": cache, "kv_bits": bits, "durability": "sync"}
         questions = iter(QUESTIONS)
         while group := list(itertools.islice(questions, 1 if is_restarted else None)):
-            with persistent_engine(backend, directory, settings, EngineLimits()) as made:
+            # All engines have this backend: one that stops must not leave a sequence open there.
+            limits = EngineLimits(max_idle=0)
+            with persistent_engine(backend, directory, settings, limits) as made:
                 for question in group:
                     messages.append({"role": "user", "content": question})
                     tokens = tokenizer.encode(tokenizer.render_chat(messages))
                     made.events.clear()
                     made.engine.submit(replace(made.job(tokens, 32), stop=StopRules()))
                     made.run()
+                    if failed := [e.error for e in made.events if isinstance(e, Failed)]:
+                        raise failed[0]
                     texts = (e.text for e in made.events if isinstance(e, TextDelta))
                     messages.append({"role": "assistant", "content": "".join(texts)})
     return [str(m["content"]) for m in messages if m["role"] == "assistant"]

@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 _RESUMABLE_TURNS = 2  # of each agent, for models that cannot be cut anywhere
 _WARM_SHARE = 0.25
+_SCAN_FILES, _SCAN_PAUSE_S = 16, 0.002  # read at a stretch beside requests, and the rest after it
 _LATE_ROUNDS = 5  # a backup that is so many rounds old is late
 _MAX_TOLD = 3
 
@@ -201,7 +202,7 @@ class Housekeeping:
         self._interval_s, self._backed_up_at = interval_s, self._now()
         first = {"warming up": self.warm_up}
         if not is_index_lost:
-            first["reading the index"] = self.reconcile
+            first["reading the index"] = functools.partial(self.reconcile, _SCAN_PAUSE_S)
         self._thread = threading.Thread(
             target=self._run, args=(interval_s, first), name="semantic-housekeeping", daemon=True
         )
@@ -225,14 +226,18 @@ class Housekeeping:
         parts = [part for parts in found for part in parts or ()]
         self._store.prefetch(parts, int(self._store.usage().total * _WARM_SHARE))
 
-    def reconcile(self) -> None:
-        """Compare the index with the files: a crash may have come between the two."""
+    def reconcile(self, pause_s: float = 0.0) -> None:
+        """Compare the index with the files: a crash may have come between the two.
+
+        Args:
+            pause_s: A rest after every few files; without it, requests wait for the interpreter.
+        """
         if self._files is None or self._disk is None:
             return
         missing = {(n.name, kind): n for n in self._store.nodes() for kind in tuple(n.files)}
         new = []
-        for part in self._files.scan():
-            if self._is_stopping.is_set():
+        for count, part in enumerate(self._files.scan(), 1):
+            if self._is_stopping.wait(0.0 if count % _SCAN_FILES else pause_s):
                 return  # the next start compares them again
             if missing.pop(part.key, None) is None:
                 new.append(part)
