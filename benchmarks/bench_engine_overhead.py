@@ -171,7 +171,7 @@ def starter_steps(directory: Path, num_rows: int, num_pairs: int) -> tuple[float
 
 def measure(report: Report) -> None:
     """Both."""
-    num_steps, num_rounds, num_pairs = report.choose((100, 2, 10), (300, 7, 60))
+    num_steps, num_rounds, num_pairs = report.choose((100, 2, 10), (200, 4, 30))
     for rows in ROW_COUNTS:
         values = [overhead_ms(rows, num_steps) for _ in range(2)]
         report.add(f"engine, {rows} rows", values, "ms", most=0.5 + 0.030 * rows)

@@ -148,7 +148,7 @@ def measure_quantised(report: Report, directory: Path, num_tokens: int) -> None:
 def measure(report: Report) -> None:
     """All of it."""
     directory = starter_directory()
-    num_prefill, rounds, num_tokens = report.choose((512, 1, 64), (PREFILL, 3, 256))
+    num_prefill, rounds, num_tokens = report.choose((256, 1, 64), (PREFILL, 3, 256))
     report.settings.update(
         dtype=str(served_dtype()), threads=torch.get_num_threads(), prefill=num_prefill
     )
