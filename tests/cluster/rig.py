@@ -103,6 +103,7 @@ def environment(home: Path | None = None) -> dict[str, str]:
         "RAY_REDIS_ADDRESS": f"127.0.0.1:{REDIS_PORT}",
         "RAY_external_storage_namespace": "semantic-tests",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # else a busy machine starves them
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
@@ -167,7 +168,7 @@ def running_fleet(directory: Path, num_nodes: int, settings: dict[str, Any]) -> 
         for number in range(2, num_nodes + 2):
             nodes.append(Node(number, directory, 2))
             stack.callback(nodes[-1].kill)
-            nodes[-1].await_up()
+            nodes[-1].await_up()  # two that start at once take the same socket
         command = [sys.executable, "-m", "semantic", "cluster", "--config", str(config)]
         command += ["--port", str(PORT), "--ray-address", f"127.0.0.1:{GCS_PORT}"]
         with log.open("w") as sink:
@@ -212,7 +213,6 @@ class Talker:
             "messages": [{"role": "user", "content": text}],
             "max_tokens": self.max_tokens,
             "stream": True,
-            "overflow": "drop_oldest",
         }
         path = f"{URL}/v1/agents/{self.name}/generate"
         try:
@@ -222,6 +222,7 @@ class Talker:
             ):
                 if reply.status_code != 200:
                     self.failures.append(f"{reply.status_code} {reply.read()[:90]!r}")
+                    assert reply.status_code >= 409, self.failures
                     return False
                 return self._read(reply)
         except httpx.HTTPError as error:
@@ -254,7 +255,9 @@ class Talk:
     def __enter__(self) -> "Talk":
         with httpx.Client(base_url=URL, trust_env=False, timeout=60) as http:
             for talker in self.talkers:
-                http.post("/v1/agents", json={"id": talker.name}).raise_for_status()
+                http.post(
+                    "/v1/agents", json={"id": talker.name, "overflow": "drop_oldest"}
+                ).raise_for_status()
         for thread in self._threads:
             thread.start()
         return self
@@ -284,7 +287,7 @@ class Talk:
         """Every acknowledged turn is there once, in order, whichever replica is asked."""
         with httpx.Client(base_url=URL, trust_env=False, timeout=60) as http:
             for talker in self.talkers:
-                found = http.get(f"/v1/agents/{talker.name}/turns?limit=1000").json()["data"]
+                found = http.get(f"/v1/agents/{talker.name}/turns?limit=100").json()["data"]
                 ids = [turn["id"] for turn in reversed(found)]
                 assert len(ids) == len(set(ids))
                 assert [one for one in ids if one in talker.acknowledged] == talker.acknowledged
@@ -296,5 +299,5 @@ class Talk:
 
 
 def _heads(http: httpx.Client) -> dict[str, str]:
-    listed = http.get("/v1/agents?limit=1000").json()["data"]
+    listed = http.get("/v1/agents?limit=100").json()["data"]
     return {agent["id"]: agent["head"] for agent in listed}

@@ -32,12 +32,12 @@ def fleet(postgres_server: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
         "backend": "fake",
         "lease_s": 2.0,
         "replicas": 3,
-        "max_replicas": 5,
+        "max_replicas": 4,
         "max_batch_size": 6,
         "upscale_delay_s": 2,
         "downscale_delay_s": 8,
     }
-    with running_fleet(directory, 3, settings) as made:
+    with running_fleet(directory, 2, settings) as made:
         made.await_replicas(3)
         yield made
 
@@ -48,11 +48,11 @@ def tell(what: str, talk: Talk, began: float) -> None:
 
 def test_a_replica_is_killed_in_its_streams(fleet: Fleet) -> None:
     began = time.monotonic()
-    with Talk("one", 9) as talk:
-        talk.await_turns(18)
+    with Talk("one", 6, max_tokens=400) as talk:
+        talk.await_turns(12)
         victim = fleet.replicas()[0]
         os.kill(victim, signal.SIGKILL)
-        talk.await_turns(27)
+        talk.await_turns(18)
     tell("a replica was killed", talk, began)
     talk.check()
     broken = [one for one in talk.talkers if one.failures]
@@ -64,12 +64,14 @@ def test_a_replica_is_killed_in_its_streams(fleet: Fleet) -> None:
 
 def test_its_node_is_killed(fleet: Fleet) -> None:
     began = time.monotonic()
-    with Talk("node", 9) as talk:
+    with Talk("node", 6) as talk:
+        talk.await_turns(12)
+        node = fleet.node_of(fleet.replicas()[-1])
+        node.kill()
         talk.await_turns(18)
-        fleet.node_of(fleet.replicas()[-1]).kill()
-        talk.await_turns(27)
     tell("a node was killed", talk, began)
     talk.check()
+    node.start_again()
     fleet.await_replicas(3, 240)
 
 
@@ -90,7 +92,7 @@ def test_the_head_is_killed_and_comes_back(fleet: Fleet) -> None:
 def test_replicas_come_and_go_with_the_load(fleet: Fleet) -> None:
     began = time.monotonic()
     fleet.await_replicas(3)
-    with Talk("load", 30) as talk:
+    with Talk("load", 24) as talk:
         assert eventually(lambda: len(fleet.replicas()) > 3, 150), talk.told()
         talk.await_turns(30)
         most = len(fleet.replicas())
