@@ -63,4 +63,5 @@ def test_a_client_answers_and_its_configuration_stays(
 
 def replies(server: ServerProcess) -> int:
     """How many replies the server has written."""
-    return int(httpx.get(f"{server.url}/v1/cache", trust_env=False).json()["replies"])
+    told = httpx.get(f"{server.url}/v1/cache", trust_env=False, timeout=300)
+    return int(told.json()["replies"])
