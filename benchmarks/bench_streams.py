@@ -111,7 +111,9 @@ def prompt_round(
             if isinstance(event, Finished):
                 finished[name] = time.perf_counter()
 
-    engine = make_engine(made, HFTokenizer(directory), emit=keep)
+    # Without guesses: with them several tokens come at once, and gaps are no steps.
+    limits = EngineLimits(draft_tokens=0)
+    engine = make_engine(made, HFTokenizer(directory), limits, emit=keep)
     if has_stream:
         engine.submit(make_job("stream", prompt_tokens(directory, 64)[::-1], 2000))
         for _ in range(30):

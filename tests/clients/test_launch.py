@@ -27,6 +27,9 @@ WAYS = {
 }
 
 
+# What they would write into an empty configuration themselves.
+OWN = {"continue": "name: mine\nversion: 0.0.1\nschema: v1\n", "qwen": '{\n  "$version": 4\n}'}
+
 # Its prompt alone is longer than the starter model's context: the fake model has more.
 LONG_PROMPTS = {"qwen"}
 
@@ -48,7 +51,7 @@ def test_a_client_answers_and_its_configuration_stays(
     arguments, name = WAYS[client]
     own = tmp_path / name
     own.parent.mkdir(parents=True, exist_ok=True)
-    own.write_text("name: mine\nversion: 0.0.1\nschema: v1\n" if client == "continue" else "{}")
+    own.write_text(OWN.get(client, "{}"))
     before = own.read_bytes()
     places = (clients / "node_modules" / ".bin", clients / "aider" / "bin", os.environ["PATH"])
     environment = {"PATH": os.pathsep.join(map(str, places))}

@@ -230,6 +230,7 @@ def run_cluster(settings: Settings) -> int:
     """
     _checked(settings)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15 a busy machine starves them
     try:
         import ray
         from ray import serve

@@ -69,18 +69,17 @@ class Conversation:
 
 
 class TenantMemory:
-    """The conversations of one tenant with one model."""
+    """The conversations of one tenant with one model.
+
+    Attributes:
+        nbytes: What it takes, tables included.
+    """
 
     def __init__(self) -> None:
+        self.nbytes = len(_GRAMS) * _SLOTS * _LINK_BYTES
         self._heads = tuple(array("q", [_NOWHERE]) * _SLOTS for _ in _GRAMS)
         self._conversations: OrderedDict[int, Conversation] = OrderedDict()
         self._numbers = itertools.count()
-
-    @property
-    def nbytes(self) -> int:
-        """What it takes, tables included."""
-        tables = len(_GRAMS) * _SLOTS * _LINK_BYTES
-        return tables + sum(known.nbytes for known in self._conversations.values())
 
     @property
     def num_conversations(self) -> int:
@@ -95,12 +94,15 @@ class TenantMemory:
             best = max(best, common_prefix(known.tokens, whole))
         made.tokens, made.first = whole[:best], best
         self._conversations[made.number] = made
+        self.nbytes += made.nbytes
         return made
 
     def extend(self, conversation: Conversation, tokens: Sequence[int]) -> None:
         """Add tokens to a conversation's end; mutates it."""
         ids, start = conversation.tokens, len(conversation.tokens)
         ids.extend(tokens)
+        if conversation.number in self._conversations:  # else it was forgotten while it went on
+            self.nbytes += len(tokens) * (_ID_BYTES + len(_GRAMS) * _LINK_BYTES)
         base = conversation.number << _PLACE_BITS
         for size, heads, links in zip(_GRAMS, self._heads, conversation.links, strict=True):
             for place in range(start, len(ids)):
@@ -115,7 +117,7 @@ class TenantMemory:
         """Drop the conversation that began first, but not `kept`; False if there is none."""
         for number, known in self._conversations.items():
             if known is not kept:
-                del self._conversations[number]
+                self.nbytes -= self._conversations.pop(number).nbytes
                 return True
         return False
 

@@ -306,10 +306,26 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
         said = tenant.begin("a", ())
         tenant.extend(said, [number * 1000 + i for i in range(1000)])
         memory.shrink(tenant, said)
-    assert memory.nbytes <= 2**21
+    assert 2**20 < memory.nbytes <= 2**21
     own = tenant.begin("b", ())
     assert tenant.find([63 * 1000 + i for i in range(5, 9)], own)
     assert tenant.find(list(range(5, 9)), own) is None
+
+
+def test_what_a_memory_takes_is_what_its_conversations_take() -> None:
+    memory = TenantMemory()
+    empty = memory.nbytes
+    forgotten, kept = memory.begin("a", ()), memory.begin("b", ())
+    memory.extend(forgotten, [1, 2, 3])
+    memory.extend(kept, [4, 5, 6, 7])
+    like = memory.begin("c", [4, 5, 9])
+    assert memory.nbytes == empty + forgotten.nbytes + kept.nbytes + like.nbytes
+    assert memory.forget_oldest()
+    memory.extend(forgotten, [8, 9])  # its reply goes on
+    assert memory.nbytes == empty + kept.nbytes + like.nbytes
+    assert memory.forget_oldest()
+    assert memory.forget_oldest()
+    assert (memory.nbytes, memory.forget_oldest()) == (empty, False)
 
 
 def test_what_waits_to_be_remembered_is_bounded() -> None:
