@@ -47,7 +47,8 @@ class Target:
         url = httpx.URL(self.running.url)
         with socket.create_connection((url.host, url.port or 0), timeout=20) as opened:
             opened.sendall(content)
-            opened.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # it may have been refused and closed meanwhile
+                opened.shutdown(socket.SHUT_WR)
             answer = b""
             with contextlib.suppress(ConnectionResetError):
                 while piece := opened.recv(65536):
