@@ -165,7 +165,12 @@ JSON_COMMANDS = {
     "keys list": ("--home", "home"),
     "keys revoke": ("--home", "home"),
 }
-WITHOUT_DATA = {"serve", "shard", "cluster", "launch"}  # a server's log, and another program's screen
+WITHOUT_DATA = {
+    "serve",
+    "shard",
+    "cluster",
+    "launch",
+}  # a server's log, and another program's screen
 
 
 def test_every_command_that_prints_data_prints_json(run: Run, tmp_path: Path) -> None:
