@@ -28,15 +28,20 @@ WAYS = {
 
 
 # What they would write into an empty configuration themselves.
-OWN = {"continue": "name: mine\nversion: 0.0.1\nschema: v1\n", "qwen": '{\n  "$version": 4\n}'}
+OWN = {
+    "continue": "name: mine\nversion: 0.0.1\nschema: v1\n",
+    "opencode": '{\n  "$schema": "https://opencode.ai/config.json"\n}',
+    "qwen": '{\n  "$version": 4\n}',
+}
 
-# Its prompt alone is longer than the starter model's context: the fake model has more.
-LONG_PROMPTS = {"qwen"}
+# One's prompt alone is longer than the starter model's context, the other takes its rambling for
+# work to go on with: the fake model has more room, and comes to an end.
+WITH_FAKE = {"qwen", "opencode"}
 
 
 @pytest.fixture(scope="module")
-def roomy_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    place = tmp_path_factory.mktemp("roomy")
+def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    place = tmp_path_factory.mktemp("fake")
     with serve(place / "home", place / "log", "--backend", "fake") as running:
         running.await_ready()
         yield running
@@ -46,7 +51,7 @@ def roomy_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPro
 def test_a_client_answers_and_its_configuration_stays(
     client: str, clients: Path, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    name = "roomy_server" if client in LONG_PROMPTS else "server"
+    name = "fake_server" if client in WITH_FAKE else "server"
     server: ServerProcess = request.getfixturevalue(name)
     arguments, name = WAYS[client]
     own = tmp_path / name
