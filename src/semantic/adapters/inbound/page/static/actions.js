@@ -36,7 +36,7 @@ export const fork = (id, { ids, turn_id = null, n } = {}) =>
 
 export const rewind = (id, turnId) =>
   attempt(async () => {
-    const before = (known.agents.get(id) ?? (await get(at(id)))).head;
+    const { head: before } = await get(at(id)); // what is known here may be a turn behind
     const agent = await send("POST", at(id, "/rewind"), { turn_id: turnId });
     putAgent({ ...known.agents.get(id), ...agent, history: [] });
     refreshAgent(id);
