@@ -39,7 +39,8 @@ def plain_pages(num_bytes: int) -> memoryview:
     size = huge if is_huge else num_bytes
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
     if is_huge:
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)[:num_bytes]
 
 
@@ -50,8 +51,7 @@ def share_arenas() -> None:
     going back to the system. Whoever sets MALLOC_ARENA_MAX decides otherwise.
     """
     if "MALLOC_ARENA_MAX" not in os.environ:
-        with contextlib.suppress(OSError, AttributeError):  # only glibc has it
-            ctypes.CDLL("libc.so.6").mallopt(_M_ARENA_MAX, _NUM_ARENAS)
+        _tell_malloc("mallopt", _M_ARENA_MAX, _NUM_ARENAS)
 
 
 def trim() -> None:
@@ -59,11 +59,15 @@ def trim() -> None:
 
     What is kept for long lies between what came and went, so the library cannot do it by itself.
     """
-    with contextlib.suppress(OSError, AttributeError):  # only glibc has it
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    _tell_malloc("malloc_trim", 0)
 
 
 def collect_and_trim() -> None:
     """Give back all that a model has left, circles of references too."""
     gc.collect()
     trim()
+
+
+def _tell_malloc(function: str, *arguments: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has it
+        getattr(ctypes.CDLL("libc.so.6"), function)(*arguments)

@@ -5,9 +5,7 @@ all chunks of a step are packed into one row without padding, and the function a
 sequence's keys and values to that sequence's buffers and attends within it alone.
 """
 
-import contextlib
 import math
-import mmap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,7 +53,7 @@ _PURGE_S, _PURGE_BYTES = 0.15, 32 * 2**20
 _MAX_DRAFT = 16
 _COLLECTED_AFTER, _COLLECTED_BYTES = 12_000, 4096
 _GROWTH = 256  # tokens by which a sequence's buffers grow
-_HUGE_PAGE = 2**21
+_LARGE_BYTES = 2 * 2**20  # a buffer that is worth pages of its own
 _MOST_OFF = 2e-3  # between two ways to compute the same, relative to it
 
 _log = structlog.get_logger()
@@ -352,12 +350,9 @@ def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     Page by page, a host takes longer to hand out memory than to copy a restored sequence into it.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if device.type != "cpu" or num_bytes < _LARGE_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return torch.frombuffer(host_memory.plain_pages(num_bytes), dtype=dtype).view(shape)
 
 
 def _bits(tensor: torch.Tensor) -> Bits:
