@@ -1,6 +1,7 @@
 """What all tests share: the starter model, imported once, and Hypothesis profiles."""
 
 import fcntl
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,6 +19,12 @@ if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
 settings.register_profile("default", deadline=None)
 settings.register_profile("nightly", deadline=None, max_examples=1000)
 settings.load_profile("default")
+
+
+def pytest_collection_finish() -> None:
+    """Let no later collection of garbage go through the modules and all the tests once more."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

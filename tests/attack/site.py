@@ -17,7 +17,7 @@ import httpx
 
 from tests.chaos import talk
 from tests.chaos.talk import Message, ask
-from tests.smoke.server_process import ServerProcess, serve
+from tests.smoke.server_process import ServerProcess, serve, serve_forked
 
 MODEL = "fake"
 MAX_TOKENS = 12
@@ -77,6 +77,8 @@ class Server:
         log = self.work / f"server-{self._num_starts}.log"
         self.process = self._running.enter_context(
             serve(self.home, log, *self._options, max_files=self._max_files)
+            if self._max_files
+            else serve_forked(self.home, log, *self._options)
         )
         self.process.await_ready()
         self.http = self._running.enter_context(client(self.process.url))

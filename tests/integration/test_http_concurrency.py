@@ -14,7 +14,7 @@ from tests.http_server import RunningServer, make_settings, run_server
 pytestmark = pytest.mark.integration
 
 NUM_STREAMS = 200
-NUM_TOKENS = 20
+NUM_TOKENS = 8
 
 
 def body(index: int, *, stream: bool) -> dict[str, Any]:
