@@ -469,7 +469,7 @@ scenarios = st.builds(
 )
 
 
-@settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(scenario=scenarios)
 def test_whatever_the_room_and_the_order_it_is_right_and_within_the_budget(
     scenario: Scenario,

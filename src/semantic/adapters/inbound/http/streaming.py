@@ -64,7 +64,7 @@ class ReplySet:
 
     def __init__(self, replies: Sequence[Reply], heartbeat_s: float | None = None) -> None:
         self._replies = tuple(replies)
-        self._heartbeat_s = HEARTBEAT_S if heartbeat_s is None else heartbeat_s
+        self.heartbeat_s = HEARTBEAT_S if heartbeat_s is None else heartbeat_s
 
     def __len__(self) -> int:
         return len(self._replies)
@@ -117,7 +117,7 @@ class ReplySet:
         streams = [aiter(reply) for reply in self._replies]
         pending = {_next_of(stream): index for index, stream in enumerate(streams)}
         now = asyncio.get_running_loop().time
-        due = now() + self._heartbeat_s
+        due = now() + self.heartbeat_s
         try:
             while pending:
                 done, _ = await asyncio.wait(
@@ -130,10 +130,10 @@ class ReplySet:
                         continue
                     pending[_next_of(streams[index])] = index
                     if not isinstance(event, PrefillProgress | ModelProgress):
-                        due = now() + self._heartbeat_s
+                        due = now() + self.heartbeat_s
                     yield index, event
                 if pending and now() >= due:
-                    due = now() + self._heartbeat_s
+                    due = now() + self.heartbeat_s
                     yield Heartbeat()
         finally:
             for task in pending:

@@ -48,7 +48,7 @@ class ResponseRun:
 
     async def frames(self) -> AsyncIterator[str]:
         """Write it as server-sent events; it goes on and ends however slowly they are read."""
-        log = FrameLog()
+        log = FrameLog(self._replies.heartbeat_s)
         self._book.keep_running(self, log)
         async for frame in log.read():
             yield frame
