@@ -153,10 +153,16 @@ docs: $(VENV)/.dev ## serve the documentation on 127.0.0.1:8001
 docs-check: $(VENV)/.dev ## build the documentation into site/; broken links are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 
+# Tracing takes as long as the tests themselves. These run servers of their own, or search by chance,
+# and what they reach is reached by others: they run without it.
+UNTRACED = tests/smoke tests/e2e tests/attack tests/page tests/cluster tests/clients $(shell find tests -name '*_machine.py')
+SHARED := --numprocesses=$(JOBS) --dist=worksteal
+
 .PHONY: check
 check: lint typecheck docs-check ## everything CI runs: format, lint, types, docs, tests, coverage
 	@rm -f .coverage .coverage.*
-	@$(BIN)/coverage run -m pytest --numprocesses=$(JOBS) --dist=worksteal $(ARGS)
+	@$(BIN)/coverage run -m pytest $(SHARED) $(foreach path,$(UNTRACED),--ignore=$(path)) $(ARGS)
+	@$(PYTEST) $(SHARED) $(UNTRACED) $(ARGS)
 	@$(BIN)/coverage combine -q
 	@$(BIN)/coverage report --include='*/semantic/domain/*' --fail-under=95
 	@$(BIN)/coverage report --include='*/semantic/application/*' --fail-under=85

@@ -39,7 +39,7 @@ def talk(url: str, questions: list[str]) -> list[Turn]:
         for question in questions:
             messages.append({"role": "user", "content": question})
             reply = client.chat.completions.create(
-                model="smollm2-135m-instruct", messages=messages, temperature=0, max_tokens=12
+                model="tiny-starter", messages=messages, temperature=0, max_tokens=12
             )
             text = reply.choices[0].message.content or ""
             messages.append({"role": "assistant", "content": text})
@@ -50,15 +50,15 @@ def talk(url: str, questions: list[str]) -> list[Turn]:
     return turns
 
 
-def test_agents_side_by_side_equal_agents_alone(starter_home: Path, tmp_path: Path) -> None:
+def test_agents_side_by_side_equal_agents_alone(tiny_starter_dir: Path, tmp_path: Path) -> None:
     # Only float32 promises the same tokens in every batch. Neither server finds the other's state.
-    options = ("--dtype", "float32", "--durability", "none")
-    with serve(starter_home, tmp_path / "together", *options) as server:
+    options = ("--model", str(tiny_starter_dir), "--dtype", "float32", "--durability", "none")
+    with serve(tmp_path, tmp_path / "together", *options) as server:
         server.await_ready()
         with ThreadPoolExecutor(len(QUESTIONS)) as pool:
             together = list(pool.map(lambda asked: talk(server.url, asked), QUESTIONS.values()))
         assert server.stop() == 0
-    with serve(starter_home, tmp_path / "alone", *options) as server:
+    with serve(tmp_path, tmp_path / "alone", *options) as server:
         server.await_ready()
         for asked, conversation in zip(QUESTIONS.values(), together, strict=True):
             alone = talk(server.url, asked)
