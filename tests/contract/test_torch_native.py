@@ -1,20 +1,31 @@
 """Decode steps in C: the same numbers as the model's own code, or not used."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import structlog
 import torch
-from transformers import GraniteConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from semantic.adapters.outbound.backends.torch.attention import Span, TorchSequence
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
-from semantic.adapters.outbound.backends.torch.grouped import GroupedLinear, GroupedWeight
-from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.adapters.outbound.backends.torch.grouped import (
+    GroupedLinear,
+    GroupedWeight,
+    read_tensors,
+)
+from semantic.adapters.outbound.backends.torch.loading import TorchOptions, load_model, make_plan
 from semantic.adapters.outbound.backends.torch.native import Library, NativeBuild
+from semantic.adapters.outbound.backends.torch.plain import PlainModel, read_plain
 from semantic.domain.spec import ModelCacheSpec
+from semantic.ports.backend import Chunk, SequenceId
 from tests.contract.driver import advance, begin, finish, prompt, save
 from tests.contract.models import FAMILIES, SIZES, TinyModel, write_weights
 from tests.contract.test_torch_grouped import WIDE, write_grouped
@@ -128,6 +139,102 @@ def test_a_model_that_computes_otherwise_is_run_by_its_own_code(
     expected = TorchBackend(tmp_path, spec_of(tmp_path), TorchOptions("float32"))
     replies = [begin(b, 0, prompt(30)).finish(6) for b in (backend, expected)]
     assert replies[0] == replies[1]
+
+
+# -- without the library --------------------------------------------------------------------------
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e4, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**WIDE, attention_bias=True, rope_parameters=LLAMA3),
+        Qwen2Config(**WIDE, tie_word_embeddings=True),
+        Qwen3Config(**WIDE),
+        MistralConfig(**WIDE, sliding_window=16),
+    ],
+    ids=["llama3", "qwen2", "qwen3", "mistral"],
+)
+def test_models_built_from_their_files_are_those_of_the_library(
+    native: NativeBuild, config: object, tmp_path: Path
+) -> None:
+    """Logits of a whole prompt, by either code."""
+    write_weights(tmp_path, config)
+    spec, models = spec_of(tmp_path), []
+    plan = make_plan(tmp_path, TorchOptions("float32", native=native))
+    for library in (plan.library, None):
+        model, _ = load_model(tmp_path, spec, replace(plan, library=library))
+        models.append(model)
+    assert [isinstance(model, PlainModel) for model in models] == [True, False]
+    tokens = tuple(prompt(50))
+    found, expected = (_logits(model, spec, tokens) for model in models)
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+
+
+def _logits(model: Any, spec: ModelCacheSpec, tokens: tuple[int, ...]) -> torch.Tensor:
+    """Of all tokens of a prompt, by the model's own code."""
+    layer, sequence = spec.layers[0], TorchSequence(list(tokens))
+    size = (spec.num_layers, layer.num_kv_heads, len(tokens), layer.key_dim)
+    sequence.keys, sequence.values = torch.empty(size), torch.empty(size)
+    span = Span(Chunk(SequenceId(0), 0, tokens), sequence, tokens, 0)
+    span.make_views()
+    places = torch.arange(len(tokens))
+    inputs = {"input_ids": torch.tensor([tokens]), "position_ids": places[None], "spans": [span]}
+    with torch.inference_mode():
+        logits: torch.Tensor = model(**inputs, use_cache=False, logits_to_keep=places).logits
+    return logits
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        {"hidden_act": "gelu"},
+        {"rms_norm_eps": None},
+        {"model_type": "granite"},
+        {"tie_word_embeddings": True},  # though the file has a head
+    ],
+    ids=["rope", "activation", "missing", "family", "head"],
+)
+def test_what_is_not_known_by_heart_is_the_librarys_to_read(
+    change: dict[str, object], tiny_model: Callable[[str], TinyModel]
+) -> None:
+    model = tiny_model("llama")
+    config = json.loads((model.directory / "config.json").read_text())
+    tensors = dict(read_tensors(model.directory))
+    for given, is_read in ((config, True), ({**config, **change}, False)):
+        plain = read_plain(given, model.spec, tensors, torch.float32, is_kept=False)
+        assert (plain is not None) == is_read
+
+
+@pytest.mark.usefixtures("library")
+def test_a_plain_model_is_loaded_without_the_librarys_code(
+    native: NativeBuild, tiny_model: Callable[[str], TinyModel]
+) -> None:
+    """It takes longer to import than all else takes together."""
+    code = """
+import json, sys
+from pathlib import Path
+from semantic.adapters.outbound.backends.torch.backend import TorchBackend
+from semantic.adapters.outbound.backends.torch.loading import TorchOptions
+from semantic.adapters.outbound.backends.torch.native import NativeBuild
+from semantic.domain.spec import ModelCacheSpec
+
+directory = Path(sys.argv[1])
+spec = ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
+options = TorchOptions("float32", native=NativeBuild(Path(sys.argv[2])))
+assert TorchBackend(directory, spec, options)._decoder is not None
+print([name for name in ("transformers", "sympy", "torch._dynamo") if name in sys.modules])
+"""
+    places = [str(tiny_model("llama").directory), str(native.directory)]
+    command = [sys.executable, "-c", code, *places]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 - ours
+    assert done.stdout.strip() == "[]"
 
 
 # -- building -------------------------------------------------------------------------------------

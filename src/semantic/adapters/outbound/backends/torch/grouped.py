@@ -23,13 +23,12 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.initialization import no_init_weights
 
 from semantic.adapters.outbound.backends.torch.native import Library, Matrix
 from semantic.domain.errors import InvalidRequestError
 
 _Replaceable = nn.Linear | nn.Embedding
+_Tensors = dict[str, torch.Tensor]
 
 _BITS = (4, 8)
 _GROUP = 32  # of what is quantised here; the kernels' groups are multiples of it
@@ -158,10 +157,12 @@ class GroupedLinear(nn.Module):
 class GroupedEmbedding(nn.Module):
     """An embedding that expands the rows it is asked for."""
 
-    def __init__(self, weight: GroupedWeight, original: nn.Embedding) -> None:
+    def __init__(
+        self, weight: GroupedWeight, dtype: torch.dtype, scale: torch.Tensor | None = None
+    ) -> None:
         super().__init__()
-        self.grouped, self.dtype = weight, original.weight.dtype
-        self.scale = getattr(original, "embed_scale", None)  # Gemma multiplies its rows
+        self.grouped, self.dtype = weight, dtype
+        self.scale = scale  # Gemma multiplies its rows
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Look up."""
@@ -355,7 +356,7 @@ def is_grouped(config: Mapping[str, Any]) -> bool:
 def quantise_linears(model: nn.Module, bits: int) -> None:
     """Put grouped linears in place of a model's own where their rows are made of whole groups."""
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and module.in_features % _GROUP == 0:
+        if isinstance(module, nn.Linear) and module.in_features % _GROUP == 0:
             weight = GroupedWeight.quantised(module.weight, bits)
             model.set_submodule(name, GroupedLinear(weight, module.bias))
 
@@ -366,17 +367,13 @@ def load_grouped(directory: Path, dtype: torch.dtype, attention: str, *, is_kept
     Raises:
         InvalidRequestError: they are not of 4 or 8 bits, or do not fit the model.
     """
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # mlx-lm's, which transformers does not know
-    with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    tensors = dict(_tensors(directory))
+    model = empty_model(directory, dtype, attention)
+    tensors = dict(read_tensors(directory))
     for name, module in list(model.named_modules()):
         if f"{name}.gate_proj.weight" in tensors and hasattr(module, "gate_up_proj"):
             _load_experts(model, name, tensors, is_kept=is_kept)
         elif f"{name}.scales" in tensors:
-            [weight] = _take(tensors, name, module.weight.shape[1])
+            [weight] = take_weights(tensors, name, module.weight.shape[1])
             if is_kept and isinstance(module, _Replaceable):
                 model.set_submodule(name, _kept(weight, module, tensors.pop(f"{name}.bias", None)))
             else:
@@ -387,8 +384,20 @@ def load_grouped(directory: Path, dtype: torch.dtype, attention: str, *, is_kept
     return model
 
 
-def _take(tensors: dict[str, torch.Tensor], name: str, num_columns: int) -> list[GroupedWeight]:
-    """A linear's weight, or one for each expert."""
+def empty_model(directory: Path, dtype: torch.dtype, attention: str) -> Any:
+    """The library's model, whose weights are not written to yet and take no room."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # mlx-lm's, which transformers does not know
+    with no_init_weights():
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+
+
+def take_weights(tensors: _Tensors, name: str, num_columns: int) -> list[GroupedWeight]:
+    """Take a linear's weight, or one for each expert, or refuse it."""
     packed, scales = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.scales")
     biases = tensors.pop(f"{name}.biases", None)
     bits, group = packed.shape[-1] * 32 // num_columns, num_columns // scales.shape[-1]
@@ -408,9 +417,7 @@ def _take(tensors: dict[str, torch.Tensor], name: str, num_columns: int) -> list
     ]
 
 
-def _load_experts(
-    model: nn.Module, name: str, tensors: dict[str, torch.Tensor], *, is_kept: bool
-) -> None:
+def _load_experts(model: nn.Module, name: str, tensors: _Tensors, *, is_kept: bool) -> None:
     """Load experts as mlx-lm writes them: gate and up apart, and a row for each output."""
     module: Any = model.get_submodule(name)
     sizes = {"gate": module.hidden_size, "up": module.hidden_size, "down": module.intermediate_size}
@@ -438,10 +445,10 @@ def _load_experts(
     tensors |= {f"{name}.{part}": getattr(module, part) for part in loaded}
 
 
-def _experts(tensors: dict[str, torch.Tensor], name: str, num_columns: int) -> Sequence[Any]:
+def _experts(tensors: _Tensors, name: str, num_columns: int) -> Sequence[Any]:
     """Each expert's matrix, in groups or in full."""
     if f"{name}.scales" in tensors:
-        return _take(tensors, name, num_columns)
+        return take_weights(tensors, name, num_columns)
     return list(tensors.pop(f"{name}.weight"))
 
 
@@ -451,7 +458,8 @@ def _expanded(matrix: GroupedWeight | torch.Tensor) -> torch.Tensor:
 
 def _kept(weight: GroupedWeight, module: _Replaceable, bias: torch.Tensor | None) -> nn.Module:
     if isinstance(module, nn.Embedding):
-        return GroupedEmbedding(weight, module)
+        scale = getattr(module, "embed_scale", None)
+        return GroupedEmbedding(weight, module.weight.dtype, scale)
     return GroupedLinear(weight, None if bias is None else bias.to(module.weight.dtype))
 
 
@@ -483,7 +491,8 @@ def load_rest(
         )
 
 
-def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a model's files, which are read when they are looked at."""
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # it is no mapping

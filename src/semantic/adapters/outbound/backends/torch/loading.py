@@ -18,8 +18,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from semantic.adapters.outbound.backends.torch import cpu
 from semantic.adapters.outbound.backends.torch.attention import ATTENTION_NAME, packed_attention
@@ -30,8 +28,10 @@ from semantic.adapters.outbound.backends.torch.grouped import (
     is_grouped,
     load_grouped,
     quantise_linears,
+    read_tensors,
 )
 from semantic.adapters.outbound.backends.torch.native import Library, NativeBuild
+from semantic.adapters.outbound.backends.torch.plain import read_plain
 from semantic.adapters.outbound.backends.torch.shares import Share, load_share
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import Compute, LayerKind, ModelCacheSpec
@@ -228,6 +228,27 @@ def load_model(directory: Path, spec: ModelCacheSpec, plan: Plan) -> tuple[Any, 
             "use --backend mlx.",
             param="model",
         )
+    model = _read_plain(directory, spec, plan) or _read_by_library(directory, plan)
+    if reason := _why_not(model):
+        raise refusal(spec, reason)
+    model.to(plan.device).eval()
+    decoder = _prepare_for_cpu(model, spec, plan) if plan.device.type == "cpu" else None
+    shorten_calls(model)
+    return model, decoder
+
+
+def _read_plain(directory: Path, spec: ModelCacheSpec, plan: Plan) -> Any:
+    """The model without the library's code, where decode steps in C are likely to run it."""
+    if plan.library is None:
+        return None
+    tensors = dict(read_tensors(directory))
+    return read_plain(_config(directory), spec, tensors, plan.dtype, is_kept=plan.is_kept)
+
+
+def _read_by_library(directory: Path, plan: Plan) -> Any:
+    from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
     model_type = _config(directory).get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise InvalidRequestError(
@@ -239,16 +260,6 @@ def load_model(directory: Path, spec: ModelCacheSpec, plan: Plan) -> tuple[Any, 
     if not sys.stderr.isatty():
         disable_progress_bar()
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    model = _read_model(directory, plan)
-    if reason := _why_not(model):
-        raise refusal(spec, reason)
-    model.to(plan.device).eval()
-    decoder = _prepare_for_cpu(model, spec, plan) if plan.device.type == "cpu" else None
-    shorten_calls(model)
-    return model, decoder
-
-
-def _read_model(directory: Path, plan: Plan) -> Any:
     if plan.share is not None:
         return load_share(directory, plan.dtype, ATTENTION_NAME, plan.share)
     if _is_grouped(directory):

@@ -14,10 +14,8 @@ import torch
 from safetensors import safe_open
 from torch import distributed, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.initialization import no_init_weights
 
-from semantic.adapters.outbound.backends.torch.grouped import load_rest
+from semantic.adapters.outbound.backends.torch.grouped import empty_model, load_rest
 from semantic.domain.errors import InvalidRequestError
 
 _BY_ROWS, _BY_COLUMNS = "colwise", "rowwise"  # of the stored weight, which is transposed
@@ -61,11 +59,7 @@ def load_share(directory: Path, dtype: torch.dtype, attention: str, share: Share
     Raises:
         InvalidRequestError: the library does not say how to divide it, or its weights do not fit.
     """
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    with no_init_weights():  # memory that is not written to takes no room
-        model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention
-        )
+    model = empty_model(directory, dtype, attention)
     styles = _styles(model)
     slices: dict[str, tuple[slice, ...]] = {}
     for name, module in model.named_modules():

@@ -1,0 +1,307 @@
+"""Llama-like models, built from their files alone.
+
+To import the library's modelling code takes three seconds, most of a start. Of the families that
+decode steps in C are for, all that it says is here: what their parts are called in files, and what
+is done with them. Files that say anything else, or leave anything out, are the library's to read.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from semantic.adapters.outbound.backends.torch.attention import Span, packed_attention
+from semantic.adapters.outbound.backends.torch.grouped import (
+    GroupedEmbedding,
+    GroupedLinear,
+    take_weights,
+)
+from semantic.domain.spec import ModelCacheSpec
+
+_FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
+_HEAD_NORMS = {"qwen3"}
+_NEEDED = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
+_NEEDED |= {"rms_norm_eps", "tie_word_embeddings"}
+_ROPE = {"default", "llama3"}
+
+
+def read_plain(
+    config: Mapping[str, Any],
+    spec: ModelCacheSpec,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    is_kept: bool,
+) -> "PlainModel | None":
+    """Build a model; None if its files are not those of a family that is known here.
+
+    Args:
+        config: As the file has it.
+        spec: What windows its layers have.
+        tensors: Of all files, by name.
+        dtype: Of what is not in groups.
+        is_kept: What is in groups stays so.
+
+    Raises:
+        InvalidRequestError: weights are quantised in a way that is not read here.
+    """
+    rope = _rope(config)
+    is_known = config.get("model_type") in _FAMILIES and config.get("hidden_act") == "silu"
+    if not is_known or rope is None or any(config.get(name) is None for name in _NEEDED):
+        return None
+    parts = _Parts(tensors, dtype, is_kept=is_kept)
+    try:
+        model = PlainModel(config, spec, rope, parts)
+    except KeyError:
+        return None
+    return None if parts.left else model
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The parameters of rotary positions; None if they are of a kind that is not known here."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = {"rope_theta": config.get("rope_theta"), "partial_rotary_factor": 1.0, **given}
+    rope["rope_type"] = given.get("rope_type", given.get("type", "default"))
+    is_whole = rope["partial_rotary_factor"] == 1 == config.get("partial_rotary_factor", 1)
+    is_known = rope["rope_type"] in _ROPE and rope["rope_theta"] is not None
+    return rope if is_whole and is_known else None
+
+
+class _Parts:
+    """The tensors of files, taken one by one as modules.
+
+    Attributes:
+        left: Those that nobody took.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, *, is_kept: bool
+    ) -> None:
+        self.left, self._dtype, self._is_kept = dict(tensors), dtype, is_kept
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.left
+
+    def linear(self, name: str, num_columns: int) -> nn.Linear | GroupedLinear:
+        bias = self._take(f"{name}.bias") if f"{name}.bias" in self.left else None
+        if f"{name}.scales" not in self.left:
+            return _Linear(self._take(f"{name}.weight"), bias)
+        [weight] = take_weights(self.left, name, num_columns)
+        if self._is_kept:
+            return GroupedLinear(weight, bias)
+        return _Linear(weight.expanded().to(self._dtype), bias)
+
+    def embedding(self, name: str, num_columns: int) -> nn.Embedding | GroupedEmbedding:
+        if f"{name}.scales" not in self.left:
+            return _embedding(self._take(f"{name}.weight"))
+        [weight] = take_weights(self.left, name, num_columns)
+        if self._is_kept:
+            return GroupedEmbedding(weight, self._dtype)
+        return _embedding(weight.expanded().to(self._dtype))
+
+    def norm(self, name: str, eps: float) -> "PlainRMSNorm":
+        return PlainRMSNorm(self._take(f"{name}.weight"), eps)
+
+    def _take(self, name: str) -> torch.Tensor:
+        # What is read later would still be the file.
+        return self.left.pop(name).to(self._dtype, copy=True)
+
+
+# -- modules, by the names that files have ---------------------------------------------------------
+
+
+class _Linear(nn.Linear):
+    """A linear over a weight that is there already."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        given = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.register_parameter("bias", given)
+
+
+def _embedding(weight: torch.Tensor) -> nn.Embedding:
+    num_rows, num_columns = weight.shape
+    return nn.Embedding(num_rows, num_columns, _weight=weight, _freeze=True)
+
+
+class PlainRMSNorm(nn.Module):
+    """Divides by the root of the mean square."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(weight, requires_grad=False), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension."""
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+class _Rotary(nn.Module):
+    """Cosines and sines of positions."""
+
+    def __init__(self, rope: Mapping[str, Any], dim: int) -> None:
+        super().__init__()
+        steps = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+        frequencies = 1.0 / (rope["rope_theta"] ** steps)
+        if rope["rope_type"] == "llama3":
+            frequencies = _stretched(frequencies, rope)
+        self.frequencies = nn.Buffer(frequencies, persistent=False)
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = positions[..., None].float() * self.frequencies
+        both = torch.cat((angles, angles), dim=-1)
+        return both.cos().to(x.dtype), both.sin().to(x.dtype)
+
+
+def _stretched(frequencies: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:
+    """Llama 3.1's: low frequencies are divided, and those between gradually."""
+    length, factor = rope["original_max_position_embeddings"], rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = length * frequencies / (2 * math.pi)
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    stretched: torch.Tensor = (1 - share) * frequencies / factor + share * frequencies
+    return stretched
+
+
+class _Attention(nn.Module):
+    def __init__(self, parts: _Parts, name: str, config: SimpleNamespace, layer: int) -> None:
+        super().__init__()
+        self.layer_idx, self.head_dim = layer, config.head_dim
+        self.scaling, self.window = config.head_dim**-0.5, config.windows[layer]
+        width = config.num_attention_heads * config.head_dim
+        self.q_proj, self.k_proj, self.v_proj = (
+            parts.linear(f"{name}.{letter}_proj", config.hidden_size) for letter in "qkv"
+        )
+        self.o_proj = parts.linear(f"{name}.o_proj", width)
+        if config.model_type in _HEAD_NORMS:
+            self.q_norm = parts.norm(f"{name}.q_norm", config.rms_norm_eps)
+            self.k_norm = parts.norm(f"{name}.k_norm", config.rms_norm_eps)
+
+    def forward(
+        self, x: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor], spans: Sequence[Span]
+    ) -> torch.Tensor:
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        query, key = self.q_proj(x).view(shape), self.k_proj(x).view(shape)
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = (_turned(rows.transpose(1, 2), *turns) for rows in (query, key))
+        value = self.v_proj(x).view(shape).transpose(1, 2)
+        options = {"scaling": self.scaling, "sliding_window": self.window}
+        attended, _ = packed_attention(self, query, key, value, None, spans=spans, **options)
+        result: torch.Tensor = self.o_proj(attended.reshape(*x.shape[:-1], -1))
+        return result
+
+
+def _turned(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = rows.chunk(2, dim=-1)
+    return rows * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+
+
+class _GatedMLP(nn.Module):
+    def __init__(self, parts: _Parts, name: str, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.gate_proj = parts.linear(f"{name}.gate_proj", config.hidden_size)
+        self.up_proj = parts.linear(f"{name}.up_proj", config.hidden_size)
+        self.down_proj = parts.linear(f"{name}.down_proj", config.intermediate_size)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return result
+
+
+class _Layer(nn.Module):
+    def __init__(self, parts: _Parts, name: str, config: SimpleNamespace, layer: int) -> None:
+        super().__init__()
+        norms, eps = ("input_layernorm", "post_attention_layernorm"), config.rms_norm_eps
+        self.input_layernorm, self.post_attention_layernorm = (
+            parts.norm(f"{name}.{norm}", eps) for norm in norms
+        )
+        self.self_attn = _Attention(parts, f"{name}.self_attn", config, layer)
+        self.mlp = _GatedMLP(parts, f"{name}.mlp", config)
+
+    def forward(
+        self, x: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor], spans: Sequence[Span]
+    ) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), turns, spans)
+        result: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return result
+
+
+class _Base(nn.Module):
+    def __init__(self, parts: _Parts, config: SimpleNamespace, rope: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.embed_tokens = parts.embedding("model.embed_tokens", config.hidden_size)
+        self.layers = nn.ModuleList(
+            _Layer(parts, f"model.layers.{layer}", config, layer)
+            for layer in range(len(config.windows))
+        )
+        self.norm = parts.norm("model.norm", config.rms_norm_eps)
+        self.rotary_emb = _Rotary(rope, config.head_dim)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        spans: Sequence[Span],
+        *,
+        use_cache: bool = False,
+    ) -> SimpleNamespace:
+        del use_cache  # spans have it
+        x = self.embed_tokens(input_ids)
+        turns = self.rotary_emb(x, position_ids)
+        for layer in self.layers:
+            x = layer(x, turns, spans)
+        return SimpleNamespace(last_hidden_state=self.norm(x))
+
+
+class PlainModel(nn.Module):
+    """A model that is called as the library's are."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        spec: ModelCacheSpec,
+        rope: Mapping[str, Any],
+        parts: _Parts,
+    ) -> None:
+        """Take a model's parts.
+
+        Raises:
+            KeyError: one of them is not there.
+        """
+        super().__init__()
+        dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        windows = [layer.window for layer in spec.layers]
+        self.config = SimpleNamespace(**{**config, "head_dim": dim, "windows": windows})
+        self.model = _Base(parts, self.config, rope)
+        self.lm_head: nn.Linear | GroupedLinear
+        embedding = self.model.embed_tokens
+        if not config["tie_word_embeddings"]:
+            self.lm_head = parts.linear("lm_head", config["hidden_size"])
+        elif isinstance(embedding, GroupedEmbedding):
+            self.lm_head = GroupedLinear(embedding.grouped, None)
+        else:
+            self.lm_head = _Linear(embedding.weight, None)
+
+    @property
+    def base_model(self) -> nn.Module:
+        """All but the head."""
+        return self.model
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head."""
+        return self.lm_head
+
+    def forward(self, *, logits_to_keep: torch.Tensor, **inputs: Any) -> SimpleNamespace:
+        """Run it over a packed row; the logits after some of its tokens."""
+        hidden = self.model(**inputs).last_hidden_state
+        return SimpleNamespace(logits=self.lm_head(hidden[:, logits_to_keep]))
