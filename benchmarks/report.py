@@ -10,7 +10,9 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -300,6 +302,8 @@ def run(
     add_options(parser)
     options = parser.parse_args(arguments)
     report = Report(name, options.quick, options)
+    # Whoever ends a benchmark ends the servers it has started too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     report.seconds = seconds(lambda: measure(report))
     against = options.against or RESULTS / f"{'quick' if options.quick else 'full'}.json"
     print(report.table(earlier_result(name, against)))

@@ -198,8 +198,9 @@ def _logits(model: Any, spec: ModelCacheSpec, tokens: tuple[int, ...]) -> torch.
         {"rms_norm_eps": None},
         {"model_type": "granite"},
         {"tie_word_embeddings": True},  # though the file has a head
+        {"intermediate_size": 44},
     ],
-    ids=["rope", "activation", "missing", "family", "head"],
+    ids=["rope", "activation", "missing", "family", "head", "size"],
 )
 def test_what_is_not_known_by_heart_is_the_librarys_to_read(
     change: dict[str, object], tiny_model: Callable[[str], TinyModel]

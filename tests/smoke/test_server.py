@@ -27,8 +27,12 @@ def client_for(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
-def test_it_answers_the_paris_question(starter_home: Path, tmp_path: Path) -> None:
-    with serve(starter_home, tmp_path / "log") as server:
+def test_it_answers_the_paris_question_and_stops_while_it_computes(
+    starter_home: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "stop.toml"
+    config.write_text("shutdown_timeout_s = 0.01")
+    with serve(starter_home, tmp_path / "log", "--config", str(config)) as server:
         server.await_ready()
         with client_for(server.url) as client:
             model = client.models.list().data[0].id
@@ -42,14 +46,27 @@ def test_it_answers_the_paris_question(starter_home: Path, tmp_path: Path) -> No
         assert reply.choices[0].message.content == "The capital of France is Paris."
         assert streamed == reply.choices[0].message.content
         assert reply.choices[0].finish_reason == "stop"
+        asking = threading.Thread(target=ask_for_long, args=(server.url,))
+        asking.start()
+        with httpx.Client(trust_env=False) as http:
+            while "semantic_requests_running 1" not in http.get(f"{server.url}/metrics").text:
+                time.sleep(0.01)
         assert server.stop() == 0
+        asking.join(20)
     summary = f"{compute['dtype']} on cpu, {compute['num_threads']} threads"
     for words in ("listening", "smollm2-135m-instruct on torch", "curl ", "ready: ", summary):
         assert words in server.output
     assert "times as fast as" in compute["reason"] or "quantised weights" in compute["reason"]
-    for words in ("Traceback", "Warning", "C++"):
+    for words in ("Traceback", "Warning", "C++", "terminate"):
         assert words not in server.output
     assert (starter_home / "logs/server.log").is_file()
+
+
+def ask_for_long(url: str) -> None:
+    """Give it a prompt that takes it some seconds, and be cut off."""
+    with contextlib.suppress(httpx.HTTPError), httpx.Client(trust_env=False) as http:
+        messages = [{"role": "user", "content": "So much to read. " * 1200}]
+        http.post(f"{url}/v1/chat/completions", json={"messages": messages}, timeout=60)
 
 
 @contextlib.contextmanager

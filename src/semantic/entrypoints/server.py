@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import signal
@@ -263,9 +264,20 @@ def serve(server: Server) -> int:
     """
     tune_process()
     try:
-        return _serve(server)
+        status = _serve(server)
     finally:
         _close_memory(server)
+    if not server.device.join(0):
+        _leave(status)
+    return status
+
+
+def _leave(status: int) -> None:
+    """End while the device's thread computes: unloaded beneath it, libraries would abort."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
 
 
 def _close_memory(server: Server) -> None:

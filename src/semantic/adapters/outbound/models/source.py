@@ -15,8 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from tqdm.auto import tqdm
 
 from semantic.adapters.outbound.models.gguf import (
@@ -113,6 +111,9 @@ class LocalModelSource:
             if (found := _cached(model, cache)) is not None:
                 return found
         on_progress(f"downloading {model}")
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
         try:
             fetched = snapshot_download(
                 model,
@@ -196,6 +197,9 @@ def _unpack(wheel: Path, target: Path) -> None:
 
 def _cached(model: str, cache: Path | None) -> Path | None:
     """A model's directory in a cache, if it is there with its weights."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
     try:
         directory = Path(snapshot_download(model, cache_dir=cache, local_files_only=True))
     except LocalEntryNotFoundError:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import Decoder
 
 from semantic.adapters.outbound.models.chat_template import ChatTemplate, template_source
 from semantic.domain.chat import JsonObject
@@ -42,7 +43,7 @@ class HFTokenizer:
         )
         self._special_ids = {token.text: token.id for token in self.special_tokens}
         self._plain = _PlainEncoder(path, self.special_tokens)
-        self._piece_bytes = _piece_decoder(json.loads(path.read_text("utf-8")).get("decoder"))
+        self._piece_bytes = _piece_decoder(self._tokenizer.decoder)
         config = _read_json(directory / "tokenizer_config.json")
         self._eos_ids = self._find_eos(config, _read_json(directory / "generation_config.json"))
         named = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -128,9 +129,8 @@ class _PlainEncoder:
         self._tokenizer.add_tokens([AddedToken(_BEFORE, normalized=False)])
         # A vocabulary may have nothing but the unknown token for a character.
         unknown = getattr(self._tokenizer.model, "unk_token", None)
-        forbidden = {token.text: token.id for token in special if token.text != unknown}
-        forbidden[_BEFORE] = self._tokenizer.get_vocab()[_BEFORE]
-        self._forbidden = set(forbidden.values())
+        forbidden = [token.text for token in special if token.text != unknown] + [_BEFORE]
+        self._forbidden = {self._tokenizer.token_to_id(text) for text in forbidden}
         self._first_letters = re.compile(
             "|".join(f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})" for text in forbidden)
         )
@@ -166,9 +166,10 @@ def _token_text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _piece_decoder(decoder: object) -> Callable[[str], bytes]:
+def _piece_decoder(decoder: Decoder | None) -> Callable[[str], bytes]:
     """Choose how vocabulary pieces turn into bytes, by the tokenizer's own decoder."""
-    kinds = _decoder_kinds(decoder)
+    # Its state is JSON; the file's, with the whole vocabulary, takes longer to parse.
+    kinds = _decoder_kinds(None if decoder is None else json.loads(decoder.__getstate__()))
     if "ByteLevel" in kinds:
         return _byte_level_bytes
     if kinds & {"ByteFallback", "Metaspace", "Replace"}:

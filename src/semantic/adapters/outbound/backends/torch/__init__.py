@@ -6,5 +6,6 @@ CPU that computes in bfloat16, `cpu` replaces slow and inexact modules. In a ste
 many cores are free, and `backend` packs all chunks into one row; in each layer `attention` appends
 the row's keys and values to each sequence's buffers and attends within it; `backend` draws the
 tokens, and copies buffers to the host and back. On an ARM CPU with a compiler, `native` builds a
-small C library, and `decoding` runs whole steps of Llama-like models in one call of it.
+small C library, and `decoding` runs whole steps of Llama-like models in one call of it; `plain`
+builds these from their files, without the library's code, which takes longer to import than all else.
 """

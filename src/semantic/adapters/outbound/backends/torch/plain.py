@@ -8,7 +8,7 @@ is done with them. Files that say anything else, or leave anything out, are the 
 import math
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from semantic.adapters.outbound.backends.torch.attention import Span, packed_att
 from semantic.adapters.outbound.backends.torch.grouped import (
     GroupedEmbedding,
     GroupedLinear,
+    GroupedWeight,
     take_weights,
 )
 from semantic.domain.spec import ModelCacheSpec
@@ -25,7 +26,7 @@ from semantic.domain.spec import ModelCacheSpec
 _FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 _HEAD_NORMS = {"qwen3"}
 _NEEDED = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
-_NEEDED |= {"rms_norm_eps", "tie_word_embeddings"}
+_NEEDED |= {"rms_norm_eps", "tie_word_embeddings", "vocab_size"}
 _ROPE = {"default", "llama3"}
 
 
@@ -72,7 +73,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 class _Parts:
-    """The tensors of files, taken one by one as modules.
+    """The tensors of files, taken one by one as modules; a KeyError is what does not fit.
 
     Attributes:
         left: Those that nobody took.
@@ -83,32 +84,36 @@ class _Parts:
     ) -> None:
         self.left, self._dtype, self._is_kept = dict(tensors), dtype, is_kept
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.left
-
-    def linear(self, name: str, num_columns: int) -> nn.Linear | GroupedLinear:
-        bias = self._take(f"{name}.bias") if f"{name}.bias" in self.left else None
-        if f"{name}.scales" not in self.left:
-            return _Linear(self._take(f"{name}.weight"), bias)
-        [weight] = take_weights(self.left, name, num_columns)
-        if self._is_kept:
+    def linear(self, name: str, num_rows: int, num_columns: int) -> nn.Linear | GroupedLinear:
+        has_bias = f"{name}.bias" in self.left
+        bias = self._take(f"{name}.bias", num_rows) if has_bias else None
+        weight = self._matrix(name, num_rows, num_columns)
+        if isinstance(weight, GroupedWeight):
             return GroupedLinear(weight, bias)
-        return _Linear(weight.expanded().to(self._dtype), bias)
+        return _Linear(weight, bias)
 
-    def embedding(self, name: str, num_columns: int) -> nn.Embedding | GroupedEmbedding:
-        if f"{name}.scales" not in self.left:
-            return _embedding(self._take(f"{name}.weight"))
-        [weight] = take_weights(self.left, name, num_columns)
-        if self._is_kept:
+    def embedding(self, name: str, num_rows: int, num_columns: int) -> nn.Module:
+        weight = self._matrix(name, num_rows, num_columns)
+        if isinstance(weight, GroupedWeight):
             return GroupedEmbedding(weight, self._dtype)
-        return _embedding(weight.expanded().to(self._dtype))
+        return nn.Embedding(num_rows, num_columns, _weight=weight, _freeze=True)
 
-    def norm(self, name: str, eps: float) -> "PlainRMSNorm":
-        return PlainRMSNorm(self._take(f"{name}.weight"), eps)
+    def norm(self, name: str, size: int, eps: float) -> "PlainRMSNorm":
+        return PlainRMSNorm(self._take(f"{name}.weight", size), eps)
 
-    def _take(self, name: str) -> torch.Tensor:
-        # What is read later would still be the file.
-        return self.left.pop(name).to(self._dtype, copy=True)
+    def _matrix(self, name: str, num_rows: int, num_columns: int) -> torch.Tensor | GroupedWeight:
+        if f"{name}.scales" not in self.left:
+            return self._take(f"{name}.weight", num_rows, num_columns)
+        [weight] = take_weights(self.left, name, num_columns)
+        if len(weight.scales) != num_rows:
+            raise KeyError(name)
+        return weight if self._is_kept else weight.expanded().to(self._dtype)
+
+    def _take(self, name: str, *shape: int) -> torch.Tensor:
+        tensor = self.left.pop(name)
+        if tensor.shape != shape:
+            raise KeyError(name)
+        return tensor.to(self._dtype, copy=True)  # or it would be read from the file ever after
 
 
 # -- modules, by the names that files have ---------------------------------------------------------
@@ -123,11 +128,6 @@ class _Linear(nn.Linear):
         self.weight = nn.Parameter(weight, requires_grad=False)
         given = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.register_parameter("bias", given)
-
-
-def _embedding(weight: torch.Tensor) -> nn.Embedding:
-    num_rows, num_columns = weight.shape
-    return nn.Embedding(num_rows, num_columns, _weight=weight, _freeze=True)
 
 
 class PlainRMSNorm(nn.Module):
@@ -176,14 +176,16 @@ class _Attention(nn.Module):
         super().__init__()
         self.layer_idx, self.head_dim = layer, config.head_dim
         self.scaling, self.window = config.head_dim**-0.5, config.windows[layer]
+        hidden, eps = config.hidden_size, config.rms_norm_eps
         width = config.num_attention_heads * config.head_dim
-        self.q_proj, self.k_proj, self.v_proj = (
-            parts.linear(f"{name}.{letter}_proj", config.hidden_size) for letter in "qkv"
-        )
-        self.o_proj = parts.linear(f"{name}.o_proj", width)
+        width_of_keys = config.num_key_value_heads * config.head_dim
+        self.q_proj = parts.linear(f"{name}.q_proj", width, hidden)
+        self.k_proj = parts.linear(f"{name}.k_proj", width_of_keys, hidden)
+        self.v_proj = parts.linear(f"{name}.v_proj", width_of_keys, hidden)
+        self.o_proj = parts.linear(f"{name}.o_proj", hidden, width)
         if config.model_type in _HEAD_NORMS:
-            self.q_norm = parts.norm(f"{name}.q_norm", config.rms_norm_eps)
-            self.k_norm = parts.norm(f"{name}.k_norm", config.rms_norm_eps)
+            self.q_norm = parts.norm(f"{name}.q_norm", config.head_dim, eps)
+            self.k_norm = parts.norm(f"{name}.k_norm", config.head_dim, eps)
 
     def forward(
         self, x: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor], spans: Sequence[Span]
@@ -208,9 +210,10 @@ def _turned(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 class _GatedMLP(nn.Module):
     def __init__(self, parts: _Parts, name: str, config: SimpleNamespace) -> None:
         super().__init__()
-        self.gate_proj = parts.linear(f"{name}.gate_proj", config.hidden_size)
-        self.up_proj = parts.linear(f"{name}.up_proj", config.hidden_size)
-        self.down_proj = parts.linear(f"{name}.down_proj", config.intermediate_size)
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = parts.linear(f"{name}.gate_proj", inner, hidden)
+        self.up_proj = parts.linear(f"{name}.up_proj", inner, hidden)
+        self.down_proj = parts.linear(f"{name}.down_proj", hidden, inner)
         self.act_fn = nn.SiLU()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -221,10 +224,9 @@ class _GatedMLP(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, parts: _Parts, name: str, config: SimpleNamespace, layer: int) -> None:
         super().__init__()
-        norms, eps = ("input_layernorm", "post_attention_layernorm"), config.rms_norm_eps
-        self.input_layernorm, self.post_attention_layernorm = (
-            parts.norm(f"{name}.{norm}", eps) for norm in norms
-        )
+        size = (config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = parts.norm(f"{name}.input_layernorm", *size)
+        self.post_attention_layernorm = parts.norm(f"{name}.post_attention_layernorm", *size)
         self.self_attn = _Attention(parts, f"{name}.self_attn", config, layer)
         self.mlp = _GatedMLP(parts, f"{name}.mlp", config)
 
@@ -239,12 +241,13 @@ class _Layer(nn.Module):
 class _Base(nn.Module):
     def __init__(self, parts: _Parts, config: SimpleNamespace, rope: Mapping[str, Any]) -> None:
         super().__init__()
-        self.embed_tokens = parts.embedding("model.embed_tokens", config.hidden_size)
+        hidden = config.hidden_size
+        self.embed_tokens = parts.embedding("model.embed_tokens", config.vocab_size, hidden)
         self.layers = nn.ModuleList(
             _Layer(parts, f"model.layers.{layer}", config, layer)
             for layer in range(len(config.windows))
         )
-        self.norm = parts.norm("model.norm", config.rms_norm_eps)
+        self.norm = parts.norm("model.norm", hidden, config.rms_norm_eps)
         self.rotary_emb = _Rotary(rope, config.head_dim)
 
     def forward(
@@ -276,7 +279,7 @@ class PlainModel(nn.Module):
         """Take a model's parts.
 
         Raises:
-            KeyError: one of them is not there.
+            KeyError: one of them is not there, or is of another size.
         """
         super().__init__()
         dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -286,11 +289,12 @@ class PlainModel(nn.Module):
         self.lm_head: nn.Linear | GroupedLinear
         embedding = self.model.embed_tokens
         if not config["tie_word_embeddings"]:
-            self.lm_head = parts.linear("lm_head", config["hidden_size"])
+            size = (config["vocab_size"], config["hidden_size"])
+            self.lm_head = parts.linear("lm_head", *size)
         elif isinstance(embedding, GroupedEmbedding):
             self.lm_head = GroupedLinear(embedding.grouped, None)
         else:
-            self.lm_head = _Linear(embedding.weight, None)
+            self.lm_head = _Linear(cast("nn.Embedding", embedding).weight, None)
 
     @property
     def base_model(self) -> nn.Module:
