@@ -7,5 +7,5 @@ many cores are free, and `backend` packs all chunks into one row; in each layer 
 the row's keys and values to each sequence's buffers and attends within it; `backend` draws the
 tokens, and copies buffers to the host and back. On an ARM CPU with a compiler, `native` builds a
 small C library, and `decoding` runs whole steps of Llama-like models in one call of it; `plain`
-builds these from their files, without the library's code, which takes longer to import than all else.
+builds these from their files, without the library, whose import takes most of a start.
 """
