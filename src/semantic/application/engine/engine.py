@@ -19,6 +19,7 @@ from semantic.application.engine.kv_reuse import PrefixSharing, TakeOver
 from semantic.application.engine.memory import WorkingMemory
 from semantic.application.engine.request import (
     Clock,
+    EngineEvent,
     EngineWatch,
     EventBatch,
     EventSink,
@@ -37,7 +38,7 @@ from semantic.domain.errors import (
     PoolExhaustedError,
     SemanticError,
 )
-from semantic.domain.events import Failed, Finished, PrefillProgress, TextDelta
+from semantic.domain.events import Failed, Finished
 from semantic.domain.sampling import FinishReason
 from semantic.ports.backend import (
     Chunk,
@@ -93,8 +94,7 @@ class BlockPoolBatchEngine:
         self._last_collect = 0.0
         self._last_flight: Flight | None = None
         self._events: EventBatch = []
-        self._orders = itertools.count()
-        self._sequence_ids = itertools.count()
+        self._orders, self._sequence_ids = itertools.count(), itertools.count()
         self._watch = EngineWatch(store.telemetry)
         self._short_of_memory: Generation | None = None
 
@@ -146,23 +146,20 @@ class BlockPoolBatchEngine:
         self._planner = self._scheduler.planner = planner
 
     def step(self) -> bool:
-        """One turn of the loop.
-
-        Returns:
-            Whether the device was given or gave anything.
-        """
+        """One turn of the loop; returns whether the device was given or gave anything."""
         self._expire()
         if self._flights and self._scheduler.wants_tokens():
             self._collect_all()
         rows = self._schedule()
         if rows:
             self._launch(rows)
-        # What follows guesses is known when they are checked.
-        is_certain = bool(rows) and not any(chunk.draft for _, chunk in rows)
-        num_ahead = self._backend.traits.pipeline_depth if is_certain else 0
+        num_ahead = self._backend.traits.pipeline_depth if rows else 0
+        if num_ahead and any(chunk.draft for _, chunk in rows):
+            num_ahead = 0  # what follows guesses is known when they are checked
         is_busy = bool(rows or self._flights or self._embeddings) or self._is_restoring()
         self._collect_all(but=num_ahead)
-        self._events += self._embeddings.step(self._backend, is_alone=not self._generations)
+        if self._embeddings:
+            self._events += self._embeddings.step(self._backend, is_alone=not self._generations)
         self._hand_out()
         return is_busy
 
@@ -226,7 +223,7 @@ class BlockPoolBatchEngine:
         for portion in self._scheduler.plan(now):
             generation = portion.generation
             try:
-                rows.append((generation, portion.chunk()))
+                rows.append((generation, generation.next_chunk(portion.num_tokens, portion.draft)))
             except Exception as error:  # noqa: BLE001 - a broken constraint ends one request
                 self._fail(generation, as_backend_error(error))
         return rows
@@ -234,11 +231,10 @@ class BlockPoolBatchEngine:
     def _make_room(self) -> bool:
         """Let running sequences grow by what a step may add, preempting others if need be.
 
-        Returns:
-            False if rows must be collected, or blocks read or written, before anyone gives way.
+        False if rows must be collected, or blocks read or written, before anyone gives way.
         """
         for generation in self._scheduler.running:
-            while generation in self._scheduler.running and not self._memory.grow(generation):
+            while not self._memory.grow(generation):
                 if self._memory.close_oldest_idle():
                     continue
                 victim = self._scheduler.victim()
@@ -289,9 +285,11 @@ class BlockPoolBatchEngine:
 
     def _restore(self) -> None:
         """Load more of what running requests are waiting for."""
-        for generation in self._scheduler.running:
+        restoring = [g for g in self._scheduler.running if g.restore is not None]
+        for generation in restoring:
             self._advance(generation)
-        self._relieve()
+        if restoring:
+            self._relieve()
 
     def _relieve(self) -> None:
         """See to sequences that find no room for their next part, and for which none will come."""
@@ -338,19 +336,22 @@ class BlockPoolBatchEngine:
 
     def _launch(self, rows: Sequence[tuple[Generation, Chunk]]) -> None:
         started = self._clock()
-        prompt_tokens = sum(c.num_tokens for g, c in rows if c.start + 1 < g.num_prompt)
         try:
             ticket = self._backend.launch(Step(tuple(chunk for _, chunk in rows)))
         except Exception as error:  # noqa: BLE001 - isolated below, never lost
             self._isolate(rows, error)
             return
+        num_prompt = num_drafted = 0
         for generation, chunk in rows:
             if not generation.is_reuse_reported:
                 generation.is_reuse_reported = True
                 generation.job.trace.prefilled = started
                 self._say(generation, generation.report_progress())
             generation.count_launched(chunk)
-        self._flights.append(Flight(tuple(rows), ticket, prompt_tokens, started))
+            num_drafted += len(chunk.draft)
+            if chunk.start + 1 < generation.num_prompt:
+                num_prompt += chunk.num_tokens
+        self._flights.append(Flight(tuple(rows), ticket, started, num_prompt, num_drafted))
 
     def _collect_all(self, but: int = 0) -> None:
         while len(self._flights) > but:
@@ -425,36 +426,36 @@ class BlockPoolBatchEngine:
         if isinstance(row, Computed):
             self._say(generation, generation.report_progress())
         else:
-            self._accept_all(generation, chunk, row)
+            self._accept_all(generation, row)
 
-    def _accept_all(self, generation: Generation, chunk: Chunk, row: Sampled) -> None:
+    def _accept_all(self, generation: Generation, row: Sampled) -> None:
         """Take the guesses that proved right, whose state is there, and the token after them."""
-        trace, count = generation.job.trace, 1 + len(row.accepted)
-        self._watch.note_row(trace, self._last_collect, len(chunk.draft), count)
+        before = len(generation.tokens)
         for guess, drawn in enumerate(row.accepted):
             self._accept(generation, drawn, guess)
             if generation.is_done:
-                return
+                break
             generation.num_launched += 1
             generation.num_computed += 1
             self._sharing.seal(generation)
-        self._accept(generation, row)
+        else:
+            self._accept(generation, row)
+        num_tokens = len(generation.tokens) - before
+        self._watch.note_row(generation.job.trace, self._last_collect, num_tokens)
 
     def _accept(self, generation: Generation, row: Sampled, guess: int | None = None) -> None:
         """Take a sampled token: show its text, and see whether it ends the reply."""
         self._say(generation, generation.take(row, guess, self._tokenizer.eos_ids))
-        self._watch.note_token(generation.job.trace, is_guess=guess is not None)
         if (reason := generation.ending(self._backend.spec.max_context)) is not None:
             self._finish(generation, reason)
 
-    def _say(self, generation: Generation, event: TextDelta | PrefillProgress | None) -> None:
+    def _say(self, generation: Generation, event: EngineEvent | None) -> None:
         if event is not None:
             self._events.append((generation.job.id, event))
 
     def _finish(self, generation: Generation, reason: FinishReason) -> None:
         self._say(generation, generation.assembler.finish())
-        stop = generation.assembler.stop
-        if stop is not None:
+        if (stop := generation.assembler.stop) is not None:
             reason = FinishReason.STOP_SEQUENCE
         self._end(generation, Finished(reason, generation.final_usage, stop))
 
@@ -473,6 +474,7 @@ class BlockPoolBatchEngine:
         """Put a request away that ended, keeping its state if it is sound; give its final event."""
         del self._generations[generation.job.id]
         self._planner.forget(generation)
+        self._watch.note_end(generation)
         if generation.seq in self._memory.sequences:
             self._sharing.seal_tail(generation)
             is_finished = isinstance(generation.final, Finished)
@@ -481,9 +483,8 @@ class BlockPoolBatchEngine:
             else:
                 self._close(generation)
         if isinstance(generation.final, Finished):
-            self._events.append((generation.job.id, generation.reply_state))
-        if generation.final is not None:
-            self._events.append((generation.job.id, generation.final))
+            self._say(generation, generation.reply_state)
+        self._say(generation, generation.final)
 
     def _expire(self) -> None:
         now = self._clock()

@@ -4,6 +4,7 @@ An idle copy is a sequence whose turn has ended: while it stays open, the next t
 restore. A request that needs room closes the oldest of them first. On the engine's thread.
 """
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,9 +96,9 @@ class WorkingMemory:
         return self.resize(seq, min(length, self.longest_that_fits()))
 
     def grow(self, generation: Generation) -> bool:
-        """See that the next tokens have room; False if they do not."""
+        """See that the next tokens of one that is open have room; False if they do not."""
         length = generation.num_launched + max(generation.num_behind, 1)
-        generation.num_reserved = self._lengths[generation.seq]
+        generation.num_reserved = self._lengths.get(generation.seq, sys.maxsize)
         if length <= generation.num_reserved:
             return True
         longest = self.longest_that_fits()

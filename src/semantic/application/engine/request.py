@@ -186,7 +186,6 @@ class EngineWatch:
     def __init__(self, telemetry: TelemetryPort) -> None:
         self.counts = telemetry.counts.engine
         self._observe = telemetry.observe
-        self._seconds: float | None = None
 
     def note_step(self, seconds: float, num_rows: int, num_prompt_tokens: int) -> None:
         """Note that a step was collected."""
@@ -194,21 +193,21 @@ class EngineWatch:
         self._observe(Measure.STEP, seconds)
         self._observe(Measure.BATCH, num_rows)
 
-    def note_row(self, trace: RequestTrace, now: float, num_drafted: int, num_tokens: int) -> None:
-        """Note what a reply's row brought: its tokens, which follow, came together."""
-        self.counts.drafted_tokens += num_drafted
+    def note_row(self, trace: RequestTrace, now: float, num_tokens: int) -> None:
+        """Note the tokens that a reply's row brought, which came together."""
+        self.counts.generated_tokens += num_tokens
+        trace.num_generated += num_tokens
         before, trace.last_token = trace.last_token, now
-        self._seconds = None if before is None else (now - before) / num_tokens
+        if before is None:
+            trace.first_token = now
+            return
+        for _ in range(num_tokens):
+            self._observe(Measure.TOKEN, (now - before) / num_tokens)
 
-    def note_token(self, trace: RequestTrace, *, is_guess: bool) -> None:
-        """Note that a reply has one more token of the row."""
-        self.counts.generated_tokens += 1
-        self.counts.accepted_tokens += is_guess
-        trace.num_generated += 1
-        if self._seconds is None:
-            trace.first_token = trace.last_token
-        else:
-            self._observe(Measure.TOKEN, self._seconds)
+    def note_end(self, generation: "Generation") -> None:
+        """Note what became of the guesses of a reply."""
+        self.counts.drafted_tokens += generation.num_drafted
+        self.counts.accepted_tokens += generation.num_accepted
 
 
 @dataclass(slots=True, eq=False)
@@ -226,6 +225,7 @@ class Generation:
         num_rows: Rows of this sequence in steps that are launched and not collected.
         num_draws: Of those, rows that will bring a token.
         block_tokens: Tokens of a full block.
+        num_prompt: Tokens of the prompt.
         num_sealed: Positions whose full blocks are in the store.
         last_sealed: Where the last block that it sealed itself begins.
         chain: Name of the last of them.
@@ -253,6 +253,7 @@ class Generation:
     assembler: TextAssembler
     waiting_since: float
     block_tokens: int
+    num_prompt: int = field(init=False)
     seq: SequenceId = NO_SEQUENCE
     tokens: list[int] = field(default_factory=list)
     num_launched: int = 0
@@ -287,6 +288,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.job.tokens)
+        self.num_prompt = len(self.tokens)
         self.constraint = self.job.constraint
         self.chain = self.job.root
         self.usage = Usage(prompt_tokens=len(self.tokens))
@@ -296,11 +298,6 @@ class Generation:
         if root != self.job.root:
             return 0
         return min(common_prefix(tokens, self.tokens), len(self.tokens) - 1)
-
-    @property
-    def num_prompt(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.job.tokens)
 
     @property
     def num_generated(self) -> int:
@@ -450,17 +447,17 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that is launched and not collected."""
+    """A step that is launched and not collected.
+
+    Attributes:
+        num_drafted: Guesses of all rows.
+    """
 
     rows: tuple[tuple[Generation, Chunk], ...]
     ticket: Ticket
-    num_prompt_tokens: int
     launched_at: float
-
-    @property
-    def num_drafted(self) -> int:
-        """Guesses of all rows."""
-        return sum(len(chunk.draft) for _, chunk in self.rows)
+    num_prompt_tokens: int
+    num_drafted: int
 
     def follows(self, other: Optional["Flight"]) -> bool:
         """Whether the time since another step is this one's: the same rows decoded in both.
@@ -469,8 +466,10 @@ class Flight:
         """
         if other is None or self.num_prompt_tokens or other.num_prompt_tokens:
             return False
-        rows, others = ([g.order for g, _ in flight.rows] for flight in (self, other))
-        return rows == others and (self.num_drafted > 0 or not other.num_drafted)
+        if len(self.rows) != len(other.rows) or (other.num_drafted and not self.num_drafted):
+            return False
+        pairs = zip(self.rows, other.rows, strict=True)
+        return all(mine is theirs for (mine, _), (theirs, _) in pairs)
 
 
 def as_backend_error(error: Exception) -> SemanticError:

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 
 from semantic.application.engine.ahead import DraftPlanner
 from semantic.application.engine.request import NO_DRAFT, Draft, Generation
-from semantic.ports.backend import Chunk
 
 _SMOOTHING = 0.3
 _SECONDS_TO_MS = 1000.0
@@ -202,10 +201,6 @@ class Portion:
     num_tokens: int
     draft: Draft = NO_DRAFT
 
-    def chunk(self) -> Chunk:
-        """What the backend is asked to compute."""
-        return self.generation.next_chunk(self.num_tokens, self.draft)
-
 
 class ConcurrentScheduler:
     """Waiting and running requests, and whose turn it is. Used on the engine's thread only.
@@ -282,29 +277,38 @@ class ConcurrentScheduler:
             first = min(suspects, key=lambda g: g.order)
             ready = [first] if first in ready else []
         decoding = [g for g in ready if g.num_behind == 1]
-        behind = [g for g in ready if g.num_behind > 1]
+        behind = [g for g in ready if g.num_behind > 1] if len(decoding) < len(ready) else []
         drafts = self._drafts_of(decoding, has_prompts=bool(behind))
         portions = [Portion(g, 1, drafts.get(g.order, NO_DRAFT)) for g in decoding]
-        fits = self.budget.tokens if portions else self.budget.tokens_alone
-        budget = fits(self.limits) - sum(len(p.draft.tokens) for p in portions)
+        if behind:
+            portions += self._prompts(behind, portions, now)
+        for portion in portions:
+            self._serve(portion, now)
+        return portions
+
+    def _prompts(
+        self, behind: Sequence[Generation], others: Sequence[Portion], now: float
+    ) -> Iterator[Portion]:
+        """What of prompts fits the step beside those that decode."""
+        fits = self.budget.tokens if others else self.budget.tokens_alone
+        budget = fits(self.limits) - sum(len(p.draft.tokens) for p in others)
         for generation in sorted(behind, key=lambda g: self._urgency(g, now)):
             if budget <= 0:
                 break
             size = self.budget.chunk(generation.num_launched, budget)
             num_tokens = min(size, self._distance_to_cut(generation))
-            portions.append(Portion(generation, num_tokens))
+            yield Portion(generation, num_tokens)
             budget -= num_tokens
-        for portion in portions:
-            self._serve(portion, now)
-        return portions
 
     def wants_tokens(self) -> bool:
         """Whether tokens that are under way should be waited for before the next step.
 
         Then rows may carry guesses of what follows those tokens.
         """
+        if self.planner is None or not self.limits.draft_tokens:
+            return False
         rows = [g for g in self._running if g.num_behind == 1 and self._can_run(g)]
-        if not rows or self.planner is None:
+        if not rows:
             return False
         self._limit_drafts(rows)
         return self.planner.wants_tokens(rows)
@@ -349,7 +353,7 @@ class ConcurrentScheduler:
     # -- guesses --------------------------------------------------------------------------------
 
     def _drafts_of(self, rows: Sequence[Generation], *, has_prompts: bool) -> dict[int, Draft]:
-        if not rows or self.planner is None:
+        if not rows or self.planner is None or not self.limits.draft_tokens:
             return {}
         self._limit_drafts(rows)
         for generation in rows:
