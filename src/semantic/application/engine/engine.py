@@ -166,8 +166,7 @@ class BlockPoolBatchEngine:
     def end_all(self, error: SemanticError) -> int:
         """Fail every request, keeping what was computed, and close all; returns how many."""
         self._collect_all()
-        running = list(self._generations.values())
-        for generation in running:
+        for generation in (running := list(self._generations.values())):
             self._fail(generation, error)
         self.abandon(error)
         return len(running)
