@@ -260,6 +260,8 @@ class Ahead:
             self._chosen([[1.0] * self.max_draft, *([] for _ in rows[1:])], has_prompts=has_prompts)
         )
         offers = [self._offer(row, is_hopeful=is_hopeful) for row in rows]
+        if not any(chances for _, chances in offers):
+            return {}
         wanted = self._chosen([chances for _, chances in offers], has_prompts=has_prompts)
         drafts: dict[int, Draft] = {}
         for row, (draft, _), count in zip(rows, offers, wanted, strict=True):
@@ -324,7 +326,7 @@ class Ahead:
         """What could be sent for a row, and how likely it is right, guess by guess."""
         follower, limit = self._follower(row), self._room(row)
         follower.catch_up(row.tokens, self._rates)
-        if limit < 1:
+        if limit < 1 or not (follower.guess or row.constraint):
             return NO_DRAFT, []
         if row.constraint is not None:
             offer: tuple[Draft, list[float]] = NO_DRAFT, []

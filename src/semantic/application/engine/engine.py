@@ -365,7 +365,7 @@ class BlockPoolBatchEngine:
             return
         now = self._clock()
         begun = max(flight.launched_at, self._last_collect)
-        if flight.follows(self._last_flight):
+        if self._scheduler.limits.draft_tokens and flight.follows(self._last_flight):
             self._planner.observe(len(flight.rows), flight.num_drafted, now - self._last_collect)
         self._last_collect, self._last_flight = now, flight
         self._scheduler.budget.observe(flight.num_prompt_tokens, now - begun)
