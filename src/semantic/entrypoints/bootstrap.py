@@ -11,8 +11,7 @@ from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound.blocks.agent_archive import AgentFile, ExportKeys, own_key
 from semantic.adapters.outbound.blocks.directory import keep_private
 from semantic.adapters.outbound.blocks.tree import BLOCKS
-from semantic.adapters.outbound.telemetry.history import MetricsHistory
-from semantic.adapters.outbound.telemetry.metrics import Metrics
+from semantic.adapters.outbound.telemetry.metrics import Metrics, MetricsHistory
 from semantic.adapters.outbound.telemetry.tracing import RequestTracer
 from semantic.application.agents.cache_admin import CacheService
 from semantic.application.agents.feed import EventFeed
@@ -25,8 +24,7 @@ from semantic.application.engine.scheduler import EngineLimits
 from semantic.application.models.gate import ModelGate
 from semantic.application.models.registry import ModelRegistry, SwapPolicy
 from semantic.application.models.runtime import Runtime, RuntimeSettings
-from semantic.application.requests.access import Access
-from semantic.application.requests.limits import RateLimits
+from semantic.application.requests.limits import Access, RateLimits
 from semantic.application.requests.reply import ReplyHub
 from semantic.application.requests.service import InferenceService
 from semantic.application.requests.stateful import StatefulChat

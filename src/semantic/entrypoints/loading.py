@@ -27,8 +27,7 @@ from semantic.domain.errors import InvalidRequestError
 from semantic.domain.model_names import SHORT_NAMES, ModelNames, served_id
 from semantic.domain.reply_format import detect_reply_format
 from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ModelCacheSpec
-from semantic.ports.backend import ModelBackendPort
-from semantic.ports.models import ModelEntry, ModelSourcePort, OnProgress
+from semantic.ports.backend import ModelBackendPort, ModelEntry, ModelSourcePort, OnProgress
 from semantic.ports.telemetry import Measure, TelemetryPort
 
 _log = structlog.get_logger(__name__)

@@ -81,11 +81,6 @@ class TenantMemory:
         self._conversations: OrderedDict[int, Conversation] = OrderedDict()
         self._numbers = itertools.count()
 
-    @property
-    def num_conversations(self) -> int:
-        """How many are remembered."""
-        return len(self._conversations)
-
     def begin(self, agent: str, prompt: Sequence[int]) -> Conversation:
         """Begin a conversation, with as much of its prompt as others begin with."""
         best, made = 0, Conversation(next(self._numbers), agent)

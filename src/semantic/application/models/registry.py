@@ -30,8 +30,8 @@ from semantic.domain.errors import (
     SemanticError,
 )
 from semantic.domain.model_names import ModelNames
+from semantic.ports.backend import ModelEntry, ModelSourcePort, OnProgress
 from semantic.ports.inbound import ModelState, ModelStatus
-from semantic.ports.models import ModelEntry, ModelSourcePort, OnProgress
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.05

@@ -4,7 +4,7 @@
 which `template_probe` asked at the start what it can show; text from outside is guarded by
 `special_text`, so that no special token comes of it. The template writes the text, and a walk along
 it, run by run, encodes only what was not encoded before. Where a reply that was made
-here comes back, `replay` has the tokens it was sampled as, and the walk takes those. `dates` lets
-an agent's prompts show the day on which it first spoke. What was worked out before waits in an
+here comes back, `replay` has the tokens it was sampled as, and the walk takes those. An
+agent's prompts show the day on which it first spoke. What was worked out before waits in an
 `lru_cache`. `requests` calls this chapter; its tokens go to `engine`.
 """

@@ -10,7 +10,8 @@
    wait for their reader. At the end the turn is logged (`application/agents`), then its
    end hooks run: the claim is released, the feed gets an event, the agent's next turn begins.
 
-`embedding` is beside it: texts whose vectors the device computes between the steps of replies.
+`service` also takes texts whose vectors the device computes between the steps of replies. Who asks,
+and whether that much may be asked, is in `limits`.
 
 `stateful` stands before all this where the server keeps the conversation: an agent's turns wait for
 each other there, and the oldest messages go when they no longer fit.

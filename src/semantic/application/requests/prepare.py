@@ -16,8 +16,7 @@ from semantic.application.agents.ledger import AgentLedger
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.model import LoadedModel
 from semantic.application.engine.request import Job, monotonic
-from semantic.application.prompt.dates import FrozenDates
-from semantic.application.prompt.renderer import Prompt, Renderer
+from semantic.application.prompt.renderer import FrozenDates, Prompt, Renderer
 from semantic.application.prompt.replay import ReplayStore, TenantReplays
 from semantic.application.requests.identity import Claim, Identities, Identity
 from semantic.application.requests.thinking_budget import ThinkingBudget, ThinkingSpan

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -21,7 +22,6 @@ from semantic.application.prompt.replay import (
     keys_to_remember,
     prompt_digest,
 )
-from semantic.application.requests.embedding import text_tokens, unit_vector
 from semantic.application.requests.identity import BusyAgents, Claim, Identities
 from semantic.application.requests.limits import RateLimits
 from semantic.application.requests.prepare import Preparation, PreparationThreads, PreparedRequest
@@ -33,12 +33,13 @@ from semantic.application.requests.reply import (
 )
 from semantic.domain.agents import Pointer, Principal, Turn
 from semantic.domain.blocks import BlockName
-from semantic.domain.chat import ChatRequest
+from semantic.domain.chat import ChatRequest, require_whole_characters
 from semantic.domain.errors import (
     AgentNotFoundError,
     CachePersistenceError,
     ConflictError,
     GenerationTimeoutError,
+    InvalidRequestError,
     SemanticError,
 )
 from semantic.domain.events import Started, TextDelta, Usage
@@ -290,3 +291,55 @@ class InferenceService:
         for key in keys_to_remember(prompt, finished.message):
             self._replays.remember(key, (*begun, *tokens))
         self._preparation.keep_day(prepared)
+
+
+# -- embeddings -----------------------------------------------------------------------------------
+
+
+def text_tokens(
+    request: EmbeddingRequest, model: LoadedModel, longest: int
+) -> list[tuple[int, ...]]:
+    """Tokenise and check all texts, of which none may have more than `longest` tokens.
+
+    Raises:
+        InvalidRequestError: a text is empty or too long, or has an unknown token.
+    """
+    spec, texts = model.backend.spec, []
+    limit, limited_by = spec.max_context, "the model's context"
+    if longest < limit:
+        limit, limited_by = longest, "this server's memory"
+    for number, given in enumerate(request.inputs):
+        tokens = given
+        if isinstance(tokens, str):
+            require_whole_characters(tokens, param="input")
+            tokens = tuple(model.tokenizer.encode_prompt(tokens)) if tokens else ()
+        if not tokens:
+            raise InvalidRequestError(f"input {number} is empty.", param="input")
+        if min(tokens) < 0 or max(tokens) >= spec.vocab_size:
+            raise InvalidRequestError(
+                f"a token id of input {number} is not in [0, {spec.vocab_size}).", param="input"
+            )
+        if len(tokens) > limit:
+            raise InvalidRequestError(
+                f"input {number} has {len(tokens)} tokens, more than {limited_by} of {limit}; "
+                "send it in pieces.",
+                param="input",
+            )
+        texts.append(tokens)
+    return texts
+
+
+def unit_vector(sums: Sequence[float], dimensions: int | None) -> tuple[float, ...]:
+    """The direction of the mean, which is that of the sum, in its first dimensions.
+
+    Raises:
+        InvalidRequestError: there are not so many.
+    """
+    if dimensions is not None and dimensions > len(sums):
+        raise InvalidRequestError(
+            f"this model's vectors have {len(sums)} dimensions, not {dimensions}.",
+            param="dimensions",
+        )
+    kept = sums[:dimensions]
+    length = math.hypot(*kept) or 1.0
+    return tuple(value / length for value in kept)

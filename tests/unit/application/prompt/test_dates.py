@@ -6,7 +6,7 @@ import pytest
 
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.ledger import write_at_once
-from semantic.application.prompt.dates import FrozenDates
+from semantic.application.prompt.renderer import FrozenDates
 from semantic.application.prompt.replay import LedgerReplayStore, ReplayStore
 from semantic.domain.chat import AgentHint, ChatRequest, Message, Role
 

@@ -1,6 +1,6 @@
 import pytest
 
-from semantic.application.requests.access import Access
+from semantic.application.requests.limits import Access
 from semantic.domain.access import ApiKey, KeyRing, TenantPolicy, secret_digest
 from semantic.domain.agents import Principal
 from semantic.domain.errors import AuthenticationError, InvalidRequestError

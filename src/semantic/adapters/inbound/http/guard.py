@@ -14,8 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from semantic.adapters.inbound.http.connections import CONNECTION, Connection
 from semantic.adapters.inbound.http.errors import allowance_headers, error_response
 from semantic.adapters.inbound.http.middleware import read_off
-from semantic.application.requests.access import Access
-from semantic.application.requests.limits import RateLimits
+from semantic.application.requests.limits import Access, RateLimits
 from semantic.domain.agents import Principal
 from semantic.domain.errors import AuthenticationError
 

@@ -35,6 +35,8 @@ from semantic.ports.backend import (
     Draw,
     HostBuffer,
     KVPayload,
+    ModelEntry,
+    OnProgress,
     Row,
     SequenceId,
     Step,
@@ -42,7 +44,6 @@ from semantic.ports.backend import (
     Ticket,
     Traits,
 )
-from semantic.ports.models import ModelEntry, OnProgress
 from semantic.ports.text import SpecialToken
 
 END_TOKEN = 256

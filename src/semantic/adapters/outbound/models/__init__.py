@@ -5,5 +5,5 @@ Hugging Face id, or a GGUF file, which `gguf` turns into such a directory once: 
 `gguf_file`, its weights by `gguf_weights`, its tokenizer by `gguf_tokenizer`. `fingerprint` names
 the model by its files, so that saved state is never used with another. `generation_config` reads
 how its authors advise to sample it. `tokenizer` turns text into ids and back, and a conversation
-into text by the model's own `chat_template`.
+into text by the model's own chat template.
 """

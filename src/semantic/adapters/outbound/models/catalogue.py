@@ -15,7 +15,7 @@ from semantic.adapters.outbound.models.source import LocalModelSource
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 from semantic.domain.model_names import served_id
 from semantic.domain.spec import ModelCacheSpec
-from semantic.ports.models import ModelEntry, OnProgress
+from semantic.ports.backend import ModelEntry, OnProgress
 
 _FRESH_S = 2.0  # for how long a look at the directories counts
 _CGROUP = Path("/sys/fs/cgroup/memory.max")

@@ -25,8 +25,6 @@ _STRIDE = 2**20
 _MAX_HEADER = 100_000_000  # as in the library
 _CACHE_VERSION = 1
 
-_Stamps = dict[str, list[int]]
-
 
 def fingerprint(directory: Path, cache_file: Path | None) -> str:
     """Identify the model in a directory; 64 hex digits.

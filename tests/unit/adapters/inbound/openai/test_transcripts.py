@@ -14,7 +14,7 @@ from semantic.adapters.inbound.openai.events import ChatForm, CompletionForm, co
 from semantic.adapters.inbound.openai.requests import CompletionRequest
 from semantic.adapters.inbound.responses.events import ResponseWriter, settings_of
 from semantic.adapters.inbound.responses.requests import ResponsesRequest
-from semantic.adapters.inbound.responses.run import ResponseBook, ResponseRun
+from semantic.adapters.inbound.responses.routes import ResponseBook, ResponseRun
 from semantic.domain.errors import GenerationTimeoutError
 from semantic.domain.events import (
     Event,

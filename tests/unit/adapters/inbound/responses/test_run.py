@@ -7,7 +7,7 @@ import pytest
 
 from semantic.adapters.inbound.http.streaming import ReplySet
 from semantic.adapters.inbound.responses.events import ResponseWriter
-from semantic.adapters.inbound.responses.run import ResponseBook, ResponseRun
+from semantic.adapters.inbound.responses.routes import ResponseBook, ResponseRun
 from semantic.domain.events import (
     Event,
     Finished,

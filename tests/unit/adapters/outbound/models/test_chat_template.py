@@ -2,7 +2,7 @@
 
 import pytest
 
-from semantic.adapters.outbound.models.chat_template import ChatTemplate
+from semantic.adapters.outbound.models.tokenizer import ChatTemplate
 from semantic.domain.chat import JsonObject
 from semantic.domain.errors import InvalidRequestError
 

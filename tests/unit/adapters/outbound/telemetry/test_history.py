@@ -2,7 +2,7 @@
 
 import pytest
 
-from semantic.adapters.outbound.telemetry.history import MetricsHistory
+from semantic.adapters.outbound.telemetry.metrics import MetricsHistory
 
 pytestmark = pytest.mark.unit
 
