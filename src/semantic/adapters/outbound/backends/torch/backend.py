@@ -283,7 +283,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
             sequence = TorchSequence([0] * length)
             self._grow(sequence, length + len(tokens))
             for state in (sequence.keys, sequence.values):
-                state.normal_(generator=random)
+                state[:, :, :length].normal_(generator=random)
             sequence.length = length
             spans.append(Span(Chunk(SequenceId(0), length, tokens), sequence, tokens, offset))
         found = self._computed(spans, decoder.step)

@@ -27,9 +27,6 @@ _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _BASE_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LINEARS = nn.Linear | GroupedLinear
 _LANES = 4  # numbers that kernels take at once: sizes are multiples of it
-# From here on a step has all threads, also where other programs take the cores: its phases take
-# longer than a thread waits for its turn, and whoever runs does the work of who does not.
-_MANY_ROWS = 32
 
 
 def is_plain(model: Any) -> bool:
@@ -77,7 +74,7 @@ class Decoder:
     def __init__(self, model: Any, spec: ModelCacheSpec, library: Library) -> None:
         """Describe a plain model to the library."""
         base, config = model.base_model, model.config
-        self._library, self._most_threads = library, torch.get_num_threads()
+        self._library, self._num_threads = library, torch.get_num_threads()
         self._embed, self._rotary = base.embed_tokens, base.rotary_emb
         self._kept: list[Any] = []
         windows = [layer.window for layer in spec.layers]
@@ -106,12 +103,13 @@ class Decoder:
             cos, sin = self._rotary(hidden, torch.from_numpy(rows[:, 3][None]))
             cos, sin = cos.contiguous(), sin.contiguous()
         logits = np.empty((len(wanted), self._model.head.rows), np.float32)
-        is_large = len(rows) >= _MANY_ROWS
+        # All threads, also where other programs take the cores: whoever runs does the work of who
+        # does not, and waits asleep.
         self._library.step(
             self._model,
             *(rows.ctypes.data, len(rows), cos.data_ptr(), sin.data_ptr()),
             *(wanted.ctypes.data, len(wanted), hidden.data_ptr(), logits.ctypes.data),
-            self._most_threads if is_large else torch.get_num_threads(),
+            self._num_threads,
         )
         return logits
 

@@ -19,6 +19,11 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #if !defined(__ARM_FEATURE_DOTPROD) || !defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
 #error "this CPU has no dot products of bytes or no half precision"
@@ -26,6 +31,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 enum { GROUP = 32, LANES = 4, TILE = 8, KEYS = 128, HEADS = 3, MAX_THREADS = 64 };
+enum { SPINS = 4000 }; /* some twenty microseconds */
 enum { WIDTH = 512, AHEAD = 128 }; /* of float32: columns at once, and those fetched early */
 enum { SIDE = 8, BLOCK = 64, QUERIES = 96 }; /* of a square of scores; keys and queries of a tile */
 #define UNSEEN -1e30f
@@ -63,7 +69,7 @@ typedef struct {
 
 typedef struct {
     int count;
-    atomic_int next, arrived, phase;
+    atomic_int next, arrived, phase, sleepers;
 } Team;
 
 typedef void (*Job)(void *about, Team *team);
@@ -72,7 +78,7 @@ static struct {
     pthread_mutex_t one_job, lock;
     pthread_cond_t wake;
     int started;
-    atomic_int generation, working;
+    atomic_int generation, working, sleepers;
     Job job;
     void *about;
     Team *team;
@@ -80,21 +86,43 @@ static struct {
           .lock = PTHREAD_MUTEX_INITIALIZER,
           .wake = PTHREAD_COND_INITIALIZER};
 
-INLINE void relax(int *spins) {
-    if (++*spins < 4000)
+/* Wait until a word has another value. Who waits for long sleeps: where other programs want the
+   cores, one who spins or yields has had its share when the word changes, and one who slept comes
+   first. */
+static void await(atomic_int *word, int value, atomic_int *sleepers) {
+    for (int spins = 0; spins < SPINS; spins++) {
+        if (atomic_load_explicit(word, memory_order_acquire) != value) return;
         __asm__ volatile("yield");
-    else
-        sched_yield(); /* a core that is not ours is waited for */
+    }
+    atomic_fetch_add(sleepers, 1);
+    while (atomic_load(word) == value) {
+#ifdef __linux__
+        syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+#else
+        sched_yield();
+#endif
+    }
+    atomic_fetch_sub(sleepers, 1);
+}
+
+/* Wake who sleeps, after the word was changed. */
+INLINE void rouse(atomic_int *word, atomic_int *sleepers) {
+    (void)word;
+    if (!atomic_load(sleepers)) return;
+#ifdef __linux__
+    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, MAX_THREADS, NULL, NULL, 0);
+#endif
 }
 
 static void meet(Team *team) {
-    int phase = atomic_load_explicit(&team->phase, memory_order_relaxed), spins = 0;
+    int phase = atomic_load_explicit(&team->phase, memory_order_relaxed);
     if (atomic_fetch_add(&team->arrived, 1) == team->count - 1) {
         atomic_store_explicit(&team->arrived, 0, memory_order_relaxed);
         atomic_store_explicit(&team->next, 0, memory_order_relaxed);
-        atomic_store_explicit(&team->phase, phase + 1, memory_order_release);
+        atomic_store(&team->phase, phase + 1);
+        rouse(&team->phase, &team->sleepers);
     } else {
-        while (atomic_load_explicit(&team->phase, memory_order_acquire) == phase) relax(&spins);
+        await(&team->phase, phase, &team->sleepers);
     }
 }
 
@@ -115,7 +143,7 @@ static void *work(void *argument) {
         pthread_mutex_unlock(&pool.lock);
         if (is_in) {
             pool.job(pool.about, team);
-            atomic_fetch_sub(&pool.working, 1);
+            if (atomic_fetch_sub(&pool.working, 1) == 1) rouse(&pool.working, &pool.sleepers);
         }
     }
     return NULL;
@@ -142,8 +170,8 @@ static void run(Job job, void *about, int threads) {
     }
     job(about, &team);
     if (team.count > 1) {
-        int spins = 0;
-        while (atomic_load(&pool.working)) relax(&spins);
+        for (int left; (left = atomic_load(&pool.working));)
+            await(&pool.working, left, &pool.sleepers);
         pthread_mutex_lock(&pool.lock);
         pool.team = NULL;
         pthread_mutex_unlock(&pool.lock);
@@ -919,11 +947,23 @@ typedef struct {
     float unit;
 } Packing;
 
-INLINE int integer_at(const Packing *p, int row, int column) {
-    if (row >= p->rows) return 0;
-    const uint8_t *start = p->packed + (size_t)row * p->columns * p->bits / 8;
-    if (p->bits == 8) return start[column];
-    return start[column / 2] >> (column % 2 * 4) & 15;
+/* Spread sixteen bytes over a block's vectors: four of each are a row's. */
+INLINE void spread(uint8_t *out, uint8x16_t bytes) {
+    uint32_t words[4];
+    vst1q_u32(words, vreinterpretq_u32_u8(bytes));
+    for (int vector = 0; vector < 4; vector++) memcpy(out + 16 * vector, words + vector, 4);
+}
+
+INLINE void pack_integers(const Packing *p, int row, int group, uint8_t *out) {
+    const uint8_t *from = p->packed + ((size_t)row * p->columns + group * GROUP) * p->bits / 8;
+    uint8x16_t first = vld1q_u8(from);
+    if (p->bits == 4) {
+        uint8x16_t even = vandq_u8(first, vdupq_n_u8(15)), odd = vshrq_n_u8(first, 4);
+        spread(out, vorrq_u8(vzip1q_u8(even, odd), vshlq_n_u8(vzip2q_u8(even, odd), 4)));
+    } else {
+        spread(out, veorq_u8(first, vdupq_n_u8(128)));
+        spread(out + 64, veorq_u8(vld1q_u8(from + 16), vdupq_n_u8(128)));
+    }
 }
 
 static void pack_job(void *about, Team *team) {
@@ -933,17 +973,11 @@ static void pack_job(void *about, Team *team) {
     while ((index = take(team, blocks, 1)) >= 0) {
         uint8_t *out = p->out + size * index;
         for (int g = 0; g < groups; g++, out += bytes + 16) {
-            for (int i = 0; i < 64; i++) { /* vector, row of the block, column of the four */
-                int row = index * LANES + i / 4 % 4, column = g * GROUP + i / 16 * 4 + i % 4;
-                int first = integer_at(p, row, column), second = integer_at(p, row, column + 16);
-                if (p->bits == 4)
-                    out[i] = first | second << 4;
-                else
-                    out[i] = first - 128, out[i + 64] = second - 128;
-            }
+            if (index * LANES + LANES > p->rows) memset(out, 0, bytes);
             float16_t *about_rows = (float16_t *)(out + bytes);
             for (int r = 0; r < LANES; r++) {
                 int row = index * LANES + r;
+                if (row < p->rows) pack_integers(p, row, g, out + 4 * r);
                 size_t at = (size_t)row * (p->columns / p->group) + g * GROUP / p->group;
                 float scale = row < p->rows ? p->scales[at] : 0, bias = row < p->rows ? p->biases[at] : 0;
                 if (p->bits == 8) bias += 128 * scale;
