@@ -31,7 +31,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 enum { GROUP = 32, LANES = 4, TILE = 8, KEYS = 128, HEADS = 3, MAX_THREADS = 64 };
-enum { SPINS = 4000 }; /* some twenty microseconds */
+enum { SPINS = 50000 }; /* a quarter of a millisecond: to sleep and be woken takes a tenth */
 enum { WIDTH = 512, AHEAD = 128 }; /* of float32: columns at once, and those fetched early */
 enum { SIDE = 8, BLOCK = 64, QUERIES = 96 }; /* of a square of scores; keys and queries of a tile */
 #define UNSEEN -1e30f
