@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,16 @@ ROUNDS = ("first run", "again, after a restart")
 
 
 def program() -> Path:
-    """guidellm, installed when it is first asked for."""
+    """guidellm, installed when it is first asked for, with the PyTorch that we have.
+
+    It needs PyTorch for little; the newest would bring gigabytes of CUDA.
+    """
     path = PLACE / "bin" / "guidellm"
     if not path.exists():
+        print(f"installing guidellm {VERSION} into {PLACE}", flush=True)
         venv.create(PLACE, with_pip=True)
-        command = [str(PLACE / "bin" / "pip"), "install", "--quiet", f"guidellm=={VERSION}"]
+        packages = [f"guidellm=={VERSION}", f"torch=={version('torch').partition('+')[0]}"]
+        command = [str(PLACE / "bin" / "pip"), "install", "--quiet", *packages]
         subprocess.run(command, check=True)  # noqa: S603 - our own command
     return path
 

@@ -7,6 +7,7 @@ Reads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json` and, w
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import date, datetime, time
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +17,9 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import Decoder
 
@@ -102,14 +105,21 @@ def _clock(today: date | None) -> Callable[[str], str]:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a short way to what templates read most: a message's own keys."""
+    """The sandbox, with a short way to what templates read most: messages' keys, their own names.
+
+    A key that is no attribute of a dict needs none of the sandbox's checks, nor does what Jinja
+    itself makes for a template: loops and namespaces hold nothing of Python's.
+    """
 
     def getattr(self, obj: object, attribute: str) -> object:
-        """As the sandbox does; a key that is no attribute of a dict needs none of its checks."""
+        """As the sandbox does."""
         if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute]
         if type(obj) is str and attribute in _HARMLESS_METHODS:
             return getattr(obj, attribute)
+        if type(obj) in (LoopContext, Namespace) and not attribute.startswith("_"):
+            with suppress(AttributeError):
+                return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
 

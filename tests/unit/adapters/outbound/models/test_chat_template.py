@@ -38,6 +38,9 @@ def rendered(source: str) -> str:
         ("{{ '%d' | format('a') }}", "number"),
         ("{{ namespace(1) }}", "not iterable"),
         ("{{ dict(a=1).popitem() }}", "popitem"),
+        ("{% for m in messages %}{{ loop.__init__.__globals__ }}{% endfor %}", "unsafe"),
+        ("{% for m in messages %}{{ loop.cycle.__globals__.x }}{% endfor %}", "unsafe"),
+        ("{{ namespace(a=1).__class__.__mro__ }}", "unsafe"),
     ],
 )
 def test_whatever_a_template_raises_refuses_the_conversation(source: str, reason: str) -> None:
