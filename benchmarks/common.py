@@ -114,6 +114,8 @@ def serving(*arguments: str, settings: Mapping[str, str] | None = None) -> Itera
                 port = int(line.split()[1].rsplit(":", 1)[1])
             if "ready:" in line:
                 break
+        else:
+            raise RuntimeError("the server ended before it was ready; see what it printed above")
         try:
             yield port
         finally:

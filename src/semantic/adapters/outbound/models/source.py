@@ -21,6 +21,7 @@ from semantic.adapters.outbound.models.gguf import (
     STARTER_DISTRIBUTION,
     STARTER_FILE,
     import_gguf,
+    is_outdated,
     progress_bar,
     starter_gguf,
     write_starter_defaults,
@@ -96,15 +97,22 @@ class LocalModelSource:
         if not (directory / "config.json").is_file():
             gguf = starter_gguf_or_fetched(self.models_dir, on_progress)
             directory = self._imported(gguf, self._starter_model, on_progress)
+        else:
+            # Without the file, or a place to write to, what was imported has to do.
+            with contextlib.suppress(ModelNotFoundError, OSError):
+                directory = self._imported(starter_gguf(), self._starter_model, on_progress)
         # Earlier versions imported it without. A directory that cannot be written stays as it is.
         with contextlib.suppress(OSError, ValueError):
             write_starter_defaults(directory)
         return directory
 
     def _imported(self, gguf: Path, name: str, on_progress: Callable[[str], None]) -> Path:
+        target = self.models_dir / name
+        if (target / "config.json").is_file() and not is_outdated(gguf, target):
+            return target
         on_progress(f"importing {gguf.name}")
         with progress_bar(f"importing {gguf.name}") as report:
-            return import_gguf(gguf, self.models_dir / name, report)
+            return import_gguf(gguf, target, report)
 
     def _from_hub(self, model: str, on_progress: Callable[[str], None]) -> Path:
         for cache in self.hub_caches:

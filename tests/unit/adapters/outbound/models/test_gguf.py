@@ -508,6 +508,31 @@ def test_a_second_import_returns_what_the_first_made(tmp_path: Path) -> None:
     assert list(model.parent.iterdir()) == [model]
 
 
+@pytest.mark.parametrize("age", ["of another file", "of an earlier version"])
+def test_an_outdated_import_is_made_again_and_keeps_how_to_sample(age: str, tmp_path: Path) -> None:
+    model = run(Tiny(), tmp_path)
+    fresh = {path.name: path.read_bytes() for path in model.iterdir()}
+    (model / "model.safetensors").write_bytes(b"in full")
+    (model / "generation_config.json").write_text("{}")
+    if age == "of another file":
+        (model / ".imported").write_text("2 1\n")
+    else:
+        (model / ".imported").unlink()  # which earlier versions did not write
+    assert import_gguf(tmp_path / "tiny.gguf", model) == model
+    made = {path.name: path.read_bytes() for path in model.iterdir()}
+    assert made == {**fresh, "generation_config.json": b"{}"}
+    assert list(model.parent.iterdir()) == [model]
+
+
+def test_a_model_of_that_name_that_somebody_else_put_there_stays(tmp_path: Path) -> None:
+    model = run(Tiny(), tmp_path)
+    (model / ".imported").unlink()
+    (model / "model.safetensors").write_bytes(b"theirs")
+    (model / "README.md").touch()
+    assert import_gguf(tmp_path / "tiny.gguf", model) == model
+    assert (model / "model.safetensors").read_bytes() == b"theirs"
+
+
 def test_the_slower_of_two_imports_takes_what_the_faster_one_made(tmp_path: Path) -> None:
     source, target = Tiny().write(tmp_path / "tiny.gguf"), tmp_path / "models" / "tiny"
 
