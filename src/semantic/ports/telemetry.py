@@ -196,6 +196,19 @@ class TelemetryPort(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """Metrics over time.
+
+    Attributes:
+        at: When they were read, in seconds since the epoch.
+        series: The value of each metric at each of these times, by its name in `/metrics`.
+    """
+
+    at: list[float]
+    series: dict[str, list[float]]
+
+
 class NoTelemetry:
     """A `TelemetryPort` that counts, and tells nobody."""
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from semantic import __version__
 from semantic.application.models.registry import ModelRegistry
 from semantic.ports.inbound import ModelState, ModelStatus
+from semantic.ports.telemetry import Readings
 
 _ANSWERING = {ModelState.READY, ModelState.SWAPPING, ModelState.UNLOADED}
 _HIGH_PRESSURE = 0.9
@@ -95,20 +96,6 @@ class ReadingsOut(BaseModel):
 
     at: list[float] = Field(examples=[[1767225661.5]])
     series: dict[str, list[float]] = Field(examples=[{"semantic_tokens_generated_total": [812.0]}])
-
-
-class Readings(Protocol):
-    """Metrics over time."""
-
-    @property
-    def at(self) -> list[float]:
-        """When they were read."""
-        ...
-
-    @property
-    def series(self) -> dict[str, list[float]]:
-        """Their values then."""
-        ...
 
 
 def metrics_router(

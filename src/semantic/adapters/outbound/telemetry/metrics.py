@@ -9,7 +9,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import structlog
@@ -24,7 +23,7 @@ from semantic.application.agents.turns import TurnWatch
 from semantic.domain.agents import Tier
 from semantic.domain.errors import ModelSwapError
 from semantic.ports.inbound import ModelState
-from semantic.ports.telemetry import Counts, Measure, RequestEnd, RequestTrace
+from semantic.ports.telemetry import Counts, Measure, Readings, RequestEnd, RequestTrace
 
 _MOMENTS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -294,19 +293,6 @@ class TokenRate:
 
 _EVERY_S = 5.0
 _KEPT_S = 3660.0  # an hour, and what rates at its beginning are computed from
-
-
-@dataclass(frozen=True, slots=True)
-class Readings:
-    """Metrics over time.
-
-    Attributes:
-        at: When they were read, in seconds since the epoch.
-        series: The value of each metric at each of these times, by its name in `/metrics`.
-    """
-
-    at: list[float]
-    series: dict[str, list[float]]
 
 
 class MetricsHistory:
