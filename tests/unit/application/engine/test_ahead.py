@@ -138,7 +138,7 @@ def outcome(rig: Rig, job: Job) -> tuple[object, ...]:
     return rig.text(job.id), scores, state.tokens, final.reason, usage.completion_tokens
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     asked=jobs(),
     spec=st.builds(fake_spec, block_tokens=st.sampled_from([4, 8]), window=st.sampled_from([0, 6])),

@@ -161,7 +161,7 @@ def test_the_damaged_file_is_kept_and_named(directory: Path) -> None:
     assert kept.name in problem
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_any_bytes_may_be_overwritten(filled: Path, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:
