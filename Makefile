@@ -116,8 +116,11 @@ clients-openai: ## run real OpenAI clients (Codex, opencode, pi and others; need
 clients clients-openai: $(VENV)/.dev $(CLIENTS)/.ready
 	@CLIENTS_DIR=$(abspath $(CLIENTS)) $(PYTEST) $(TESTS) $(ARGS)
 
-# Ray is the extra cluster's alone, and everything listens to everybody: so without a network.
+# Ray is the extra cluster's alone, and everything listens to everybody: so without a network, and
+# with all processes ended at the end. Root stays the real one, who runs PostgreSQL as somebody else.
 CLUSTER := build/cluster
+ALONE := unshare --net --pid --fork --kill-child --mount-proc
+ALONE += $(if $(filter 0,$(shell id -u)),,--map-current-user --keep-caps)
 $(CLUSTER)/.ready: pyproject.toml constraints.txt | $(BIN)/python
 	@$(PYTHON) -m venv $(CLUSTER)
 	@$(CLUSTER)/bin/pip install -q -c constraints.txt -e '.[torch,cluster,dev]' || $(INSTALL_FAILED)
@@ -126,7 +129,7 @@ $(CLUSTER)/.ready: pyproject.toml constraints.txt | $(BIN)/python
 
 .PHONY: cluster-tests
 cluster-tests: $(CLUSTER)/.ready ## kill, move and scale servers on Ray (minutes; needs redis-server and Linux)
-	@unshare --map-root-user --net sh -c 'ip link set lo up && exec "$$@"' sh \
+	@$(ALONE) sh -c 'ip link set lo up; "$$@"; exit $$?' sh \
 		$(CLUSTER)/bin/python -m pytest -m cluster tests/cluster $(ARGS)
 
 .PHONY: page-tests

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import pytest
@@ -133,7 +133,8 @@ class Fleet:
     """A head, nodes, and the application on them."""
 
     nodes: list[Node]
-    log: Path
+    driver: "subprocess.Popen[bytes]"
+    config: Path
 
     @property
     def head(self) -> Node:
@@ -146,7 +147,24 @@ class Fleet:
         return next(node for node in self.nodes if pid in node.replicas())
 
     def await_replicas(self, number: int, timeout_s: float = 120) -> None:
-        assert eventually(lambda: len(self.replicas()) == number, timeout_s), self.replicas()
+        """Wait until so many answer."""
+        has_all = eventually(lambda: len(self.replicas()) == number, timeout_s)
+        assert has_all, f"{self.replicas()}\n{self.logs()}"
+        assert eventually(lambda: self._answering() >= set(self.replicas()), 60), self.logs()
+
+    def _answering(self) -> set[int]:
+        """The processes that answer who asks many times, each time as somebody else."""
+        with contextlib.suppress(httpx.HTTPError), httpx.Client(trust_env=False) as http:
+            replies = (http.get(f"{URL}/health/live", headers=named(i)) for i in range(30))
+            return {served_by(reply) for reply in replies if reply.status_code == 200}
+        return set()
+
+    def logs(self) -> str:
+        """The last words of the command and of every replica."""
+        serve = Path("/tmp/ray/session_latest/logs/serve")  # noqa: S108 - Ray's own
+        paths = [self.config.with_suffix(".log"), *sorted(serve.glob("replica_*.log"))]
+        texts = {path: path.read_text(errors="replace").splitlines() for path in paths}
+        return "\n".join(f"== {path}\n" + "\n".join(t[-25:]) for path, t in texts.items())
 
 
 @contextlib.contextmanager
@@ -179,72 +197,113 @@ def running_fleet(directory: Path, num_nodes: int, settings: dict[str, Any]) -> 
         is_up = eventually(lambda: "ready:" in log.read_text() or driver.poll() is not None, 300)
         assert is_up, log.read_text()
         assert driver.poll() is None, log.read_text()
-        yield Fleet(nodes, log)
+        yield Fleet(nodes, driver, config)
+
+
+def named(number: int) -> dict[str, str]:
+    """Headers of somebody: a router by agent sends each elsewhere."""
+    return {"x-session-affinity": f"somebody-{number}"}
+
+
+def served_by(reply: httpx.Response) -> int:
+    """The process that answered; 0 if it does not say."""
+    return int(reply.headers.get("x-served-by", "0").rpartition("/")[2])
 
 
 # -- agents --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Acknowledged:
+    """A turn whose last event came."""
+
+    turn: str
+    pid: int
+    reuse: dict[str, int]
+    num_tries: int
+
+
 @dataclass
 class Talker:
-    """An agent's client: says one thing after the other, each until it is acknowledged."""
+    """An agent's client: says one thing after the other, each until it is acknowledged.
+
+    Attributes:
+        broken_on: The processes whose streams broke after they had said something.
+        waits: Seconds from a first failure to the turn's acknowledgement.
+        open_on: The process whose stream says something now.
+    """
 
     name: str
     max_tokens: int
-    acknowledged: list[str] = field(default_factory=list)
-    reuse: list[dict[str, int]] = field(default_factory=list)
+    turns: list[Acknowledged] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    broken_on: list[int] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
+    open_on: int = 0
     tokens_seen: int = 0
 
     def talk(self, is_over: threading.Event) -> None:
         """Talk until it is over; the last thing said is acknowledged too."""
         while not is_over.is_set():
-            text = f"{self.name} says {len(self.acknowledged)}. {WORDS}"
-            broken_at = None
-            while not self._say(text):
-                broken_at = broken_at or time.monotonic()
+            text = f"{self.name} says {len(self.turns)}. {WORDS}"
+            broken_at, tries = 0.0, 1
+            while not self._say(text, tries):
+                broken_at, tries = broken_at or time.monotonic(), tries + 1
                 time.sleep(0.1)
-            if broken_at is not None:
+            if broken_at:
                 self.waits.append(time.monotonic() - broken_at)
 
-    def _say(self, text: str) -> bool:
-        body = {
-            "messages": [{"role": "user", "content": text}],
-            "max_tokens": self.max_tokens,
-            "stream": True,
-        }
+    def _say(self, text: str, tries: int) -> bool:
+        messages = [{"role": "user", "content": text}]
+        body = {"messages": messages, "max_tokens": self.max_tokens, "stream": True}
         path = f"{URL}/v1/agents/{self.name}/generate"
         try:
             with (
-                httpx.Client(trust_env=False, timeout=120) as http,
+                httpx.Client(trust_env=False, timeout=60) as http,
                 http.stream("POST", path, json=body) as reply,
             ):
                 if reply.status_code != 200:
                     self.failures.append(f"{reply.status_code} {reply.read()[:90]!r}")
                     assert reply.status_code >= 409, self.failures
                     return False
-                return self._read(reply)
+                return self._read(reply, tries)
         except httpx.HTTPError as error:
             self.failures.append(type(error).__name__)
+            self.broken_on += [self.open_on] if self.open_on else []
             return False
+        finally:
+            self.open_on = 0
 
-    def _read(self, reply: httpx.Response) -> bool:
+    def _read(self, reply: httpx.Response, tries: int) -> bool:
+        pid = served_by(reply)
         for line in reply.iter_lines():
             event = json.loads(line[6:]) if line.startswith("data: ") else {}
-            self.tokens_seen += event.get("type") == "text"
+            if event.get("type") == "text":
+                self.open_on = pid
+                self.tokens_seen += 1
             if event.get("type") == "finished":
-                self.acknowledged.append(event["turn_id"])
-                self.reuse.append(event["reuse"])
+                self.turns.append(Acknowledged(event["turn_id"], pid, event["reuse"], tries))
                 return True
         self.failures.append("the stream ended without its last event")
+        self.broken_on += [self.open_on] if self.open_on else []
         return False
+
+
+class Servers(Protocol):
+    """What talks ask of those that they talk to."""
+
+    def replicas(self) -> list[int]: ...
+    def await_replicas(self, number: int, timeout_s: float = 120) -> None: ...
+    def logs(self) -> str: ...
 
 
 class Talk:
     """Several agents that talk at once."""
 
-    def __init__(self, prefix: str, num_agents: int, max_tokens: int = 200) -> None:
+    def __init__(self, fleet: Servers, prefix: str, num_agents: int, max_tokens: int = 200) -> None:
+        self._fleet = fleet
+        self._prefix = prefix
+        self._began = time.monotonic()
         self.talkers = [Talker(f"{prefix}-{i}", max_tokens) for i in range(num_agents)]
         self._is_over = threading.Event()
         self._threads = [
@@ -255,49 +314,93 @@ class Talk:
     def __enter__(self) -> "Talk":
         with httpx.Client(base_url=URL, trust_env=False, timeout=60) as http:
             for talker in self.talkers:
-                http.post(
-                    "/v1/agents", json={"id": talker.name, "overflow": "drop_oldest"}
-                ).raise_for_status()
+                http.post("/v1/agents", json={"id": talker.name}).raise_for_status()
         for thread in self._threads:
             thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.let_end()
+        if kind is not None:
+            sys.stdout.write(f"{self.told()}\n{self._fleet.logs()}\n")
+            return
         for thread in self._threads:
-            thread.join(180)
+            thread.join(90)
         assert not any(thread.is_alive() for thread in self._threads), "a turn never ended"
+        sys.stdout.write(f"\n{self._prefix}: {self.told()}\n")
+
+    def let_end(self) -> None:
+        """Say nothing new; what is said is still acknowledged."""
+        self._is_over.set()
 
     @property
     def num_turns(self) -> int:
-        return sum(len(one.acknowledged) for one in self.talkers)
+        return sum(len(one.turns) for one in self.talkers)
+
+    @property
+    def tokens_seen(self) -> int:
+        return sum(one.tokens_seen for one in self.talkers)
+
+    @property
+    def failures(self) -> Counter[str]:
+        return Counter(failure for one in self.talkers for failure in one.failures)
 
     def await_turns(self, more: int) -> None:
         """Wait until so many more turns are acknowledged."""
         end = self.num_turns + more
-        assert eventually(lambda: self.num_turns >= end, 150), self.told()
+        assert eventually(lambda: self.num_turns >= end, 100), self.told()
+
+    def await_stream(self) -> int:
+        """Wait until a stream says something; returns the process that it is on."""
+        assert eventually(self._open, 60), self.told()
+        return next(iter(self._open()))
+
+    def _open(self) -> set[int]:
+        return {pid for one in self.talkers if (pid := one.open_on)}
 
     def told(self) -> dict[str, Any]:
         """What happened, in figures."""
-        failures = Counter(failure for one in self.talkers for failure in one.failures)
         waits = [round(wait, 1) for one in self.talkers for wait in one.waits]
-        return {"turns": self.num_turns, "failures": dict(failures), "waits": sorted(waits)}
+        return {
+            "turns": self.num_turns,
+            "tokens": self.tokens_seen,
+            "failures": dict(self.failures),
+            "waits": sorted(waits),
+            "seconds": round(time.monotonic() - self._began, 1),
+        }
+
+    def check_moved(self, victims: set[int], before: set[int]) -> None:
+        """Who was cut off went on at one that lived, with what the dead one had uploaded."""
+        cut = [one for one in self.talkers if victims.intersection(one.broken_on)]
+        moved = [turn for one in cut for turn in one.turns if turn.num_tries > 1]
+        assert moved, self.told()
+        for turn in moved:
+            assert turn.pid in before - victims
+            assert turn.reuse["disk"] > 0, turn
 
     def check(self) -> None:
-        """Every acknowledged turn is there once, in order, whichever replica is asked."""
+        """Every acknowledged turn is there once, in order, and readable by every replica."""
+        self._fleet.await_replicas(len(self._fleet.replicas()))
         with httpx.Client(base_url=URL, trust_env=False, timeout=60) as http:
             for talker in self.talkers:
                 found = http.get(f"/v1/agents/{talker.name}/turns?limit=100").json()["data"]
                 ids = [turn["id"] for turn in reversed(found)]
+                known = [one.turn for one in talker.turns]
                 assert len(ids) == len(set(ids))
-                assert [one for one in ids if one in talker.acknowledged] == talker.acknowledged
-            # Who asks for all agents names none, and is sent anywhere.
-            views = [_heads(http) for _ in range(8)]
-            heads = {one.name: one.acknowledged[-1] for one in self.talkers if one.acknowledged}
-        for view in views:
-            assert heads.items() <= view.items()
+                assert [one for one in ids if one in known] == known
+                # A turn that was committed just when its server died may be there beside them.
+                assert len(ids) <= len(known) + len(talker.failures)
+            asked = {self._check_one(http, named(number)) for number in range(30)}
+        assert asked == set(self._fleet.replicas())
 
-
-def _heads(http: httpx.Client) -> dict[str, str]:
-    listed = http.get("/v1/agents?limit=100").json()["data"]
-    return {agent["id"]: agent["head"] for agent in listed}
+    def _check_one(self, http: httpx.Client, headers: dict[str, str]) -> int:
+        """Ask somebody for all heads, and for what was said in the last turns."""
+        listed = http.get("/v1/agents?limit=100", headers=headers)
+        heads = {agent["id"]: agent["head"] for agent in listed.json()["data"]}
+        for last in (one.turns[-1].turn for one in self.talkers if one.turns):
+            turn = http.get(f"/v1/responses/resp_{last[5:]}", headers=headers)
+            assert turn.status_code == 200, turn.text
+            assert served_by(turn) == served_by(listed)
+        wanted = {one.name: one.turns[-1].turn for one in self.talkers if one.turns}
+        assert wanted.items() <= heads.items()
+        return served_by(listed)

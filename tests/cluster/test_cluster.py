@@ -1,7 +1,8 @@
 """Three replicas on Ray: one is killed in its streams, then its node, then the head; then scaled.
 
 Every acknowledged turn is readable by all afterwards, none is there twice, and whoever tries again
-goes on elsewhere with blocks from the object store. `-s` shows what happened, in figures.
+goes on elsewhere with blocks from the object store. `-s` shows what happened, in figures. The tests
+run in this order, on one cluster, which the last one stops.
 """
 
 import os
@@ -9,14 +10,32 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import yaml
 
 from tests.cluster.rig import Fleet, Talk, require_cluster, running_fleet
+from tests.smoke.server_process import serve
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.cluster
+
+LONG = 1500  # tokens of a stream that takes seconds
+MANIFEST = Path(__file__).resolve().parents[2] / "deploy/rayservice.yaml"
+
+
+def test_ray_takes_the_manifests_application() -> None:
+    require_cluster()
+    from ray.serve.schema import ServeDeploySchema
+
+    from semantic.entrypoints.ray_app import build
+
+    config = yaml.safe_load(yaml.safe_load(MANIFEST.read_text())["spec"]["serveConfigV2"])
+    (application,) = ServeDeploySchema.model_validate(config).applications
+    assert build({**application.args, "database_url": "postgresql://db"})
 
 
 @pytest.fixture(scope="module")
@@ -42,64 +61,96 @@ def fleet(postgres_server: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield made
 
 
-def tell(what: str, talk: Talk, began: float) -> None:
-    sys.stdout.write(f"\n{what}: {talk.told()}, {time.monotonic() - began:.0f} s\n")
+def test_an_agent_stays_with_its_replica(fleet: Fleet) -> None:
+    with Talk(fleet, "home", 9) as talk:
+        talk.await_turns(45)
+    talk.check()
+    assert not talk.failures
+    homes = [{turn.pid for turn in one.turns} for one in talk.talkers]
+    assert [len(home) for home in homes] == [1] * 9
+    assert len(set[int]().union(*homes)) > 1
+    # So it finds its state where it left it.
+    assert all(turn.reuse["hot"] for one in talk.talkers for turn in one.turns[1:])
 
 
 def test_a_replica_is_killed_in_its_streams(fleet: Fleet) -> None:
-    began = time.monotonic()
-    with Talk("one", 6, max_tokens=400) as talk:
+    before = set(fleet.replicas())
+    with Talk(fleet, "one", 6, LONG) as talk:
         talk.await_turns(12)
-        victim = fleet.replicas()[0]
+        victim = talk.await_stream()
         os.kill(victim, signal.SIGKILL)
-        talk.await_turns(18)
-    tell("a replica was killed", talk, began)
-    talk.check()
-    broken = [one for one in talk.talkers if one.failures]
-    assert broken
-    # Who tried again went on elsewhere, with what the dead one had uploaded.
-    assert any(reuse["disk"] > 0 for one in broken for reuse in one.reuse)
+        talk.await_turns(12)
+    talk.check_moved({victim}, before)
     fleet.await_replicas(3)
+    talk.check()
 
 
 def test_its_node_is_killed(fleet: Fleet) -> None:
-    began = time.monotonic()
-    with Talk("node", 6) as talk:
+    before = set(fleet.replicas())
+    with Talk(fleet, "node", 6, LONG) as talk:
         talk.await_turns(12)
-        node = fleet.node_of(fleet.replicas()[-1])
+        node = fleet.node_of(talk.await_stream())
+        victims = set(node.replicas())
         node.kill()
-        talk.await_turns(18)
-    tell("a node was killed", talk, began)
-    talk.check()
+        talk.await_turns(12)
+    talk.check_moved(victims, before)
     node.start_again()
-    fleet.await_replicas(3, 240)
+    fleet.await_replicas(3, 180)
+    talk.check()
 
 
 def test_the_head_is_killed_and_comes_back(fleet: Fleet) -> None:
-    began = time.monotonic()
-    with Talk("head", 6) as talk:
+    before = fleet.replicas()
+    with Talk(fleet, "head", 6) as talk:
         talk.await_turns(12)
         fleet.head.kill()
-        killed = talk.num_turns
-        talk.await_turns(24)
-        sys.stdout.write(f"\nwhile the head was down: {talk.num_turns - killed} turns\n")
+        talk.await_turns(24)  # while it is gone
+        assert fleet.replicas() == before
         fleet.head.start_again()
         talk.await_turns(12)
-    tell("the head was killed", talk, began)
     talk.check()
+    # Who dies is replaced again.
+    os.kill(fleet.replicas()[0], signal.SIGKILL)
+    assert eventually(lambda: len(set(fleet.replicas()) - set(before)) == 1, 120), fleet.logs()
+    fleet.await_replicas(3)
 
 
 def test_replicas_come_and_go_with_the_load(fleet: Fleet) -> None:
-    began = time.monotonic()
-    fleet.await_replicas(3)
-    with Talk("load", 24) as talk:
-        assert eventually(lambda: len(fleet.replicas()) > 3, 150), talk.told()
+    with Talk(fleet, "load", 24) as talk:
+        assert eventually(lambda: len(fleet.replicas()) == 4, 120), talk.told()
         talk.await_turns(30)
-        most = len(fleet.replicas())
-    fewer = time.monotonic()
-    with Talk("calm", 2) as calm:  # streams of replicas that stop end
-        assert eventually(lambda: len(fleet.replicas()) == 3, 200), fleet.replicas()
-    tell(f"3 to {most} replicas, back after {time.monotonic() - fewer:.0f} s", talk, began)
-    assert not [failure for one in [*talk.talkers, *calm.talkers] for failure in one.failures]
+    began = time.monotonic()
+    many = set(fleet.replicas())
+    with Talk(fleet, "calm", 8, LONG) as calm:  # on all four, until one is to stop
+        assert eventually(lambda: len(fleet.replicas()) == 3, 120), calm.told()
+    sys.stdout.write(f"\n4 to 3 replicas after {time.monotonic() - began:.0f} s\n")
+    assert not talk.failures + calm.failures
+    gone = many - set(fleet.replicas())
+    assert gone & {turn.pid for one in calm.talkers for turn in one.turns}
     talk.check()
     calm.check()
+
+
+def test_streams_end_before_the_cluster_stops(fleet: Fleet, tmp_path: Path) -> None:
+    with Talk(fleet, "last", 6, 2 * LONG) as talk:
+        talk.await_turns(6)
+        talk.await_stream()
+        talk.let_end()
+        fleet.driver.send_signal(signal.SIGINT)
+        log = fleet.config.with_suffix(".log")
+        assert eventually(lambda: "stopping:" in log.read_text(), 10)
+        seen, turns = talk.tokens_seen, talk.num_turns
+    assert not talk.failures
+    assert talk.num_turns > turns
+    assert talk.tokens_seen > seen
+    assert fleet.driver.wait(60) == 0
+    # A plain server finds what was said, and uploaded at the end.
+    with serve(tmp_path, tmp_path / "log", "--config", str(fleet.config)) as server:
+        server.await_ready()
+        with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:
+            for one in talk.talkers:
+                body = {"messages": [{"role": "user", "content": "and?"}], "max_tokens": 4}
+                reply = http.post(f"/v1/agents/{one.name}/generate", json=body).json()
+                assert reply["reuse"]["disk"] > reply["reuse"]["computed"]
+                turns = http.get(f"/v1/agents/{one.name}/turns").json()["data"]
+                assert turns[1]["id"] == one.turns[-1].turn

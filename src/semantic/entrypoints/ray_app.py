@@ -14,6 +14,7 @@ import math
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fastapi import FastAPI
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from semantic.adapters.config.settings import Settings, load_settings
 from semantic.adapters.outbound.blocks.directory import DirectoryLock
@@ -67,7 +70,9 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Make what answers; its lifespan starts and stops the server."""
-        return create_app(self._server)
+        app = create_app(self._server)
+        app.add_middleware(ServedBy)
+        return app
 
     @property
     def server(self) -> Server:
@@ -91,6 +96,24 @@ class Replica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Tell what the number of replicas depends on, beside the requests that Ray counts."""
         return {"memory_pressure": self._server.pressure()}
+
+
+class ServedBy:
+    """Tells clients who answered, in a header: the machine and the process."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._name = f"{socket.gethostname()}/{os.getpid()}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer as the application does, with the header."""
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-served-by"] = self._name
+            await send(message)
+
+        await self._app(scope, receive, send_named)
 
 
 def _claim_directory(base: Path) -> DirectoryLock:

@@ -1,6 +1,9 @@
 """The application for Ray, as far as it goes without Ray: routing, scaling, and a replica."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,12 +78,42 @@ async def test_replicas_of_one_machine_have_a_directory_each(tmp_path: Path) -> 
         await asyncio.wait_for(one.check_health(), 30)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            assert (await http.get("/health/ready")).status_code == 200
+            reply = await http.get("/health/ready")
+        assert reply.status_code == 200
+        assert reply.headers["x-served-by"].endswith(f"/{os.getpid()}")
         assert 0 <= (await one.record_autoscaling_stats())["memory_pressure"] <= 1
     with pytest.raises(RuntimeError, match="stopped"):
         await one.check_health()
     two.server.memory.close(10)
     assert sorted(path.name for path in (tmp_path / "replicas").iterdir()) == ["0", "1"]
+
+
+_WITHOUT_EXTRA = """
+import sys
+sys.modules.update(dict.fromkeys(("ray", "psycopg", "psycopg_pool", "obstore")))  # not installed
+from semantic.adapters.config.settings import load_settings
+from semantic.entrypoints.bootstrap import bootstrap
+from semantic.entrypoints.cli.app import main
+from semantic.entrypoints.server import create_app
+home, config = sys.argv[1:]
+server = bootstrap(load_settings({"home": home, "backend": "fake"}))
+create_app(server)
+server.memory.close(10)
+shared = ["--home", home, "--backend", "fake", "--config", config]
+print(main(["serve", *shared]), main(["cluster", *shared]))
+"""
+
+
+def test_one_machine_needs_nothing_of_a_cluster(tmp_path: Path) -> None:
+    config = tmp_path / "shared.toml"
+    config.write_text(
+        'store = "shared"\ndatabase_url = "postgresql://db"\nobjects_url = "s3://b"\n'
+    )
+    command = [sys.executable, "-c", _WITHOUT_EXTRA, str(tmp_path / "home"), str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)  # noqa: S603
+    assert done.stdout == "2 2\n"
+    for module in ("obstore", "ray"):
+        assert f"needs {module}: pip install 'semantic-server[cluster]'" in done.stderr
 
 
 @pytest.mark.parametrize(

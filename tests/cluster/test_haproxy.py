@@ -1,0 +1,99 @@
+"""Two plain servers behind deploy/haproxy.cfg: an agent stays with one, and outlives it."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cluster.rig import PORT, URL, WORDS, Talk, named, served_by
+from tests.smoke.server_process import ServerProcess, serve
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.cluster
+
+CONFIG = Path(__file__).resolve().parents[2] / "deploy/haproxy.cfg"
+
+
+@dataclass
+class Pair:
+    """Two servers and the proxy before them."""
+
+    servers: list[ServerProcess]
+
+    def replicas(self) -> list[int]:
+        return [one.process.pid for one in self.servers if one.process.poll() is None]
+
+    def await_replicas(self, number: int, timeout_s: float = 120) -> None:
+        assert eventually(lambda: len(self.asked()) == number, timeout_s), self.logs()
+
+    def asked(self) -> set[int]:
+        """Who answers requests of many."""
+        with httpx.Client(trust_env=False) as http:
+            replies = [http.get(f"{URL}/health/live", headers=named(i)) for i in range(30)]
+        return {served_by(reply) for reply in replies if reply.status_code == 200}
+
+    def logs(self) -> str:
+        return "\n".join(one.output[-2000:] for one in self.servers)
+
+
+@pytest.fixture
+def pair(tmp_path: Path, database_url: str) -> Iterator[Pair]:
+    haproxy = shutil.which("haproxy")
+    if haproxy is None:
+        pytest.skip("there is no haproxy: apt-get install haproxy")
+    settings = tmp_path / "config.toml"
+    objects = (tmp_path / "objects").as_uri()
+    settings.write_text(
+        f'store = "shared"\ndatabase_url = "{database_url}"\nobjects_url = "{objects}"\n'
+        'backend = "fake"\nlease_s = 1.0\n'
+    )
+    text = CONFIG.read_text().replace("bind :8000", f"bind 127.0.0.1:{PORT}")
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for number, name in enumerate(("one", "two"), 1):
+            options = ("--config", str(settings))
+            server = stack.enter_context(serve(tmp_path / name, tmp_path / f"{name}.log", *options))
+            server.await_ready()
+            address = server.url.removeprefix("http://")
+            # Each is called by its process, as replicas of Ray call themselves.
+            text = text.replace(
+                f"server {name} 10.0.0.{number}:8000", f"server {server.process.pid} {address}"
+            )
+            servers.append(server)
+        config = tmp_path / "haproxy.cfg"
+        config.write_text(text)
+        proxy = subprocess.Popen([haproxy, "-db", "-f", str(config)])  # noqa: S603 - the proxy
+        stack.callback(proxy.wait)
+        stack.callback(proxy.kill)
+        made = Pair(servers)
+        made.await_replicas(2)
+        yield made
+
+
+def test_agents_stay_with_a_server_and_go_on_without_it(pair: Pair) -> None:
+    body = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 8}
+    homes = []
+    with httpx.Client(base_url=URL, trust_env=False, timeout=60) as http:
+        for name in map("quiet-{}".format, range(9)):
+            http.post("/v1/agents", json={"id": name}).raise_for_status()
+            turns = [http.post(f"/v1/agents/{name}/generate", json=body) for _ in range(3)]
+            homes.append({served_by(turn) for turn in turns})
+            assert all(turn.json()["reuse"]["hot"] for turn in turns[1:])
+    before = set(pair.replicas())
+    assert [len(home) for home in homes] == [1] * 9
+    assert set[int]().union(*homes) == before
+
+    with Talk(pair, "plain", 6, 1500) as talk:
+        talk.await_turns(12)
+        victim = talk.await_stream()
+        os.kill(victim, signal.SIGKILL)
+        talk.await_turns(12)
+    talk.check_moved({victim}, before)
+    talk.check()
