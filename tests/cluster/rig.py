@@ -219,6 +219,7 @@ class Acknowledged:
 
     turn: str
     pid: int
+    num_cached: int
     reuse: dict[str, int]
     num_tries: int
 
@@ -282,7 +283,9 @@ class Talker:
                 self.open_on = pid
                 self.tokens_seen += 1
             if event.get("type") == "finished":
-                self.turns.append(Acknowledged(event["turn_id"], pid, event["reuse"], tries))
+                cached = event["usage"]["cached_tokens"]
+                turn = Acknowledged(event["turn_id"], pid, cached, event["reuse"], tries)
+                self.turns.append(turn)
                 return True
         self.failures.append("the stream ended without its last event")
         self.broken_on += [self.open_on] if self.open_on else []
@@ -376,7 +379,7 @@ class Talk:
         assert moved, self.told()
         for turn in moved:
             assert turn.pid in before - victims
-            assert turn.reuse["disk"] > 0, turn
+            assert turn.num_cached >= turn.reuse["disk"] > 0, turn
 
     def check(self) -> None:
         """Every acknowledged turn is there once, in order, and readable by every replica."""

@@ -2,18 +2,26 @@
 
 import asyncio
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from semantic.entrypoints.cli.app import main
-from semantic.entrypoints.ray_app import Replica, Targets, agent_key, replicas_wanted
+from semantic.entrypoints.ray_app import (
+    Replica,
+    Targets,
+    agent_key,
+    key_of_argument,
+    replicas_wanted,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -35,6 +43,8 @@ def test_requests_are_of_an_agent_as_far_as_path_and_headers_say(
 ) -> None:
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
     assert agent_key(path, pairs) == key
+    request = SimpleNamespace(asgi_scope={"path": path, "headers": pairs})
+    assert key_of_argument(pickle.dumps(request)) == key_of_argument(request) == key
 
 
 class Config:
