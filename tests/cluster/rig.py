@@ -128,13 +128,35 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-@dataclass
 class Fleet:
     """A head, nodes, and the application on them."""
 
-    nodes: list[Node]
-    driver: "subprocess.Popen[bytes]"
-    config: Path
+    def __init__(self, nodes: list[Node], config: Path) -> None:
+        self.nodes = nodes
+        self.config = config
+        self.driver = self.run_command()
+
+    def run_command(self) -> "subprocess.Popen[bytes]":
+        """Run `semantic cluster` until it is ready."""
+        command = [sys.executable, "-m", "semantic", "cluster", "--config", str(self.config)]
+        command += ["--port", str(PORT), "--ray-address", f"127.0.0.1:{GCS_PORT}"]
+        with self.log.open("w") as sink:
+            self.driver = subprocess.Popen(  # noqa: S603 - our own command
+                command, stdout=sink, stderr=sink, env=environment(), cwd=self.config.parent
+            )
+        is_over = eventually(lambda: "ready:" in self.said or self.driver.poll() is not None, 120)
+        assert is_over, self.logs()
+        assert self.driver.poll() is None, self.logs()
+        return self.driver
+
+    @property
+    def log(self) -> Path:
+        return self.config.with_suffix(".log")
+
+    @property
+    def said(self) -> str:
+        """By the command."""
+        return self.log.read_text()
 
     @property
     def head(self) -> Node:
@@ -162,7 +184,7 @@ class Fleet:
     def logs(self) -> str:
         """The last words of the command and of every replica."""
         serve = Path("/tmp/ray/session_latest/logs/serve")  # noqa: S108 - Ray's own
-        paths = [self.config.with_suffix(".log"), *sorted(serve.glob("replica_*.log"))]
+        paths = [self.log, *sorted(serve.glob("replica_*.log"))]
         texts = {path: path.read_text(errors="replace").splitlines() for path in paths}
         return "\n".join(f"== {path}\n" + "\n".join(t[-25:]) for path, t in texts.items())
 
@@ -172,7 +194,6 @@ def running_fleet(directory: Path, num_nodes: int, settings: dict[str, Any]) -> 
     """Start Redis, a head without replicas, nodes with two CPUs each, and `semantic cluster`."""
     config = directory / "cluster.toml"
     config.write_text("".join(f"{name} = {json.dumps(v)}\n" for name, v in settings.items()))
-    log = directory / "cluster.log"
     with contextlib.ExitStack() as stack:
         redis = subprocess.Popen(  # noqa: S603 - the system's own program
             [shutil.which("redis-server") or "", "--port", str(REDIS_PORT), "--save", ""],
@@ -187,17 +208,9 @@ def running_fleet(directory: Path, num_nodes: int, settings: dict[str, Any]) -> 
             nodes.append(Node(number, directory, 2))
             stack.callback(nodes[-1].kill)
             nodes[-1].await_up()  # two that start at once take the same socket
-        command = [sys.executable, "-m", "semantic", "cluster", "--config", str(config)]
-        command += ["--port", str(PORT), "--ray-address", f"127.0.0.1:{GCS_PORT}"]
-        with log.open("w") as sink:
-            driver = subprocess.Popen(  # noqa: S603 - our own command
-                command, stdout=sink, stderr=sink, env=environment(), cwd=directory
-            )
-        stack.callback(_end, driver)
-        is_up = eventually(lambda: "ready:" in log.read_text() or driver.poll() is not None, 300)
-        assert is_up, log.read_text()
-        assert driver.poll() is None, log.read_text()
-        yield Fleet(nodes, driver, config)
+        fleet = Fleet(nodes, config)
+        stack.callback(lambda: _end(fleet.driver))
+        yield fleet
 
 
 def named(number: int) -> dict[str, str]:

@@ -13,11 +13,12 @@ import logging
 import math
 import os
 import pickle
+import queue
 import re
 import signal
 import socket
 import sys
-import threading
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +42,7 @@ except ModuleNotFoundError:  # the command says so; a replica alone does without
 NAME = "semantic"
 _HOPELESS = {ModelState.HUNG, ModelState.FAILED, ModelState.STOPPED}
 _LOAD_POLL_S = 0.05
+_STOP_POLL_S = 0.2
 _HIGH_PRESSURE = 0.8  # of the memory for attention state, what is in use and cannot be evicted
 _NUM_FALLBACKS = 8  # replicas that are tried after an agent's own
 _QUEUES = 2  # batches that a replica may have, the running one too, before others are tried
@@ -278,17 +280,20 @@ def run_cluster(settings: Settings) -> int:
     http = {"host": settings.host, "port": settings.port, "keep_alive_timeout_s": 60}
     if settings.tls_cert and settings.tls_key:
         http |= {"ssl_certfile": str(settings.tls_cert), "ssl_keyfile": str(settings.tls_key)}
-    is_over = threading.Event()
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     for sig in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sig, lambda *_: is_over.set())
+        signal.signal(sig, lambda number, _: signals.put(number))
     serve.start(proxy_location="EveryNode", http_options=http)
     serve.run(build(options), name=NAME, route_prefix="/")
     url = f"{'https' if settings.tls_cert else 'http'}://{settings.host}:{settings.port}"
     sys.stdout.write(f"listening: {url}\nready: {settings.replicas} replicas of {settings.model}\n")
     sys.stdout.flush()
-    is_over.wait()
-    sys.stdout.write("stopping: replies may end\n")
-    serve.delete(NAME)
+    signals.get()
+    sys.stdout.write("stopping: replies may end; a second signal ends them\n")
+    sys.stdout.flush()
+    serve.delete(NAME, _blocking=False)  # else it waits for a minute at most
+    while signals.empty() and NAME in serve.status().applications:
+        time.sleep(_STOP_POLL_S)
     serve.shutdown()
     ray.shutdown()
     return 0
