@@ -313,6 +313,8 @@ class AgentMemory:
         if self._cache is not None:
             self._cache.housekeeping.stop(timeout_s)
         if self._remote is not None:
+            if self.disk is not None:  # what it writes is then uploaded
+                self.disk.flush(timeout_s / 2)
             self._remote.close(timeout_s / 2)
         self.agents.leases.close()
         if self.disk is None or self._cache is None:
