@@ -104,6 +104,7 @@ def environment(home: Path | None = None) -> dict[str, str]:
         "RAY_AUTH_MODE": "disabled",
         "RAY_REDIS_ADDRESS": f"127.0.0.1:{REDIS_PORT}",
         "RAY_external_storage_namespace": "semantic-tests",
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",  # else a busy machine starves them
         "HF_HUB_OFFLINE": "1",
