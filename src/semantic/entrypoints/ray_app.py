@@ -272,7 +272,7 @@ def run_cluster(settings: Settings) -> int:
         ) from error
     options = settings.model_dump(mode="json", exclude_unset=True)
     try:
-        ray.init(settings.ray_address, **_quiet(settings.ray_address))
+        ray.init(settings.ray_address or "local", **_quiet(settings.ray_address))
     except ConnectionError as error:
         raise InvalidRequestError(
             f"no Ray answers at {settings.ray_address}: {error}", param="ray_address"
