@@ -175,14 +175,7 @@ class Fleet:
         """Wait until so many answer."""
         has_all = eventually(lambda: len(self.replicas()) == number, timeout_s)
         assert has_all, f"{self.replicas()}\n{self.logs()}"
-        assert eventually(lambda: self._answering() >= set(self.replicas()), 60), self.logs()
-
-    def _answering(self) -> set[int]:
-        """The processes that answer who asks many times, each time as somebody else."""
-        with contextlib.suppress(httpx.HTTPError), httpx.Client(trust_env=False) as http:
-            replies = (http.get(f"{URL}/health/live", headers=named(i)) for i in range(30))
-            return {served_by(reply) for reply in replies if reply.status_code == 200}
-        return set()
+        assert eventually(lambda: answering() >= set(self.replicas()), 60), self.logs()
 
     def logs(self) -> str:
         """The last words of the command and of every replica."""
@@ -219,6 +212,14 @@ def running_fleet(directory: Path, num_nodes: int, settings: dict[str, Any]) -> 
 def named(number: int) -> dict[str, str]:
     """Headers of somebody: a router by agent sends each elsewhere."""
     return {"x-session-affinity": f"somebody-{number}"}
+
+
+def answering() -> set[int]:
+    """The processes that answer who asks many times, each time as somebody else."""
+    with contextlib.suppress(httpx.HTTPError), httpx.Client(trust_env=False, timeout=20) as http:
+        replies = (http.get(f"{URL}/health/live", headers=named(i)) for i in range(30))
+        return {served_by(reply) for reply in replies if reply.status_code == 200}
+    return set()
 
 
 def served_by(reply: httpx.Response) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster.rig import PORT, URL, WORDS, Talk, named, served_by
+from tests.cluster.rig import PORT, URL, WORDS, Talk, answering, served_by
 from tests.smoke.server_process import ServerProcess, serve
 from tests.waiting import eventually
 
@@ -31,13 +31,7 @@ class Pair:
         return [one.process.pid for one in self.servers if one.process.poll() is None]
 
     def await_replicas(self, number: int, timeout_s: float = 120) -> None:
-        assert eventually(lambda: len(self.asked()) == number, timeout_s), self.logs()
-
-    def asked(self) -> set[int]:
-        """Who answers requests of many."""
-        with httpx.Client(trust_env=False) as http:
-            replies = [http.get(f"{URL}/health/live", headers=named(i)) for i in range(30)]
-        return {served_by(reply) for reply in replies if reply.status_code == 200}
+        assert eventually(lambda: len(answering()) == number, timeout_s), self.logs()
 
     def logs(self) -> str:
         return "\n".join(one.output[-2000:] for one in self.servers)
