@@ -52,7 +52,7 @@ class RemoteTier:
         self._is_closed = False
         self._uploads = ThreadPoolExecutor(_NUM_UPLOADS, "semantic-upload")
         self._downloads = ThreadPoolExecutor(_NUM_DOWNLOADS, "semantic-download")
-        self.cost = ReadCost()
+        self.cost = ReadCost(num_ignored=1)
         self.problem = ""
 
     def offer(self, part: BlockPart, on_end: Callable[[BlockPart], None]) -> None:

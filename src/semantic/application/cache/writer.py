@@ -97,8 +97,10 @@ _Item: TypeAlias = WriteJob | _Delete | _Change | _Stop
 class ReadCost:
     """How long reading takes, judged by what was read so far. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ignored: int = 0) -> None:
+        """Start without a judgement; the first `num_ignored` readings pay for connections."""
         self._lock = threading.Lock()
+        self._num_ignored = num_ignored
         self._num_reading = 0
         self._seconds = 0.0
         self._bytes = 0.0
@@ -120,6 +122,9 @@ class ReadCost:
         with self._lock:
             num_reading = max(num_reading, self._num_reading)
             self._num_reading -= 1
+            if self._num_ignored:
+                self._num_ignored -= 1
+                return
             # By bytes: many small files must not make large ones look slow. Those that were read
             # side by side took the time together.
             self._seconds = self._seconds * _MEMORY + elapsed / num_reading

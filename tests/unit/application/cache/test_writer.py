@@ -12,7 +12,7 @@ from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.cache.restore_plan import WantedPart
 from semantic.application.cache.store import AgentCacheStore
-from semantic.application.cache.writer import DiskLimits, DiskTier
+from semantic.application.cache.writer import DiskLimits, DiskTier, ReadCost
 from semantic.domain.agents import LOCAL_TENANT, Agent, Turn
 from semantic.domain.blocks import BlockName
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
@@ -412,6 +412,14 @@ def test_small_files_do_not_make_large_ones_look_slow(make_rig: MakeRig) -> None
     assert rig.disk.seconds_to_read(10**6) == before
     assert not rig.disk.is_read_in(10**6, before / 2)
     assert rig.disk.seconds_to_read(10**6) < before
+
+
+def test_readings_that_pay_for_a_connection_say_nothing() -> None:
+    cost = ReadCost(num_ignored=1)
+    for is_judged in (False, True):
+        with cost.measured(1):
+            pass
+        assert (cost.seconds_to_read(10**9) > 0) is is_judged
 
 
 def test_what_takes_longer_to_read_than_to_compute_is_computed(make_rig: MakeRig) -> None:
