@@ -116,7 +116,8 @@ class Settings(BaseSettings):
         0,
         ge=0,
         le=1024,
-        description="most CPU threads, fewer while cores are taken; 0: OMP_NUM_THREADS, else all",
+        description="most CPU threads; PyTorch gets fewer while cores are taken; "
+        "0: OMP_NUM_THREADS, else all",
     )
     shards: int = Field(
         1,

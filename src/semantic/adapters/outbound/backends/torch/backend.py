@@ -105,7 +105,7 @@ class TorchBackend(EagerBackend[TorchSequence]):
 
     def launch(self, step: Step) -> Ticket:
         """Compute a step at once."""
-        if self._threads.adapt():
+        if self._decoder is None and self._threads.adapt():
             torch.set_num_threads(self._threads.number)
         try:
             plan = self._plan(step)

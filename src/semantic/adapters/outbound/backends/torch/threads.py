@@ -1,6 +1,6 @@
-"""How many threads a step gets: as many as find a core of their own.
+"""How many threads PyTorch gets for a step: as many as find a core of their own.
 
-The threads of a step wait for each other at the end of every operation, some hundred times a step.
+They wait for each other at the end of every operation, some hundred times a step, and spin.
 Where other programs take the cores, one of them is always waiting for its turn and all others wait
 with it: beside two busy loops on two cores, a step of five rows took four times as long with two
 threads as with one. So a thread is given up when the kernel lets them wait, and taken back when a
