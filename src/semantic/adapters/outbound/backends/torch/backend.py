@@ -1,8 +1,9 @@
 """Runs Hugging Face causal language models with PyTorch.
 
 The modelling code is the library's own, or `plain`'s of families that run in C. Both call one
-attention function of ours: all chunks of a step are packed into one row without padding, and the function appends each
-sequence's keys and values to that sequence's buffers and attends within it alone.
+attention function of ours: all chunks of a step are packed into one row without padding, and the
+function appends each sequence's keys and values to that sequence's buffers and attends within it
+alone.
 """
 
 import math
