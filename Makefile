@@ -161,9 +161,11 @@ docs: $(VENV)/.dev ## serve the documentation on 127.0.0.1:8001
 docs-check: $(VENV)/.dev ## build the documentation into site/; broken links are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 
-# Tracing takes as long as the tests themselves. These run servers of their own, or search by chance,
-# and what they reach is reached by others: they run without it.
-UNTRACED = tests/smoke tests/e2e tests/attack tests/page tests/cluster tests/clients $(shell find tests -name '*_machine.py')
+# Tracing takes as long as the tests themselves. These start servers, run a real model or search by
+# chance, and what they reach is reached by others: they run without it.
+UNTRACED = tests/smoke tests/e2e tests/attack tests/page tests/cluster tests/clients \
+	$(patsubst %,tests/integration/test_%.py,guides openapi direct_api_schema http_concurrency) \
+	$(shell find tests -name '*_machine.py' -o -name 'test_*starter*.py')
 SHARED := --numprocesses=$(JOBS) --dist=worksteal
 
 .PHONY: check
