@@ -1,5 +1,6 @@
 """What our CUDA kernels compute, by plain operations, for machines that cannot run them."""
 
+import ctypes
 from collections import Counter
 from typing import Any
 
@@ -12,7 +13,7 @@ class PlainKernels:
 
     Attributes:
         calls: How often each was called, by name.
-        group_counts: How often keys and values of so many groups were kept.
+        row_counts: How often so many rows were multiplied.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,12 +23,13 @@ class PlainKernels:
         from semantic.adapters.outbound.backends.mlx.cuda import rope as cuda_rope
 
         self.calls: Counter[str] = Counter()
-        self.group_counts: Counter[int] = Counter()
+        self.row_counts: Counter[int] = Counter()
         max_rows = cuda_linear.MAX_ROWS
         for module, name, value in (
             (cuda, "is_in_use", lambda: True),
             (cuda, "is_available", lambda: True),
             (cuda_attention, "can_attend", lambda *_: True),
+            (cuda_attention, "addresses", self._addresses),
             (cuda_attention, "attend", self._attend),
             (
                 cuda_linear,
@@ -40,16 +42,25 @@ class PlainKernels:
         ):
             monkeypatch.setattr(module, name, value)
 
-    def _attend(self, queries: Any, groups: Any, plan: Any, scale: float) -> Any:
+    def _addresses(self, pairs: Any) -> Any:
+        import mlx.core as mx
+
+        mx.eval(list(pairs))
+        self.calls["addresses"] += 1
+        return mx.array([[*map(_address, pair), pair[0].shape[2]] for pair in pairs], mx.int64)
+
+    def _attend(self, queries: Any, held: Any, plan: Any, scale: float) -> Any:
         import mlx.core as mx
 
         from semantic.adapters.outbound.backends.mlx.cuda.attention import MAX_GROUPS
 
         self.calls["attend"] += 1
+        mx.eval(queries)
         rows = []
         for row, start, size, where in _last_chunks(plan):
             place, group = divmod(where, MAX_GROUPS)
-            cut = (a[place : place + 1, :, : start + size] for a in groups[group])
+            memory = _memory(held, group, place, queries.shape[-1])
+            cut = (mx.array(array[None, :, : start + size]) for array in memory)
             asked = queries[row : row + 1]
             rows.append(mx.fast.scaled_dot_product_attention(asked, *cut, scale=scale))
         return mx.concatenate(rows)
@@ -67,6 +78,7 @@ class PlainKernels:
         from mlx import nn
 
         self.calls["multiply"] += 1
+        self.row_counts[given.shape[0]] += 1
         if norm is not None:
             given = mx.fast.rms_norm(given, norm.factors, norm.eps)
         out = given @ weight.T
@@ -76,42 +88,60 @@ class PlainKernels:
         return out if added is None else out + added
 
     def _keep_and_attend(
-        self, heads: Any, angles: Any, norms: Any, groups: Any, plan: Any, scale: float
+        self, heads: Any, angles: Any, norms: Any, held: Any, plan: Any, scale: float
     ) -> Any:
         import mlx.core as mx
 
         from semantic.adapters.outbound.backends.mlx.cuda.attention import MAX_GROUPS
 
         self.calls["keep_and_attend"] += 1
-        self.group_counts[len(groups)] += 1
         places = [
             (*divmod(where, MAX_GROUPS)[::-1], start + size - 1, 0)
             for _, start, size, where in _last_chunks(plan)
         ]
-        queries = self._keep(heads, angles, norms, groups, mx.array(places))
-        out = self._attend(queries, groups, plan, scale)
+        queries = self._keep(heads, angles, norms, held, mx.array(places))
+        out = self._attend(queries, held, plan, scale)
         mx.eval(out)  # before anybody writes again
         return out
 
-    def _keep(self, heads: Any, angles: Any, norms: Any, groups: Any, places: Any) -> Any:
+    def _keep(self, heads: Any, angles: Any, norms: Any, held: Any, places: Any) -> Any:
         import mlx.core as mx
 
         from semantic.adapters.outbound.backends.mlx.cuda.rope import rotate
 
         self.calls["keep"] += 1
-        num_key_heads = groups[0][0].shape[1]
-        num_heads = heads.shape[1] - 2 * num_key_heads
-        queries, keys, values = mx.split(heads, [num_heads, num_heads + num_key_heads], axis=1)
+        num_heads = heads.shape[1] - 2 * held.num_key_heads
+        ends = [num_heads, num_heads + held.num_key_heads]
+        queries, keys, values = mx.split(heads, ends, axis=1)
         if norms is not None:
             queries = mx.fast.rms_norm(queries, norms.query_factors, norms.eps)
             keys = mx.fast.rms_norm(keys, norms.key_factors, norms.eps)
         queries, keys = rotate(angles, queries), rotate(angles, keys)
-        mx.eval(queries, keys, values, list(groups))
+        mx.eval(queries, keys, values, held.table)
         for row, (group, place, position, _) in enumerate(places.tolist()):
-            for array, new in zip(groups[group], (keys, values), strict=True):
-                memory = np.array(memoryview(array), copy=False)
-                memory[place, :, position] = np.array(new[row, :, 0])
+            memory = _memory(held, group, place, heads.shape[-1])
+            for array, new in zip(memory, (keys, values), strict=True):
+                array[:, position] = np.array(new[row, :, 0])
         return queries
+
+
+def _address(array: Any) -> int:
+    view = memoryview(array)
+    assert view.c_contiguous
+    return int(np.array(view, copy=False).ctypes.data)
+
+
+def _memory(held: Any, group: int, place: int, dim: int) -> list[Any]:
+    """Keys and values of a row ``[heads, room, dim]``, where they are."""
+    *addresses, room = held.table[held.layer, group].tolist()
+    shape = (held.num_key_heads, room, dim)
+    size = held.num_key_heads * room * dim
+    return [
+        np.ctypeslib.as_array(
+            (ctypes.c_float * size).from_address(address + 4 * place * size)
+        ).reshape(shape)
+        for address in addresses
+    ]
 
 
 def _last_chunks(plan: Any) -> list[list[int]]:

@@ -249,9 +249,7 @@ def test_all_kernels_are_compiled_while_a_model_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_mlx()
-    from semantic.adapters.outbound.backends.mlx.cuda.attention import MAX_GROUPS
-
     kernels = PlainKernels(monkeypatch)
     _load(tmp_path, LlamaConfig(**SIZES))
-    assert set(kernels.group_counts) == {MAX_GROUPS}
+    assert set(kernels.row_counts) > {2, 9, 17, 33}
     assert kernels.calls["keep"] > kernels.calls["keep_and_attend"]

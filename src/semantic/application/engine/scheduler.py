@@ -135,13 +135,15 @@ class ChunkBudget:
             return int(num_tokens // self.BLOCK) * self.BLOCK
         return self.USUAL << (int(num_tokens / self.USUAL).bit_length() - 1)
 
-    def chunk(self, start: int, size: int) -> int:
-        """Tokens of a chunk of about `size` from `start`, so that chunks come to end alike."""
-        if size < self.USUAL:
-            return size
-        step = min(size, self.MAX_ALIGNED)
-        end = (start + size + step // 4) // step * step
-        return end - start
+    def chunk(self, start: int, size: int, left: int) -> int:
+        """Tokens of a chunk of about `size` from `start`, so that chunks come to end alike.
+
+        What would be `left` of a prompt after it comes along if it is little: it would cost a step.
+        """
+        if size >= self.USUAL:
+            step = min(size, self.MAX_ALIGNED)
+            size = (start + size + step // 4) // step * step - start
+        return left if left <= size + size // 8 else size
 
 
 class VirtualClock:
@@ -295,8 +297,8 @@ class ConcurrentScheduler:
         for generation in sorted(behind, key=lambda g: self._urgency(g, now)):
             if budget <= 0:
                 break
-            size = self.budget.chunk(generation.num_launched, budget)
-            num_tokens = min(size, self._distance_to_cut(generation))
+            left = self._distance_to_cut(generation)
+            num_tokens = self.budget.chunk(generation.num_launched, budget, left)
             yield Portion(generation, num_tokens)
             budget -= num_tokens
 

@@ -352,4 +352,11 @@ def test_no_chunk_takes_so_long_that_a_slow_device_seems_to_hang(
     [(0, 4096, 4096), (4013, 2048, 2131), (3000, 2048, 1096), (700, 512, 324), (77, 96, 96)],
 )
 def test_large_chunks_end_at_multiples(start: int, size: int, expected: int) -> None:
-    assert ChunkBudget().chunk(start, size) == expected
+    assert ChunkBudget().chunk(start, size, 10_000) == expected
+
+
+@pytest.mark.parametrize(
+    "size,left,expected", [(4096, 4120, 4120), (4096, 4609, 4096), (64, 72, 72), (64, 9, 9)]
+)
+def test_a_prompts_last_few_tokens_come_along(size: int, left: int, expected: int) -> None:
+    assert ChunkBudget().chunk(0, size, left) == expected

@@ -20,6 +20,7 @@ from semantic.adapters.outbound.backends.common import SequenceBackend, make_row
 from semantic.adapters.outbound.backends.mlx import loading, payloads
 from semantic.adapters.outbound.backends.mlx.caches import capacity_for, geometry_mismatch
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
+from semantic.adapters.outbound.backends.mlx.cuda import kernels
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import Transfer
 from semantic.adapters.outbound.backends.mlx.groups import MlxSequence
 from semantic.adapters.outbound.backends.mlx.loading import MlxModel, MlxOptions
@@ -99,6 +100,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
             counts = [len(places) for kind in LayerKind if (places := layout.of_kind(kind))]
             self._transfer.prepare(counts, kept.dtypes[0])
         host_memory.use_device_memory(None if memory is None else memory.allocate)
+        kernels.report_compiled()
 
     @classmethod
     def from_directory(

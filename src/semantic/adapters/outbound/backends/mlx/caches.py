@@ -114,11 +114,15 @@ class Layout:
         arrays: Arrays = []
         for part, leaf in zip(self.parts, leaves(caches), strict=True):
             if part.kind is LayerKind.FULL:
-                arrays.append([fit(array, capacity) for array in (leaf.keys, leaf.values)])
+                held = [fit(array, capacity) for array in (leaf.keys, leaf.values)]
+                # What is written at once over all there was is as the model made it, not in order.
+                is_whole = leaf.offset == capacity
+                arrays.append([mx.contiguous(array) for array in held] if is_whole else held)
             elif part.kind is LayerKind.WINDOW:
                 ordered = (leaf._temporal_order(array) for array in (leaf.keys, leaf.values))
                 size = part.size(capacity)
-                arrays.append([roll(array, length, part.window, size) for array in ordered])
+                rings = [roll(array, length, part.window, size) for array in ordered]
+                arrays.append([mx.contiguous(ring) for ring in rings])
             else:
                 arrays.append([mx.contiguous(array) for array in leaf.cache])
         return arrays

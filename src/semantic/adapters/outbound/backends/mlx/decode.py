@@ -24,8 +24,8 @@ from semantic.adapters.outbound.backends.mlx.caches import (
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda import prompts
 from semantic.adapters.outbound.backends.mlx.cuda.attention import Plan
-from semantic.adapters.outbound.backends.mlx.cuda.decode import KernelCall, KernelStep
-from semantic.adapters.outbound.backends.mlx.groups import Group, GroupStep
+from semantic.adapters.outbound.backends.mlx.cuda.decode import KernelStep
+from semantic.adapters.outbound.backends.mlx.groups import GroupStep
 from semantic.domain.spec import LayerKind
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -55,7 +55,7 @@ class AttentionView:
             offset: Of the new token, by row; one number where all are equal.
             kernels: Our own for CUDA, which all parts of the step share.
         """
-        self._place = place
+        self.place = place
         self.kernels = kernels
         self.part = part
         self.steps = steps
@@ -64,7 +64,7 @@ class AttentionView:
     @property
     def arrays(self) -> list[list[Array]]:
         """The part's keys and values, by group."""
-        return [step.group.arrays[self._place] for step in self.steps]
+        return [step.group.arrays[self.place] for step in self.steps]
 
     def make_mask(self, *_: Any, **__: Any) -> Array | None:
         """What the model passes on to attention; groups have masks of their own."""
@@ -96,7 +96,7 @@ class AttentionView:
     ) -> Array:
         """One query a row. CUDA's kernels take no mask of ours, so there we bring our own."""
         if sinks is None and self.kernels.can_attend(queries, *groups[0]):
-            return self.kernels.attend(self.part, queries, groups, scale)
+            return self.kernels.attend(self.part, queries, self.arrays, scale)
         return concatenate_rows(
             [
                 _attend_group(step, self.part, (queries[step.place], *group), scale, sinks)
@@ -105,7 +105,7 @@ class AttentionView:
         )
 
     def _write(self, step: GroupStep, keys: Array, values: Array) -> tuple[Array, Array]:
-        written = step.write(self.part, step.group.arrays[self._place], (keys, values))
+        written = step.write(self.part, step.group.arrays[self.place], (keys, values))
         return written[0], written[1]
 
 
@@ -143,13 +143,11 @@ def views(
     layout: Layout,
     caches: Sequence[Any],
     steps: Sequence[GroupStep],
-    kernels: KernelStep | None = None,
+    kernels: KernelStep,
 ) -> list[Any]:
     """One view for each of the model's caches, nested as the library nests them."""
     positions = [position for step in steps for position in step.all_positions]
-    array = mx.array(positions)
-    offset = positions[0] if len(set(positions)) == 1 else array
-    kernels = kernels or KernelStep(steps, array)
+    offset = positions[0] if len(set(positions)) == 1 else mx.array(positions)
     flat: list[Any] = []
     for place, part in enumerate(layout.parts):
         if part.kind is LayerKind.STATE:
@@ -167,56 +165,42 @@ def views(
 class CompiledSteps:
     """Steps of models whose layers are all our own, as MLX remembers them.
 
-    To build a step's graph in Python takes as long as to compute it. Steps over arrays of the same
-    sizes differ in nothing but what these hold: where rows are, and who reads what, included.
+    To build a step's graph in Python takes as long as to compute it. Steps of as many rows differ
+    in nothing but numbers that they are given: where arrays are, and who reads what, included.
     """
 
     def __init__(self, model: Any, layout: Layout, nesting: Sequence[Any]) -> None:
         self._model = model
         self._layout = layout
         self._nesting = nesting
-        self._known: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+        self._known: OrderedDict[tuple[int, ...], Any] = OrderedDict()
 
     def release(self) -> None:
         """Let go of the model."""
         self._known.clear()
         self._model = None
 
-    def run(self, steps: Sequence[GroupStep], tokens: Array) -> Array:
-        """Compute one token each of the steps' rows; returns the logits."""
-        part = self._layout.parts[0]
-        positions = mx.array([position for step in steps for position in step.positions])
-        calls = KernelStep(steps, positions).calls(part, part.shapes[0][0])
-        plans = [[call.plan.chunks, call.plan.firsts] for call in calls]
-        arrays = [step.group.arrays for step in steps]
-        sizes = tuple((len(step.positions), *step.group.arrays[0][0].shape) for step in steps)
-        key = (sizes, *(chunks.shape[0] for chunks, _ in plans))
+    def run(self, kernels: KernelStep, tokens: Array) -> Array:
+        """Compute one token each of a step's rows; returns the logits."""
+        part, positions, table = self._layout.parts[0], kernels.positions, kernels.table
+        plan = kernels.plan(part, part.shapes[0][0])
+        key = (tokens.shape[0], table.shape[1], plan.chunks.shape[0])
         if key not in self._known:
-            self._known[key] = mx.compile(self._traced(steps, calls))
+            self._known[key] = mx.compile(self._step)
             if len(self._known) > _MAX_COMPILED:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
-        return self._known[key](tokens, positions, plans, arrays)
+        return self._known[key](tokens, positions, plan.chunks, plan.firsts, table)
 
-    def _traced(self, steps: Sequence[GroupStep], calls: Sequence[KernelCall]) -> Any:
-        """The function of a step: it holds sizes, and nothing of this very step."""
-        shapes = [(step.group.capacity, step.positions, step.start) for step in steps]
-        taken = [(call.groups, call.rows) for call in calls]
+    def _step(
+        self, tokens: Array, positions: Array, chunks: Array, firsts: Array, table: Array
+    ) -> Array:
+        """What is remembered of a step: nothing of the sequences themselves."""
         part = self._layout.parts[0]
-
-        def run(tokens: Array, positions: Array, plans: Any, arrays: Any) -> Array:
-            given = [
-                GroupStep(Group(capacity, held), rows, start)
-                for (capacity, rows, start), held in zip(shapes, arrays, strict=True)
-            ]
-            known = [
-                KernelCall(*which, Plan(*plan)) for which, plan in zip(taken, plans, strict=True)
-            ]
-            kernels = KernelStep(given, positions, {(part.window, part.shapes[0][0]): known})
-            caches = views(self._layout, self._nesting, given, kernels)
-            return self._model(tokens[:, None], cache=caches)[:, -1]
-
-        return run
+        plans = {(part.window, part.shapes[0][0]): Plan(chunks, firsts)}
+        kernels = KernelStep((), positions, lambda _: table, plans)
+        caches = views(self._layout, self._nesting, (), kernels)
+        return self._model(tokens[:, None], cache=caches)[:, -1]
 
 
 # -- the library's attention function ----------------------------------------------------------

@@ -11,6 +11,7 @@ The rows that take part in a step are always the first ones. Others that took pa
 stay behind them, so that a row that pauses for a step costs no copy.
 """
 
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Optional
@@ -18,6 +19,7 @@ from typing import Optional
 import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.caches import Array, Arrays, Layout, Part, capacity_for
+from semantic.adapters.outbound.backends.mlx.cuda import attention as cuda_attention
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import Copying
 from semantic.adapters.outbound.backends.mlx.sampling import PendingToken
@@ -61,20 +63,30 @@ class Group:
     Attributes:
         members: By row; None where one has left.
         arrays: By part; rows along the first axis.
+        table: Where on a CUDA device they are; None if that is not known, or not any more.
     """
 
     capacity: int
     arrays: Arrays
     members: list[MlxSequence | None] = field(default_factory=list)
+    table: Array | None = None
 
 
 class RowGroups:
-    """Keeps every sequence's arrays, alone or in a group."""
+    """Keeps every sequence's arrays, alone or in a group.
+
+    Attributes:
+        are_joined: Whether sequences of like length that decode together are brought side by side;
+            else each stays where it is.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
+        self.are_joined = True
         self._left: list[Group] = []
         self._moved: list[Group] = []
+        self._tables: list[Array] = []
+        self._table: Array | None = None
 
     def nbytes(self, sequences: Sequence[MlxSequence]) -> int:
         """Bytes of the groups these sequences are in."""
@@ -91,6 +103,7 @@ class RowGroups:
             arrays = _gather([(group, row)])
             self.remove(sequence)
             group = _settle_in(sequence, Group(group.capacity, arrays))
+        group.table = None  # whoever asks is about to change them
         if capacity > group.capacity:
             group.arrays = self.layout.fit(group.arrays, capacity)
             group.capacity = capacity
@@ -113,8 +126,10 @@ class RowGroups:
         is_alone = len(group.members) == 1
         arrays = [[a[row : row + 1] for a in part] for part in group.arrays]
         if cuda.is_in_use():
-            cut = self.layout.fit(arrays, capacity)
-            fitted = [[a[mx.array([0])] for a in part] for part in cut]
+            fitted = [
+                [_copied(array, cut) for array, cut in zip(*both, strict=True)]
+                for both in zip(arrays, self.layout.fit(arrays, capacity), strict=True)
+            ]
             mx.async_eval(fitted)
         else:
             fitted = self.layout.fit(arrays if is_alone else _gather([(group, row)]), capacity)
@@ -139,9 +154,22 @@ class RowGroups:
             sequence.last_step = step
         # Not later: our own kernels are about to write, which whoever gathers would not wait for.
         self._close_up()
+        if not self.are_joined:
+            return [sequence.group_row()[0] for sequence in sequences]
         return [
             self._assemble(capacity, members, step) for capacity, members in by_capacity.items()
         ]
+
+    def table(self, groups: Sequence[Group]) -> Array:
+        """Where the groups' arrays are, by layer and group, for our own kernels on CUDA."""
+        for group in groups:
+            if group.table is None:
+                group.table = cuda_attention.addresses(group.arrays)
+        tables = [group.table for group in groups]
+        is_known = len(tables) == len(self._tables) and all(map(operator.is_, tables, self._tables))
+        if not is_known:
+            self._tables, self._table = tables, mx.stack(tables, axis=1)
+        return self._table
 
     def moved_arrays(self) -> list[Array]:
         """Arrays that were moved and are not computed yet; forgets them."""
@@ -179,6 +207,7 @@ class RowGroups:
         rows = [row for row, member in enumerate(group.members) if member not in gone]
         if rows and len(rows) < len(group.members):
             group.arrays = _gather([(group, row) for row in rows])
+            group.table = None
             self._moved.append(group)
         group.members = [group.members[row] for row in rows]
 
@@ -202,6 +231,12 @@ def _gather(places: Sequence[tuple[Group, int]]) -> Arrays:
         [_joined([g.arrays[place][i][run] for g, run in runs]) for i in range(len(part))]
         for place, part in enumerate(first)
     ]
+
+
+def _copied(array: Array, cut: Array) -> Array:
+    """What was made of an array, in memory of its own; several heads were cut by copying them."""
+    is_copy = cut is not array and (cut.shape[2] > array.shape[2] or array.shape[1] > 1)
+    return cut if is_copy else cut[mx.array([0])]
 
 
 def _joined(pieces: list[Array]) -> Array:
@@ -277,6 +312,7 @@ class GroupStep:
 
     def write(self, part: Part, arrays: list[Array], news: Sequence[Array]) -> list[Array]:
         """Put new tokens' keys and values in their places; returns what to attend over."""
+        self.group.table = None
         if self.is_drafted:
             return self._write_drafted(part, arrays, news)
         num_rows, slots = len(self.positions), self._slots(part)

@@ -7,6 +7,7 @@ alone: several groups in one pass, one group in a pass, or one row in a pass.
 import enum
 import functools
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -15,8 +16,8 @@ import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.caches import Array, Layout, capacity_for
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
-from semantic.adapters.outbound.backends.mlx.cuda.attention import MAX_GROUPS
-from semantic.adapters.outbound.backends.mlx.cuda.linear import MAX_ROWS
+from semantic.adapters.outbound.backends.mlx.cuda.decode import KernelStep
+from semantic.adapters.outbound.backends.mlx.cuda.linear import MAX_ROWS, MAX_STEP_ROWS
 from semantic.adapters.outbound.backends.mlx.cuda.tuning import are_all_own, untune
 from semantic.adapters.outbound.backends.mlx.decode import CompiledSteps, views, wrap_attention
 from semantic.adapters.outbound.backends.mlx.groups import Group, GroupStep, MlxSequence, RowGroups
@@ -28,8 +29,10 @@ from semantic.ports.backend import LAST_SAMPLED, Chunk, Computed, Row, Sampled
 Tokens: TypeAlias = tuple[int, ...] | PendingToken
 
 _LOG = logging.getLogger(__name__)
-_ROW_COUNTS = (9, 17)  # with which kernels differ from those of fewer rows
+_ROW_COUNTS = (2, 9, 17, MAX_ROWS + 1)  # with which kernels differ from those of fewer rows
 _PROBLEMS = (ValueError, TypeError, AttributeError, IndexError, RuntimeError)
+_PADDED = 128  # tokens of a prompt are a multiple of this, where padding does no harm
+_MIN_PADDED = 256  # of which there are at least so many
 _TOLERANCES = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 
 
@@ -101,7 +104,8 @@ class MlxRunner:
             ValueError: it keeps a kind of cache that cannot be saved and restored.
         """
         self._model = model
-        self._body = keep_last_token(model)
+        self._last = LastToken()
+        self._body = keep_last_token(model, self._last)
         self._nesting = make_caches()
         caches = make_caches()
         model(mx.zeros((1, 2), mx.int32), cache=caches)
@@ -117,6 +121,7 @@ class MlxRunner:
         has_rings = any(part.window for part in self.layout.parts)  # a step's places differ there
         if self.can_draft and not has_rings and are_all_own(model, len(self.layout.parts)):
             self._max_short = MAX_ROWS
+            self.groups.are_joined = False  # all that reads their arrays is told where they are
         self._warm_up()
         if self.batching is not Batching.GROUPS:
             _LOG.info("mlx runs %s at a time with this model", self.batching.value)
@@ -152,7 +157,9 @@ class MlxRunner:
             else:
                 row.mark = mx.contiguous(arrays[-1].reshape(-1)[:1])
                 outputs.append(row.mark)
-        for batch in _batches(last, {s: len(row.draft) for s, row in by_sequence.items()}):
+        most = sys.maxsize if self.groups.are_joined else MAX_STEP_ROWS
+        guesses = {sequence: len(row.draft) for sequence, row in by_sequence.items()}
+        for batch in _batches(last, guesses, most):
             outputs += self._run_together(batch, by_sequence)
         for row in rows:
             row.sequence.last_token = row.token
@@ -202,7 +209,7 @@ class MlxRunner:
         """
         if self._body is None:
             raise InvalidRequestError("this model gives no embeddings on mlx", param="model")
-        return self._through(self._body, sequence, tokens)[0]
+        return self._through(self._body, sequence, tokens)[0, : tokens.shape[0]]
 
     def _through(self, run: Callable[..., Array], sequence: MlxSequence, tokens: Array) -> Array:
         """Run tokens of one sequence through a model or a part of it; mutates the sequence."""
@@ -212,12 +219,28 @@ class MlxRunner:
             group = Group(capacity, [], [sequence])
         else:
             group = self.groups.isolate(sequence, capacity)
+        self._last.num_padding = self._num_padding(num_tokens, group.capacity - length)
+        if self._last.num_padding:
+            tokens = mx.pad(tokens, (0, self._last.num_padding))
         caches = self.layout.thaw(group.arrays or None, length, group.capacity)
         output = run(tokens[None], cache=caches)
         group.arrays = self.layout.freeze(caches, length + num_tokens, group.capacity)
         sequence.group = group
         sequence.length += num_tokens
         return output
+
+    def _num_padding(self, num_tokens: int, room: int) -> int:
+        """Tokens to put after a prompt's, which nobody looks at and the next ones are written over.
+
+        On CUDA, memory of a size that MLX has not met is taken from the device, and other memory is
+        given back for it once there is enough, which waits for all that is under way: 60 to 100 ms
+        a prompt. With few sizes there is little of it. A multiplication takes no longer for them.
+        """
+        num_padding = -num_tokens % _PADDED
+        is_harmless = self._body is not None and not self.layout.not_full
+        is_worth_it = cuda.is_in_use() and num_tokens >= _MIN_PADDED
+        fits = num_tokens + num_padding <= room
+        return num_padding if is_harmless and is_worth_it and fits else 0
 
     def _decode(
         self,
@@ -273,10 +296,12 @@ class MlxRunner:
             sizes = tuple(len(drafts[row]) for row in rows) if drafts else ()
             steps.append(GroupStep(group, tuple(row.length for row in rows), start, sizes))
             start = steps[-1].place.stop
+        positions = [position for step in steps for position in step.all_positions]
+        kernels = KernelStep(steps, mx.array(positions), self.groups.table)
         if self._max_short > 1 and not any(step.is_drafted for step in steps):
-            logits = self._compiled.run(steps, tokens)
+            logits = self._compiled.run(kernels, tokens)
         else:
-            caches = views(self.layout, self._nesting, steps)
+            caches = views(self.layout, self._nesting, steps, kernels)
             logits = self._model(tokens[:, None], cache=caches)[:, -1]
         self.latest = logits
         for rows in members:
@@ -305,22 +330,13 @@ class MlxRunner:
         """Have all kernels compiled that a step may need, before anybody waits for them."""
         if not cuda.is_available() or self.batching is not Batching.GROUPS:
             return
-        rows = [MlxSequence([]) for _ in range(MAX_GROUPS)]
-        capacity = 0
-        for row in rows:
-            self.extend(row, mx.arange(2))
-            capacity = capacity_for(capacity + 1)
-            self.groups.isolate(row, capacity)
-        _, logits = self._decode(
-            rows, lambda given: mx.zeros(len(given), mx.int32), Batching.GROUPS
-        )
-        mx.eval(logits)
         for count in _ROW_COUNTS:
-            many = [MlxSequence([]) for _ in range(count)]
-            for row in many:
+            rows = [MlxSequence([]) for _ in range(1 if self.can_draft else count)]
+            for row in rows:
                 self.extend(row, mx.arange(2))
+            drafts = {rows[0]: (0,) * (count - 1)} if self.can_draft else None
             _, logits = self._decode(
-                many, lambda given: mx.zeros(len(given), mx.int32), Batching.GROUPS
+                rows, lambda given: mx.zeros(len(given), mx.int32), Batching.GROUPS, drafts
             )
             mx.eval(logits)
 
@@ -383,22 +399,19 @@ def _count(tokens: Tokens) -> int:
 
 
 def _batches(
-    given: Mapping[MlxSequence, Tokens], num_guesses: Mapping[MlxSequence, int]
+    given: Mapping[MlxSequence, Tokens], num_guesses: Mapping[MlxSequence, int], most: int
 ) -> list[dict[MlxSequence, Tokens]]:
-    """What runs in one pass each: all together if they are few, else short prompts apart."""
-    sizes = {sequence: _count(tokens) + num_guesses[sequence] for sequence, tokens in given.items()}
-    short = [sequence for sequence, tokens in given.items() if _count(tokens) > 1]
-    if sum(sizes.values()) <= MAX_ROWS or not short:
-        return [dict(given)] if given else []
-    batches = [{sequence: given[sequence] for sequence in given if sequence not in short}]
-    num_rows = MAX_ROWS
-    for sequence in short:
-        if num_rows + sizes[sequence] > MAX_ROWS:
+    """What runs in one pass each: as many rows as it takes, those that decode first."""
+    batches: list[dict[MlxSequence, Tokens]] = []
+    num_rows = most
+    for sequence in sorted(given, key=lambda sequence: _count(given[sequence]) > 1):
+        size = _count(given[sequence]) + num_guesses[sequence]
+        if num_rows + size > most:
             batches.append({})
             num_rows = 0
         batches[-1][sequence] = given[sequence]
-        num_rows += sizes[sequence]
-    return [batch for batch in batches if batch]
+        num_rows += size
+    return batches
 
 
 def _drafted_rows(
@@ -432,7 +445,18 @@ def _draw(logits: Array, rows: Sequence[PendingToken | None]) -> list[Array]:
     return draw_rows(logits if len(places) == len(rows) else logits[mx.array(places)], drawn)
 
 
-def keep_last_token(model: Any) -> Callable[..., Array] | None:
+@dataclass(slots=True)
+class LastToken:
+    """Which of the tokens that a model is given is the last.
+
+    Attributes:
+        num_padding: How many come after it.
+    """
+
+    num_padding: int = 0
+
+
+def keep_last_token(model: Any, last: LastToken) -> Callable[..., Array] | None:
     """Hand only the last token's hidden state from the layers to the head; mutates the model.
 
     The library's models compute logits after every token: for a prompt of 512 tokens and a
@@ -450,7 +474,8 @@ def keep_last_token(model: Any) -> Callable[..., Array] | None:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = kind.__call__(self, *args, **kwargs)
         is_many = isinstance(hidden, mx.array) and hidden.ndim == 3 and hidden.shape[1] > 1
-        return hidden[:, -1:] if is_many else hidden
+        end = hidden.shape[1] - last.num_padding if is_many else 1
+        return hidden[:, end - 1 : end] if is_many else hidden
 
     body.__class__ = type(kind.__name__, (kind,), {"__call__": call})
     return functools.partial(kind.__call__, body)

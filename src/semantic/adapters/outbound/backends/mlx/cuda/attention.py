@@ -1,12 +1,16 @@
 """One query a row over keys of unlike lengths, as a kernel of our own for MLX's CUDA build.
 
 MLX's kernels there take no mask that differs by row, and written out as two multiplications and a
-softmax it is five operations, each of which costs the host some ten microseconds. This one takes
-the arrays of several groups of rows and reads each row to its own length, so that padding costs
-nothing and all rows of a step are one operation. A block of threads attends over one chunk of one
-row's tokens for all query heads that share the keys; a second kernel weighs a row's chunks. By the
-plan each block gets about as much as the others, and there are about so many as the device runs at
-once.
+softmax it is five operations, each of which costs the host some ten microseconds. This one is told
+where the keys and values of each group of rows are, and reads each row to its own length, so that
+padding costs nothing, all rows of a step are one operation, and nobody has to be copied beside
+others to be computed with them. A block of threads attends over one chunk of one row's tokens for
+all query heads that share the keys; a second kernel weighs a row's chunks. By the plan each block
+gets about as much as the others, and there are about so many as the device runs at once.
+
+Where arrays are is a table of addresses that a kernel writes down. MLX keeps an array where it is
+as long as somebody refers to it: whoever keeps a table keeps the arrays, and makes another when
+he changes them.
 """
 
 import functools
@@ -18,10 +22,10 @@ from typing import Any
 import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.caches import Array
-from semantic.adapters.outbound.backends.mlx.cuda.device import HEADER, make_kernel
-from semantic.adapters.outbound.backends.mlx.cuda.rope import PREPARE, HeadNorms
+from semantic.adapters.outbound.backends.mlx.cuda.kernels import HEADER, Kernel
+from semantic.adapters.outbound.backends.mlx.cuda.rope import PREPARE, HeadNorms, Held
 
-MAX_GROUPS = 4  # whose arrays a kernel takes
+MAX_GROUPS = 1024  # of a step
 TILE = 16  # tokens that a warp attends over at once
 
 _THREADS = 128
@@ -55,16 +59,14 @@ _CHUNKS = """
     const int4 chunk = reinterpret_cast<const int4*>(chunks)[blockIdx.x];
     const int row = chunk.x, start = chunk.y, size = chunk.z;
     const int group = chunk.w % MAX_GROUPS, place = chunk.w / MAX_GROUPS;
-    const T *key, *value;
-    int64_t key_step, value_step;
-    ARRAYS
-    key += start * key_step;
-    value += start * value_step;
+    const int64_t* held = table + (int64_t(layer) * num_groups + group) * 3;
+    const int64_t first = ((int64_t(place) * gridDim.y + head) * held[2] + start) * DIM;
+    const T* key = reinterpret_cast<const T*>(held[0]) + first;
+    const T* value = reinterpret_cast<const T*>(held[1]) + first;
     constexpr float FACTOR = SCALE * 1.44269504f;  // for exponents of two
 
     uint4 query[PIECES];
-    const T* asked = queries + row * queries_strides[0]
-        + (head * SHARED + g) * queries_strides[1] + c * 8;
+    const T* asked = queries + (row * num_heads + head * SHARED + g) * DIM + c * 8;
 #pragma unroll
     for (int p = 0; p < PIECES; p++) query[p] = load(asked + p * 32, g < SHARED);
     PREPARE
@@ -77,14 +79,14 @@ _CHUNKS = """
             const int token = base + t * 8 + g;
 #pragma unroll
             for (int p = 0; p < PIECES; p++)
-                k[t][p] = load(key + token * key_step + p * 32 + c * 8, token < size);
+                k[t][p] = load(key + int64_t(token) * DIM + p * 32 + c * 8, token < size);
         }
 #pragma unroll
         for (int r = 0; r < 4; r++) {
             const int token = base + r / 2 * 8 + 2 * c + r % 2;
 #pragma unroll
             for (int b = 0; b < BLOCKS; b++)
-                v[r][b] = load(value + token * value_step + b * 64 + g * 8, token < size);
+                v[r][b] = load(value + int64_t(token) * DIM + b * 64 + g * 8, token < size);
         }
 
         __syncwarp();  // all reads are on their way before the first is waited for
@@ -178,15 +180,6 @@ _CHUNKS = """
     }
 """
 
-_ARRAY = """
-    if (group == N) {
-        key = keysN + place * keysN_strides[0] + head * keysN_strides[1];
-        value = valuesN + place * valuesN_strides[0] + head * valuesN_strides[1];
-        key_step = keysN_strides[2];
-        value_step = valuesN_strides[2];
-    }
-"""
-
 _JOIN = """
     constexpr int TEAMS = 1024 / DIM;
     const int i = threadIdx.x, team = threadIdx.y, head = blockIdx.y, row = blockIdx.z;
@@ -219,6 +212,14 @@ _JOIN = """
 """
 
 
+_ADDRESSES = """
+    for (int n = threadIdx.x; n < int(sizeof(arrays) / sizeof(arrays[0])); n += 32) {
+        table[n / 2 * 3 + n % 2] = reinterpret_cast<int64_t>(arrays[n]);
+        if (n % 2) table[n / 2 * 3 + 2] = rooms[n / 2];
+    }
+"""
+
+
 # -- who reads what ----------------------------------------------------------------------------
 
 
@@ -229,10 +230,12 @@ class Plan:
     Attributes:
         chunks: By block its row, the first token, how many, and the row's place and group.
         firsts: The first block of each row, and one past the last.
+        places: See `rope.keep`; None where each row is a sequence of its own.
     """
 
     chunks: Array
     firsts: Array
+    places: Array | None = None
 
 
 def make_plan(
@@ -288,24 +291,41 @@ def can_attend(queries: Array, keys: Array, values: Array) -> bool:
     )
 
 
-def attend(queries: Array, groups: Sequence[Sequence[Array]], plan: Plan, scale: float) -> Array:
+def addresses(pairs: Sequence[Sequence[Array]]) -> Array:
+    """Where keys and values ``[rows, key heads, room, dim]`` are: ``[pairs or more, 3]``.
+
+    The arrays are contiguous.
+    """
+    count = 1 << (len(pairs) - 1).bit_length()  # so that few kernels are compiled
+    padded = [*pairs, *[pairs[0]] * (count - len(pairs))]
+    rooms = mx.array([keys.shape[2] for keys, _ in padded], mx.int64)
+    (table,) = _addresses_kernel(count)(
+        inputs=[*itertools.chain(*padded), rooms],
+        template={"T": pairs[0][0].dtype},
+        grid=(32, 1, 1),
+        threadgroup=(32, 1, 1),
+        outputs=[((count, 3), mx.int64)],
+    )
+    return table
+
+
+def attend(queries: Array, held: Held, plan: Plan, scale: float) -> Array:
     """Attend with one query a row.
 
     Args:
         queries: ``[rows, heads, 1, dim]``
-        groups: Keys and values ``[rows, key heads, tokens, dim]``, at most `MAX_GROUPS`.
-        plan: Of these groups.
+        held: What to attend over.
+        plan: Of its groups.
         scale: Of the scores.
     """
-    kernel = _chunks_kernel(len(groups), scale)
-    return _run(kernel, queries, queries.shape[1], groups, plan, [])
+    return _run(_chunks_kernel(scale), queries, queries.shape[1], held, plan, [])
 
 
 def keep_and_attend(
     heads: Array,
     angles: Array,
     norms: HeadNorms | None,
-    groups: Sequence[Sequence[Array]],
+    held: Held,
     plan: Plan,
     scale: float,
 ) -> Array:
@@ -317,83 +337,82 @@ def keep_and_attend(
         heads: Queries, keys and values ``[rows, all heads, 1, dim]``, not yet normed or turned.
         angles: By which to turn, by row.
         norms: Of queries and keys.
-        groups: Keys and values ``[rows, key heads, tokens, dim]``, at most `MAX_GROUPS`.
-        plan: Of these groups, the new tokens among them.
+        held: What to attend over, with room for the new ones.
+        plan: Of its groups, the new tokens among them.
         scale: Of the scores.
     """
-    num_heads = heads.shape[1] - 2 * groups[0][0].shape[1]
+    num_heads = heads.shape[1] - 2 * held.num_key_heads
     eps = None if norms is None else norms.eps
     factors = [] if norms is None else [norms.query_factors, norms.key_factors]
-    kernel = _keeping_kernel(len(groups), scale, eps)
-    return _run(kernel, heads, num_heads, groups, plan, [angles, plan.firsts, *factors])
+    more = [angles, plan.firsts, *factors]
+    return _run(_keeping_kernel(scale, eps), heads, num_heads, held, plan, more)
 
 
 def _run(
     kernel: Any,
     queries: Array,
     num_heads: int,
-    groups: Sequence[Sequence[Array]],
+    held: Held,
     plan: Plan,
     more: Sequence[Array],
 ) -> Array:
-    num_rows, dim, num_key_heads = queries.shape[0], queries.shape[-1], groups[0][0].shape[1]
+    num_rows, dim, num_key_heads = queries.shape[0], queries.shape[-1], held.num_key_heads
     num_chunks = plan.chunks.shape[0]
     shape = (num_chunks, num_heads)
     mixes, tops, totals = kernel(
-        inputs=[queries, *itertools.chain(*groups), plan.chunks, *more],
-        template=[("T", queries.dtype), ("DIM", dim), ("SHARED", num_heads // num_key_heads)],
+        inputs=[queries, held.table, plan.chunks, *more],
+        template={"T": queries.dtype, "DIM": dim, "SHARED": num_heads // num_key_heads},
         grid=(num_chunks * _THREADS, num_key_heads, 1),
         threadgroup=(_THREADS, 1, 1),
-        output_shapes=[(*shape, dim), shape, shape],
-        output_dtypes=[mx.float32, mx.float32, mx.float32],
+        outputs=[((*shape, dim), mx.float32), (shape, mx.float32), (shape, mx.float32)],
+        numbers=(held.layer, held.table.shape[1], queries.shape[1]),
     )
     num_teams = 1024 // dim
     (out,) = _join_kernel()(
         inputs=[mixes, tops, totals, plan.firsts],
-        template=[("T", queries.dtype), ("DIM", dim)],
+        template={"T": queries.dtype, "DIM": dim},
         grid=(dim, num_teams * num_heads, num_rows),
         threadgroup=(dim, num_teams, 1),
-        output_shapes=[(num_rows, num_heads, 1, dim)],
-        output_dtypes=[queries.dtype],
+        outputs=[((num_rows, num_heads, 1, dim), queries.dtype)],
     )
     return out
 
 
 @functools.cache
-def _chunks_kernel(num_groups: int, scale: float) -> Any:
-    return _make_chunks_kernel("attend_chunks", num_groups, scale, [], "")
+def _chunks_kernel(scale: float) -> Kernel:
+    return _make_chunks_kernel("attend_chunks", scale, [], "")
 
 
 @functools.cache
-def _keeping_kernel(num_groups: int, scale: float, eps: float | None) -> Any:
+def _keeping_kernel(scale: float, eps: float | None) -> Kernel:
     is_normed = eps is not None
     factors = ["query_factors", "key_factors"]
     constants = f"constexpr bool IS_NORMED = {int(is_normed)}; constexpr float EPS = {eps or 0:e}f;"
     absent = "" if is_normed else "".join(f"const T* {name} = queries;" for name in factors)
     more = ["angles", "firsts", *(factors if is_normed else [])]
-    return _make_chunks_kernel(
-        "keep_and_attend_chunks", num_groups, scale, more, constants + absent + PREPARE
-    )
+    return _make_chunks_kernel("keep_and_attend_chunks", scale, more, constants + absent + PREPARE)
 
 
-def _make_chunks_kernel(
-    name: str, num_groups: int, scale: float, more: Sequence[str], prepare: str
-) -> Any:
-    arrays = [f"{name}{n}" for n in range(num_groups) for name in ("keys", "values")]
-    choice = "".join(_ARRAY.replace("N", str(n)) for n in range(num_groups))
-    source = _CHUNKS.replace("ARRAYS", choice).replace("PREPARE", prepare)
+def _make_chunks_kernel(name: str, scale: float, more: Sequence[str], prepare: str) -> Kernel:
     constants = f"constexpr int MAX_GROUPS = {MAX_GROUPS}, TILE = {TILE};"
     constants += f"constexpr float SCALE = {scale:.9e}f;"
-    return make_kernel(
+    return Kernel(
         name,
-        ["queries", *arrays, "chunks", *more],
+        ["queries", "table", "chunks", *more],
         ["mixes", "tops", "totals"],
-        f"{constants}{source}",
+        constants + _CHUNKS.replace("PREPARE", prepare),
         header=HEADER + _HELPERS,
-        ensure_row_contiguous=False,  # slices of keys and values must not be copied
+        numbers=("layer", "num_groups", "num_heads"),
     )
 
 
 @functools.cache
-def _join_kernel() -> Any:
-    return make_kernel("attend_join", ["mixes", "tops", "totals", "firsts"], ["out"], _JOIN)
+def _join_kernel() -> Kernel:
+    return Kernel("attend_join", ["mixes", "tops", "totals", "firsts"], ["out"], _JOIN)
+
+
+@functools.cache
+def _addresses_kernel(count: int) -> Kernel:
+    names = [f"array{n}" for n in range(2 * count)]
+    source = f"const void* arrays[] = {{{', '.join(names)}}};" + _ADDRESSES
+    return Kernel(f"addresses_{count}", [*names, "rooms"], ["table"], source, is_copying=False)

@@ -21,14 +21,16 @@ from typing import Any
 import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.caches import Array
-from semantic.adapters.outbound.backends.mlx.cuda.device import HEADER, make_kernel
+from semantic.adapters.outbound.backends.mlx.cuda.kernels import HEADER, Kernel
 from semantic.adapters.outbound.backends.mlx.runtime import import_library
 
 MAX_ROWS = 32  # four tiles: with more, what is given takes longer to read than the weights
+MAX_STEP_ROWS = 256  # that layers of ours take, by cuBLAS beyond that
 
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # of one input
 _HEIGHT = 16  # of a strip: a tile's
 _TILE_ROWS = 8
+_TILES = (1, 2, MAX_ROWS // _TILE_ROWS)  # each is a kernel of its own
 _WARPS = 8
 _STEP = 32  # columns that a warp takes at once
 
@@ -43,7 +45,6 @@ _SOURCE = (
     f"constexpr int HEIGHT = {_HEIGHT}, WARPS = {_WARPS}, STEP = {_STEP};"
     """
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    const int num_rows = given_shape[0], height = weight_shape[0], size = weight_shape[1];
     const int num_outputs = IS_GATED ? height / 2 : height;
     constexpr int WIDTH = IS_GATED ? HEIGHT / 2 : HEIGHT;
     // With more, fewer blocks of threads run at once.
@@ -127,10 +128,12 @@ _SOURCE = (
 )
 
 _PRODUCT = """
+template <typename T> struct PairOf { using type = __half2; };
+template <> struct PairOf<__nv_bfloat16> { using type = __nv_bfloat162; };
+
 template <typename T>
 __device__ inline uint4 product(uint4 one, uint4 two) {
-    using Pair = cuda::std::conditional_t<
-        cuda::std::is_same_v<T, __nv_bfloat16>, __nv_bfloat162, __half2>;
+    using Pair = typename PairOf<T>::type;
     const Pair *a = reinterpret_cast<Pair*>(&one), *b = reinterpret_cast<Pair*>(&two);
     uint4 both;
     Pair* out = reinterpret_cast<Pair*>(&both);
@@ -182,25 +185,45 @@ def multiply(
     num_rows = given.shape[0]
     if norm is not None and num_rows > _TILE_ROWS:
         given, norm = mx.fast.rms_norm(given, norm.factors, norm.eps), None
+    if num_rows > MAX_ROWS:
+        return _multiply_many(given, weight, added, is_gated=is_gated)
     num_outputs = weight.shape[0] // 2 if is_gated else weight.shape[0]
     num_strips = -(-num_outputs // (_HEIGHT // 2 if is_gated else _HEIGHT))
     is_bias = added is not None and added.ndim == 1
     eps = None if norm is None else norm.eps
     optional = [norm and norm.factors, added]
-    num_tiles = 1 if num_rows <= _TILE_ROWS else MAX_ROWS // _TILE_ROWS
+    num_tiles = next(tiles for tiles in _TILES if num_rows <= tiles * _TILE_ROWS)
     (out,) = _kernel(eps, added is not None, is_bias, is_gated)(
         inputs=[given, weight, *(array for array in optional if array is not None)],
-        template=[("T", weight.dtype), ("TILES", num_tiles)],
+        template={"T": weight.dtype, "TILES": num_tiles},
         grid=(num_strips * 32 * _WARPS, 1, 1),
         threadgroup=(32 * _WARPS, 1, 1),
-        output_shapes=[(num_rows, 1, num_outputs)],
-        output_dtypes=[weight.dtype],
+        outputs=[((num_rows, 1, num_outputs), weight.dtype)],
+        numbers=(num_rows, *weight.shape),
     )
     return out
 
 
+def _multiply_many(given: Array, weight: Array, added: Array | None, *, is_gated: bool) -> Array:
+    """The same by cuBLAS."""
+    rows = given[:, 0]
+    if added is not None and not is_gated:
+        return mx.addmm(added if added.ndim == 1 else added[:, 0], rows, weight.T)[:, None]
+    out = rows @ weight.T
+    if is_gated:
+        out = _swiglu(*mx.split(out, 2, axis=-1))
+    return (out if added is None else out + added.reshape(-1, out.shape[-1]))[:, None]
+
+
+def _gated(gate: Array, passed: Array) -> Array:
+    return gate * mx.sigmoid(gate) * passed
+
+
+_swiglu = mx.compile(_gated)
+
+
 @functools.cache
-def _kernel(eps: float | None, is_added: bool, is_bias: bool, is_gated: bool) -> Any:
+def _kernel(eps: float | None, is_added: bool, is_bias: bool, is_gated: bool) -> Kernel:
     is_normed = eps is not None
     optional = {"factors": is_normed, "added": is_added}
     flags = {"NORMED": is_normed, "ADDED": is_added, "BIAS": is_bias, "GATED": is_gated}
@@ -208,12 +231,13 @@ def _kernel(eps: float | None, is_added: bool, is_bias: bool, is_gated: bool) ->
     lines += [f"constexpr bool IS_{name} = {int(is_so)};" for name, is_so in flags.items()]
     lines += [f"const T* {name} = given;" for name, is_there in optional.items() if not is_there]
     kinds = [name.lower() for name, is_so in flags.items() if is_so]
-    return make_kernel(
+    return Kernel(
         "_".join(["multiply_few_rows", *kinds]),
         ["given", "weight", *(name for name, is_there in optional.items() if is_there)],
         ["out"],
         "".join(lines) + _SOURCE,
         header=HEADER + _PRODUCT,
+        numbers=("num_rows", "height", "size"),
     )
 
 

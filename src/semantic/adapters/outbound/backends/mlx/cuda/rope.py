@@ -8,15 +8,13 @@ are computed once a step, by the library.
 """
 
 import functools
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.caches import Array
-from semantic.adapters.outbound.backends.mlx.cuda.device import make_kernel
+from semantic.adapters.outbound.backends.mlx.cuda.kernels import Kernel
 
 # Thread (g, c) of a warp holds dimensions 8c to 8c + 7 of each 32 of query head g, and so both
 # halves of the pairs that are turned together. A new key is turned by one thread a pair.
@@ -46,12 +44,11 @@ PREPARE = """
     }
 
     if (blockIdx.x + 1 == firsts[row + 1]) {
-        const T* new_key = queries + row * queries_strides[0]
-            + (gridDim.y * SHARED + head) * queries_strides[1];
-        const T* new_value = new_key + gridDim.y * queries_strides[1];
+        const T* new_key = queries + (row * num_heads + gridDim.y * SHARED + head) * DIM;
+        const T* new_value = new_key + gridDim.y * DIM;
         // MLX knows of no kernel that writes into what it is given; nobody else has these arrays.
-        T *key_place = const_cast<T*>(key) + (size - 1) * key_step;
-        T *value_place = const_cast<T*>(value) + (size - 1) * value_step;
+        T *key_place = const_cast<T*>(key) + int64_t(size - 1) * DIM;
+        T *value_place = const_cast<T*>(value) + int64_t(size - 1) * DIM;
         const int i = threadIdx.x;
         float one = i < HALF ? float(new_key[i]) : 0, two = i < HALF ? float(new_key[i + HALF]) : 0;
         if (IS_NORMED) {
@@ -110,20 +107,13 @@ _KEEP = """
     }
     T* to = turned_queries + (int64_t(row) * NUM_HEADS + head) * DIM;
     if (!is_query) {
-        const int shared = (head - NUM_HEADS) % NUM_KEYS;
+        const int64_t* held = table + (int64_t(layer) * num_groups + group) * 3;
+        const int64_t at = (int64_t(place) * NUM_KEYS + (head - NUM_HEADS) % NUM_KEYS) * held[2];
         // MLX knows of no kernel that writes into what it is given; nobody else has these arrays.
-        ARRAYS
+        to = reinterpret_cast<T*>(held[is_value]) + (at + position) * DIM;
     }
     to[i] = T(one);
     to[i + HALF] = T(two);
-"""
-
-_KEEP_ARRAY = """
-        if (group == N) to = is_value
-            ? const_cast<T*>(valuesN) + place * valuesN_strides[0]
-                + shared * valuesN_strides[1] + position * valuesN_strides[2]
-            : const_cast<T*>(keysN) + place * keysN_strides[0]
-                + shared * keysN_strides[1] + position * keysN_strides[2];
 """
 
 
@@ -136,11 +126,24 @@ class HeadNorms:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Keys and values of a layer, by group.
+
+    Attributes:
+        table: Of addresses, by layer and group.
+    """
+
+    table: Array
+    layer: int
+    num_key_heads: int
+
+
 def keep(
     heads: Array,
     angles: Array,
     norms: HeadNorms | None,
-    groups: Sequence[Sequence[Array]],
+    held: Held,
     places: Array,
 ) -> Array:
     """Put each row's new key and value in their place; returns its queries, normed and turned.
@@ -151,40 +154,36 @@ def keep(
         heads: Queries, keys and values ``[rows, all heads, 1, dim]``, not yet normed or turned.
         angles: By which to turn, by row.
         norms: Of queries and keys.
-        groups: Keys and values ``[rows, key heads, tokens, dim]``.
+        held: Keys and values, with room for the new ones.
         places: By row its group, its row there, and its position.
     """
     num_rows, num_all, _, dim = heads.shape
-    num_keys = groups[0][0].shape[1]
-    num_heads = num_all - 2 * num_keys
+    num_heads = num_all - 2 * held.num_key_heads
     factors = [] if norms is None else [norms.query_factors, norms.key_factors]
-    kernel = _keep_kernel(len(groups), None if norms is None else norms.eps)
-    constants = {"DIM": dim, "NUM_HEADS": num_heads, "NUM_KEYS": num_keys}
-    (queries,) = kernel(
-        inputs=[heads, *itertools.chain(*groups), places, angles, *factors],
-        template=[("T", heads.dtype), *constants.items()],
+    constants = {"DIM": dim, "NUM_HEADS": num_heads, "NUM_KEYS": held.num_key_heads}
+    (queries,) = _keep_kernel(None if norms is None else norms.eps)(
+        inputs=[heads, held.table, places, angles, *factors],
+        template={"T": heads.dtype, **constants},
         grid=(num_rows * (dim // 2), num_all, 1),
         threadgroup=(dim // 2, 1, 1),
-        output_shapes=[(num_rows, num_heads, 1, dim)],
-        output_dtypes=[heads.dtype],
+        outputs=[((num_rows, num_heads, 1, dim), heads.dtype)],
+        numbers=(held.layer, held.table.shape[1]),
     )
     return queries
 
 
 @functools.cache
-def _keep_kernel(num_groups: int, eps: float | None) -> Any:
+def _keep_kernel(eps: float | None) -> Kernel:
     is_normed = eps is not None
     factors = ["query_factors", "key_factors"]
     source = f"constexpr bool IS_NORMED = {int(is_normed)}; constexpr float EPS = {eps or 0:e}f;"
     source += "" if is_normed else "".join(f"const T* {name} = heads;" for name in factors)
-    choice = "".join(_KEEP_ARRAY.replace("N", str(n)) for n in range(num_groups))
-    arrays = [f"{name}{n}" for n in range(num_groups) for name in ("keys", "values")]
-    return make_kernel(
+    return Kernel(
         "keep_rows",
-        ["heads", *arrays, "places", "angles", *(factors if is_normed else [])],
+        ["heads", "table", "places", "angles", *(factors if is_normed else [])],
         ["turned_queries"],
-        source + _KEEP.replace("ARRAYS", choice),
-        ensure_row_contiguous=False,  # slices of keys and values must not be copied
+        source + _KEEP,
+        numbers=("layer", "num_groups"),
     )
 
 

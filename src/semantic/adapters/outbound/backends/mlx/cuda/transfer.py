@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from semantic.adapters.outbound.backends.mlx.caches import Array
-from semantic.adapters.outbound.backends.mlx.cuda.device import make_kernel
+from semantic.adapters.outbound.backends.mlx.cuda.kernels import Kernel
 from semantic.adapters.outbound.backends.mlx.cuda.pinned import PinnedMemory
 from semantic.domain.errors import CacheCorruptionError
 
@@ -238,11 +238,10 @@ class Transfer:
     def _copy(self, arrays: Sequence[Array], spans: Sequence[int], after: Array | None) -> Array:
         (done,) = _out_kernel(len(arrays))(
             inputs=[*arrays, mx.array(spans, mx.int64), after],
-            template=[("T", arrays[0].dtype)],
+            template={"T": arrays[0].dtype},
             grid=(_BLOCKS * _THREADS, 1, 1),
             threadgroup=(_THREADS, 1, 1),
-            output_shapes=[(1,)],
-            output_dtypes=[mx.uint8],
+            outputs=[((1,), mx.uint8)],
             stream=self._stream,
         )
         return done
@@ -261,11 +260,10 @@ class Transfer:
             start += piece.num_tokens
         (copied,) = _in_kernel()(
             inputs=[mx.array(numbers, mx.int64)],
-            template=[("T", dtype)],
+            template={"T": dtype},
             grid=(2 * _BLOCKS * _THREADS, 1, 1),
             threadgroup=(_THREADS, 1, 1),
-            output_shapes=[(layers, heads, num_tokens, dim)],
-            output_dtypes=[dtype],
+            outputs=[((layers, heads, num_tokens, dim), dtype)],
             stream=self._stream,
         )
         return copied
@@ -301,13 +299,13 @@ def _address(data: memoryview) -> int:
 
 
 @functools.cache
-def _out_kernel(count: int) -> Any:
+def _out_kernel(count: int) -> Kernel:
     names = [f"layer{n}" for n in range(count)]
     places = ", ".join(f"reinterpret_cast<const uint4*>({name})" for name in names)
     constants = f"constexpr int COUNT = {count}; const uint4* sources[COUNT] = {{{places}}};"
-    return make_kernel(f"copy_out_{count}", [*names, "where", "after"], ["done"], constants + _OUT)
+    return Kernel(f"copy_out_{count}", [*names, "where", "after"], ["done"], constants + _OUT)
 
 
 @functools.cache
-def _in_kernel() -> Any:
-    return make_kernel("copy_in", ["where"], ["copied"], _IN)
+def _in_kernel() -> Kernel:
+    return Kernel("copy_in", ["where"], ["copied"], _IN)

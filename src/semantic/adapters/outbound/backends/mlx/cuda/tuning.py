@@ -18,7 +18,12 @@ from semantic.adapters.outbound.backends.mlx.cuda import attention as cuda_atten
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda import linear as cuda_linear
 from semantic.adapters.outbound.backends.mlx.cuda import rope as cuda_rope
-from semantic.adapters.outbound.backends.mlx.cuda.linear import MAX_ROWS, LinearPart, Norm
+from semantic.adapters.outbound.backends.mlx.cuda.linear import (
+    MAX_ROWS,
+    MAX_STEP_ROWS,
+    LinearPart,
+    Norm,
+)
 from semantic.adapters.outbound.backends.mlx.cuda.rope import HeadNorms
 from semantic.adapters.outbound.backends.mlx.decode import AttentionView
 from semantic.adapters.outbound.backends.mlx.runtime import import_library
@@ -88,7 +93,7 @@ def run_layer(weights: LayerWeights, given: Array, view: AttentionView) -> Array
     heads = multiply(given, w.heads, norm=w.first_norm, added=w.heads_bias)
     heads = heads.reshape(given.shape[0], -1, 1, w.dim)
     attended = view.kernels.keep_and_attend(
-        view.part, view.arrays, heads, w.rope, w.head_norms, w.scale
+        view.place, view.part, heads, w.rope, w.head_norms, w.scale
     )
     hidden = multiply(attended.reshape(given.shape[0], 1, -1), w.attended, added=given)
     inner = multiply(hidden, w.inner, norm=w.second_norm, is_gated=True)
@@ -216,7 +221,7 @@ def _own_kind(base: Any) -> type:
 
         def __call__(self, x: Array, mask: Any = None, cache: Any = None) -> Array:
             is_step = isinstance(cache, AttentionView) and not cache.part.window
-            if is_step and x.shape[0] <= MAX_ROWS and x.shape[1] == 1:
+            if is_step and x.shape[0] <= MAX_STEP_ROWS and x.shape[1] == 1:
                 return run_layer(self.own_weights, x, cache)
             return super().__call__(x, mask, cache)
 

@@ -82,21 +82,23 @@ LENGTHS = [[1, 15, 16, 17, 255, 256, 257], [700, 3], [9000]]
 def test_each_row_attends_over_its_own_tokens(
     dim: int, num_shared: int, is_normed: bool, is_raw: bool
 ) -> None:
-    """Lengths about the ends of tiles and chunks, in groups that are slices of larger arrays."""
+    """Lengths about the ends of tiles and chunks, in groups of one and of several rows."""
     if not mlx_cuda.is_available():
         pytest.skip("no GPU for the kernel")
     if is_normed and not is_raw:
         pytest.skip("norms are the kernel's own with raw heads only")
+    mx.random.seed(dim)
     num_rows, num_heads = sum(map(len, LENGTHS)), 2 * num_shared
     plan = make_plan(LENGTHS, 2)
     heads = (2 * mx.random.normal((num_rows, num_heads + 4, 1, dim))).astype(mx.bfloat16)
     wide = heads.astype(mx.float32)
     queries, keys, values = mx.split(wide, [num_heads, num_heads + 2], axis=1)
-    groups, made = [], []
+    groups: list[Any] = []
     for rows in LENGTHS:
         shape = (len(rows) + 1, 2, max(rows) + 30, dim)
-        made.append([mx.random.normal(shape).astype(mx.bfloat16) for _ in range(2)])
-        groups.append(tuple(array[: len(rows), :, : max(rows)] for array in made[-1]))
+        groups.append([mx.random.normal(shape).astype(mx.bfloat16) for _ in range(2)])
+    table = mx.stack([mlx_cuda_attention.addresses([group, group]) for group in groups], axis=1)
+    held = mlx_cuda_rope.Held(table, 1, 2)
     if is_raw:
         positions = mx.array([n - 1 for rows in LENGTHS for n in rows])
         angles = mlx_cuda_rope.angles_at(nn.RoPE(dim, base=10_000), positions, dim)
@@ -105,7 +107,7 @@ def test_each_row_attends_over_its_own_tokens(
             heads,
             angles,
             mlx_cuda_rope.HeadNorms(*factors, 1e-6) if is_normed else None,
-            groups,
+            held,
             plan,
             dim**-0.5,
         )
@@ -117,7 +119,7 @@ def test_each_row_attends_over_its_own_tokens(
             )
         queries, keys = (mlx_cuda_rope.rotate(angles, array) for array in (queries, keys))
     else:
-        out = mlx_cuda_attention.attend(heads[:, :num_heads], groups, plan, dim**-0.5)
+        out = mlx_cuda_attention.attend(heads[:, :num_heads], held, plan, dim**-0.5)
     expected: list[Any] = []
     for group, rows in zip(groups, LENGTHS, strict=True):
         for place, length in enumerate(rows):
@@ -130,4 +132,5 @@ def test_each_row_attends_over_its_own_tokens(
             expected.append(
                 mx.fast.scaled_dot_product_attention(queries[row : row + 1], *cut, scale=dim**-0.5)
             )
-    assert mx.allclose(out.astype(mx.float32), mx.concatenate(expected), atol=3e-2).item()
+    wide = out.astype(mx.float32)  # queries are rounded once they are turned
+    assert mx.allclose(wide, mx.concatenate(expected), rtol=2e-2, atol=4e-2).item()
