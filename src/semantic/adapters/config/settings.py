@@ -133,7 +133,7 @@ class Settings(BaseSettings):
     )
     pinned_copies: bool = Field(
         True,
-        description="mlx on CUDA: weights and state travel through pinned host memory",
+        description="CUDA: state, and mlx's weights, travel through pinned host memory",
     )
 
     home: Path = Field(Path("~/.semantic"), description="everything the server writes is in here")

@@ -293,12 +293,14 @@ class ConcurrentScheduler:
     ) -> Iterator[Portion]:
         """What of prompts fits the step beside those that decode."""
         fits = self.budget.tokens if others else self.budget.tokens_alone
-        budget = fits(self.limits) - sum(len(p.draft.tokens) for p in others)
+        whole = budget = fits(self.limits) - sum(len(p.draft.tokens) for p in others)
         for generation in sorted(behind, key=lambda g: self._urgency(g, now)):
             if budget <= 0:
                 break
             left = self._distance_to_cut(generation)
             num_tokens = self.budget.chunk(generation.num_launched, budget, left)
+            if num_tokens < left and budget < whole / 2:
+                continue  # a small piece of it would not make it shorter: the next step has more
             yield Portion(generation, num_tokens)
             budget -= num_tokens
 

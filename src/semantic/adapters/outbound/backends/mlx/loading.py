@@ -17,11 +17,11 @@ import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.caches import leaves, library
 from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
-from semantic.adapters.outbound.backends.mlx.cuda import prompts, tuning
-from semantic.adapters.outbound.backends.mlx.cuda.pinned import PinnedMemory, shared_memory
+from semantic.adapters.outbound.backends.mlx.cuda import kernels, prompts, tuning
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import Transfer
 from semantic.adapters.outbound.backends.mlx.cuda.weights import WeightReader
 from semantic.adapters.outbound.backends.mlx.runtime import import_library
+from semantic.adapters.outbound.backends.pinned import PinnedMemory, shared_memory
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import Compute, LayerKind, ModelCacheSpec
 
@@ -95,7 +95,8 @@ def load(directory: Path, spec: ModelCacheSpec, options: MlxOptions) -> MlxModel
     config = json.loads((directory / "config.json").read_text("utf-8"))
     utils = import_library("mlx_lm.utils")
     try:
-        memory = shared_memory(options.pinned_bytes) if options.pinned_bytes else None
+        is_pinning = options.pinned_bytes and cuda.is_in_use() and kernels.can_compile()
+        memory = shared_memory(options.pinned_bytes) if is_pinning else None
         with _fast_reading(memory):
             model, _ = utils.load_model(
                 directory, lazy=True, model_config=config_overrides(config, spec)

@@ -25,9 +25,11 @@ from semantic.adapters.outbound.backends.common import (
     make_rows,
     verify,
 )
+from semantic.adapters.outbound.backends.pinned import shared_memory
 from semantic.adapters.outbound.backends.sampler import Logits, sample
 from semantic.adapters.outbound.backends.torch import loading as torch_loading
 from semantic.adapters.outbound.backends.torch.attention import Span, TorchSequence
+from semantic.adapters.outbound.backends.torch.copies import DeviceCopies
 from semantic.adapters.outbound.backends.torch.decoding import Decoder
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.backends.torch.threads import ThreadCount
@@ -86,15 +88,29 @@ class TorchBackend(EagerBackend[TorchSequence]):
         abi, compute = f"torch.v1.{plan.number_format}", torch_loading.describe(plan)
         traits = Traits(0, abi, self._dtype.itemsize * 8, compute, _MAX_DRAFT)
         super().__init__(spec, traits, TorchSequence)
+        self._copies: DeviceCopies | None = None
+        self._held: list[Sequence[KVPayload]] = []
+        if self._device.type == "cuda":
+            self._pin(options.pinned_bytes)
         self._check_model()
         if decoder is not None:
             self._check_decoder(decoder)
+
+    def _pin(self, num_bytes: int) -> None:
+        """Let state travel through pinned memory, where there is any."""
+        memory = shared_memory(num_bytes) if num_bytes else None
+        if memory is not None:
+            memory.pin_rest()
+            self._copies = DeviceCopies(memory, self._device)
+        host_memory.use_device_memory(None if memory is None else memory.allocate)
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
         """Append state from payloads."""
         sequence, by_kind = self._sequences[seq], self._sort_parts(seq, parts, end)
         contents = [(part, self._arrays(part)) for part in (*by_kind.full, *by_kind.window)]
         self._grow(sequence, end)
+        if self._device.type != "cpu":
+            self._held.append(parts)  # until the device has fetched them
         for part, (keys, values) in contents:
             self._put(sequence.keys, keys, part, end)
             self._put(sequence.values, values, part, end)
@@ -110,7 +126,10 @@ class TorchBackend(EagerBackend[TorchSequence]):
             torch.set_num_threads(self._threads.number)
         try:
             plan = self._plan(step)
-            logits = self._forward([span for span in plan if isinstance(span, Span)])
+            spans = [span for span in plan if isinstance(span, Span)]
+            logits = self._forward(spans)
+            if spans:
+                self._held.clear()  # all that was asked for before is done
         except (RuntimeError, IndexError) as error:
             raise BackendError(f"the device failed: {error}") from error
         rows: list[Row] = []
@@ -142,8 +161,8 @@ class TorchBackend(EagerBackend[TorchSequence]):
         start = self._snapshot_start(sequence, start, end, kind)
         layers = self._layers[kind]
         buffers = (
-            _host_buffer("keys", sequence.keys[layers, :, start:end]),
-            _host_buffer("values", sequence.values[layers, :, start:end]),
+            self._host_buffer("keys", sequence.keys[layers, :, start:end]),
+            self._host_buffer("values", sequence.values[layers, :, start:end]),
         )
         return PayloadTicket(KVPayload(self._traits.kv_abi, kind, start, end, buffers))
 
@@ -168,6 +187,8 @@ class TorchBackend(EagerBackend[TorchSequence]):
         """Drop everything, and give its memory back."""
         self._sequences.clear()
         self._model = self._decoder = None
+        if self._copies is not None:
+            self._copies.finish()
         host_memory.collect_and_trim()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -324,6 +345,11 @@ class TorchBackend(EagerBackend[TorchSequence]):
             raise CacheCorruptionError(f"a payload lacks keys or values of shape {shape}")
         return np.frombuffer(data, _BITS[self._dtype.itemsize]).reshape(shape)
 
+    def _host_buffer(self, name: str, tensor: torch.Tensor) -> HostBuffer:
+        """A copy on the host, which may still be on its way."""
+        copy = None if self._copies is None else self._copies.copy_out(name, tensor)
+        return _host_buffer(name, tensor) if copy is None else copy
+
     def _put(self, target: torch.Tensor, source: Bits, part: KVPayload, end: int) -> None:
         """Write what a part holds of one kind of layers, up to `end`."""
         end = min(part.end, end)
@@ -366,12 +392,14 @@ def _bits(tensor: torch.Tensor) -> Bits:
 def _copy(source: Bits, target: torch.Tensor) -> None:
     """Write bits of the host into a tensor.
 
-    On a host numpy does it: torch would wake its threads for each piece and take far longer.
+    On a host numpy does it: torch would wake its threads for each piece and take far longer. A
+    device fetches them by itself from pinned memory.
     """
     if target.is_cpu:
         _bits(target)[:] = source
     else:
-        target.copy_(torch.from_numpy(source.copy()).view(target.dtype))
+        given = source if source.flags.writeable else source.copy()
+        target.copy_(torch.from_numpy(given).view(target.dtype), non_blocking=True)
 
 
 def _host_buffer(name: str, tensor: torch.Tensor) -> HostBuffer:

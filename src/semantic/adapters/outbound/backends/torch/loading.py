@@ -58,6 +58,7 @@ class TorchOptions:
         num_threads: 0 takes OMP_NUM_THREADS, or as many as the process may use.
         share: Which part of the model this process holds; None is all of it.
         native: The library of decode steps, where one is wanted; an ARM CPU in float32 only.
+        pinned_bytes: On CUDA, state travels through so much pinned host memory; 0 is none.
     """
 
     dtype: DType = "auto"
@@ -66,6 +67,7 @@ class TorchOptions:
     num_threads: int = 0
     share: Share | None = None
     native: NativeBuild | None = None
+    pinned_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

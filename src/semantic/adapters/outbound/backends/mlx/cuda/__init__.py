@@ -7,7 +7,6 @@ for that of a prompt's tokens, and `transfer` for state on its way to the host a
 `tuning` joins and replaces a model's layers; `linear` multiplies a few rows; in a decode step
 `decode` plans the calls of `attention`, whose kernel also norms and turns heads and keeps keys and
 values as `rope` says. `prompts` brings prompts into lengths that were met before; `transfer` copies
-state to host memory that `pinned` made the device's, on a stream of its own, and `weights` brings
-a model's weights the same way. Kernels are named by their source: MLX keeps what it compiled by
-name.
+state to pinned host memory and back, on a stream of its own, and `weights` brings a model's weights
+the same way. `kernels` compiles all of ours, which are named by their source.
 """

@@ -20,7 +20,7 @@ import numpy as np
 
 from semantic.adapters.outbound.backends.mlx.caches import Array
 from semantic.adapters.outbound.backends.mlx.cuda.kernels import Kernel
-from semantic.adapters.outbound.backends.mlx.cuda.pinned import PinnedMemory
+from semantic.adapters.outbound.backends.pinned import PinnedMemory
 from semantic.domain.errors import CacheCorruptionError
 
 UNIT = 16  # bytes that a thread copies at once

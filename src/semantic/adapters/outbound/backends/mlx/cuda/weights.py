@@ -18,8 +18,8 @@ from typing import Any
 import mlx.core as mx
 
 from semantic.adapters.outbound.backends.mlx.caches import Array
-from semantic.adapters.outbound.backends.mlx.cuda.pinned import PinnedMemory
 from semantic.adapters.outbound.backends.mlx.cuda.transfer import UNIT, HostPiece, Transfer
+from semantic.adapters.outbound.backends.pinned import PinnedMemory
 
 _DTYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.uint32}
 _MIN_BYTES = 2**20  # smaller ones are MLX's own business

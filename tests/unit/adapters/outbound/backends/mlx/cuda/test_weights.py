@@ -10,7 +10,7 @@ from semantic.adapters.outbound.backends.mlx import runtime
 
 runtime.prepare(num_threads=1)
 mx = pytest.importorskip("mlx.core")
-pinned = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.pinned")
+pinned = pytest.importorskip("semantic.adapters.outbound.backends.pinned")
 transfer = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.transfer")
 weights = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.weights")
 

@@ -19,8 +19,6 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable
 
-import mlx.core as mx
-
 _LOG = logging.getLogger(__name__)
 
 _SLAB = 2**28
@@ -143,9 +141,7 @@ class PinnedMemory:
 
 @functools.cache
 def shared_memory(num_bytes: int) -> PinnedMemory | None:
-    """The process's own, so large at most; None where MLX's device is not a CUDA one."""
-    if not mx.cuda.is_available() or mx.default_device() != mx.Device(mx.gpu):
-        return None
+    """The process's own, so large at most; None where there is no CUDA device."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,0 +1,33 @@
+"""Copies from a CUDA device to pinned host memory, where there is such a device."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+copies = pytest.importorskip("semantic.adapters.outbound.backends.torch.copies")
+pinned = pytest.importorskip("semantic.adapters.outbound.backends.pinned")
+
+pytestmark = [
+    pytest.mark.unit,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_what_leaves_is_as_it_was_when_it_was_asked_for() -> None:
+    """The sequence goes on at once, and is written over."""
+    made = copies.DeviceCopies(pinned.shared_memory(2**28), torch.device("cuda"))
+    state = torch.randn((4, 2, 3000, 64), device="cuda", dtype=torch.bfloat16)
+    expected = [state[[0, 3], :, 17:256].cpu(), state.cpu()]
+    buffers = [made.copy_out("keys", tensor) for tensor in (state[[0, 3], :, 17:256], state)]
+    state.zero_()
+    for buffer, wanted in zip(buffers, expected, strict=True):
+        assert buffer.shape == tuple(wanted.shape)
+        assert buffer.nbytes == 2 * wanted.numel()
+        found = torch.frombuffer(buffer.data, dtype=torch.bfloat16).view(wanted.shape)
+        assert torch.equal(found, wanted)
+    made.finish()
+
+
+def test_without_memory_nothing_is_copied() -> None:
+    memory = pinned.PinnedMemory(lambda *_: True, slab=2**16, limit=2**16)
+    made = copies.DeviceCopies(memory, torch.device("cuda"))
+    assert made.copy_out("keys", torch.zeros(2**17, device="cuda")) is None
