@@ -7,6 +7,7 @@ Pieces go back when nobody refers to them any more, and are handed out again. Wh
 travels as it would without any of this.
 """
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -27,6 +28,7 @@ _PAGE = 4096
 _PAUSE_S = 0.002
 _FIRST_BYTES = 2**32  # enough for weights on their way
 _PORTABLE_AND_MAPPED = 3
+_POPULATE_WRITE = 23  # of madvise
 
 Pin = Callable[[int, int], bool]  # an address and its bytes; False if the device does not take them
 
@@ -122,6 +124,7 @@ class PinnedMemory:
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)
             address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+            _touch(address, size)
             if not self._pin(address, size):
                 _LOG.warning("no more host memory can be pinned; copies will be slower")
                 self._limit = 0
@@ -137,6 +140,13 @@ class PinnedMemory:
             time.sleep(_PAUSE_S)  # whoever waits for memory goes first
             if sum(held for _, held in self._slabs) >= _FIRST_BYTES:
                 self._has_time.wait()
+
+
+def _touch(address: int, size: int) -> None:
+    """Have the kernel hand the pages out now, and not to the driver, which would hold others up."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux alone, and from 5.14 on
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE)
 
 
 @functools.cache
