@@ -141,6 +141,22 @@ def test_decodes_all_run_and_prompts_share_what_is_left() -> None:
     assert second["s"] == 10
 
 
+@pytest.mark.parametrize(
+    "lengths,expected",
+    [((100, 90), {"0": 100}), ((100, 20), {"0": 100, "1": 20}), ((50, 90), {"0": 50, "1": 78})],
+    ids=["a small piece waits", "what fits whole comes along", "half of a step is worth it"],
+)
+def test_prompts_are_not_cut_into_small_pieces(
+    lengths: tuple[int, ...], expected: dict[str, int]
+) -> None:
+    scheduler = ConcurrentScheduler(EngineLimits(prefill_step_size=128))
+    for order, length in enumerate(lengths):
+        item = generation(str(order), order, prompt=length)
+        scheduler.add(item)
+        scheduler.admit(item)
+    assert {p.generation.job.id: p.num_tokens for p in scheduler.plan(now=0.0)} == expected
+
+
 @given(
     per_token=st.floats(0.01, 5.0),
     fixed=st.floats(0.0, 40.0),

@@ -48,7 +48,7 @@ class DeviceCopies:
 
     def __init__(self, memory: PinnedMemory, device: torch.device) -> None:
         self._memory = memory
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # The device writes there even if nobody wants it any more: it must not be handed out again.
         self._under_way: deque[ArrivingBytes] = deque()
 
@@ -64,7 +64,7 @@ class DeviceCopies:
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._stream):
             host.copy_(packed, non_blocking=True)
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         packed.record_stream(self._stream)
         arriving = ArrivingBytes(memory, done)
