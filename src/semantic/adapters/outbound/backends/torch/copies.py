@@ -28,7 +28,7 @@ class ArrivingBytes:
     @property
     def is_there(self) -> bool:
         """Whether the device is done with the memory."""
-        return self._done.query()
+        return bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> memoryview:
         """Wait for the copy; this lets other threads run.
