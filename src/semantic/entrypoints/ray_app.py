@@ -8,16 +8,17 @@ streams may end, and what it still has to upload is uploaded.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
 import os
 import pickle
-import queue
 import re
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -280,20 +281,23 @@ def run_cluster(settings: Settings) -> int:
     http = {"host": settings.host, "port": settings.port, "keep_alive_timeout_s": 60}
     if settings.tls_cert and settings.tls_key:
         http |= {"ssl_certfile": str(settings.tls_cert), "ssl_keyfile": str(settings.tls_key)}
-    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+    is_over = threading.Event()
     for sig in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sig, lambda number, _: signals.put(number))
+        signal.signal(sig, lambda *_: is_over.set())
     serve.start(proxy_location="EveryNode", http_options=http)
     serve.run(build(options), name=NAME, route_prefix="/")
     url = f"{'https' if settings.tls_cert else 'http'}://{settings.host}:{settings.port}"
     sys.stdout.write(f"listening: {url}\nready: {settings.replicas} replicas of {settings.model}\n")
     sys.stdout.flush()
-    signals.get()
+    is_over.wait()
     sys.stdout.write("stopping: replies may end; a second signal ends them\n")
     sys.stdout.flush()
-    serve.delete(NAME, _blocking=False)  # else it waits for a minute at most
-    while signals.empty() and NAME in serve.status().applications:
-        time.sleep(_STOP_POLL_S)
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        serve.delete(NAME, _blocking=False)  # else it waits for a minute at most
+        while NAME in serve.status().applications:
+            time.sleep(_STOP_POLL_S)
     serve.shutdown()
     ray.shutdown()
     return 0
