@@ -87,10 +87,10 @@ def ways(directory: Path, backend: str) -> Iterator[dict[str, int]]:
         yield found
 
 
-async def _streams(client: Client, number: int, num_tokens: int) -> float:
-    """Tokens a second of several streams at once, all together."""
+async def _streams(client: Client, name: str, num_tokens: int) -> float:
+    """Tokens a second of several streams at once, all together; nobody asked the same before."""
     started = time.perf_counter()
-    asked = [said(f"{number} {i}: good morning.") for i in range(_NUM_STREAMS)]
+    asked = [said(f"{name} {i}: good morning.") for i in range(_NUM_STREAMS)]
     replies = await asyncio.gather(*(client.ask(one, num_tokens) for one in asked))
     return sum(reply.num_tokens for reply in replies) / (time.perf_counter() - started)
 
@@ -109,7 +109,7 @@ def measure(report: Report) -> None:
                 reply = asyncio.run(client.ask(talks[way], num_tokens))
                 talks[way] = continued(talks[way], reply, "And then?")
                 replies[way].append(reply)
-                rates[way].append(asyncio.run(_streams(client, number, num_tokens)))
+                rates[way].append(asyncio.run(_streams(client, f"{way} {number}", num_tokens)))
     for way in clients:
         told = replies[way][2:]  # the first is cold
         report.add(f"{way}: first token of a hot turn", [1e3 * r.first for r in told], "ms")
