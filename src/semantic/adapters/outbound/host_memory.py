@@ -64,7 +64,6 @@ def trim() -> None:
 
 def collect_and_trim() -> None:
     """Give back all that a model has left, circles of references too."""
-    gc.unfreeze()  # what was there when it was loaded is looked through again
     gc.collect()
     trim()
 

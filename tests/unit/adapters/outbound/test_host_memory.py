@@ -5,7 +5,6 @@ import os
 import platform
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 
 import pytest
@@ -60,20 +59,3 @@ def test_threads_share_what_they_allocate_from(
     env = {**os.environ, **environment}
     subprocess.run([sys.executable, "-c", COUNT_ARENAS, str(told)], check=True, env=env)  # noqa: S603 - our own
     assert (told.read_text().count("<heap nr=") <= 2) == is_few
-
-
-def test_circles_that_were_left_out_of_looking_go_too() -> None:
-    """As those of a model are, from when it is loaded on."""
-
-    class Circle:
-        def __init__(self) -> None:
-            self.itself = self
-
-    circle = Circle()
-    is_gone = weakref.ref(circle)
-    gc.freeze()
-    del circle
-    gc.collect()
-    assert is_gone() is not None
-    host_memory.collect_and_trim()
-    assert is_gone() is None
