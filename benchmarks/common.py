@@ -109,14 +109,15 @@ def serving(*arguments: str, settings: Mapping[str, str] | None = None) -> Itera
         [*command, *arguments], stdout=subprocess.PIPE, text=True, env={**os.environ, **given}
     ) as process:
         port = 0
-        for line in process.stdout or ():
-            if "listening" in line:
-                port = int(line.split()[1].rsplit(":", 1)[1])
-            if "ready:" in line:
-                break
-        else:
-            raise RuntimeError("the server ended before it was ready; see what it printed above")
         try:
+            for line in process.stdout or ():
+                if "listening" in line:
+                    port = int(line.split()[1].rsplit(":", 1)[1])
+                if "ready:" in line:
+                    break
+            else:
+                message = "the server ended before it was ready; see what it printed above"
+                raise RuntimeError(message)
             yield port
         finally:
             process.send_signal(signal.SIGINT)
