@@ -1,4 +1,4 @@
-"""Every documented endpoint under requests made from its document."""
+"""Every documented endpoint under requests made from its document: nothing makes it fail."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,8 +23,9 @@ pytestmark = pytest.mark.integration
 
 SETTINGS = {"log_level": "error", "default_max_tokens": 4}
 
-ELSEWHERE = ("/v1/agents", "/v1/cache", "/v1/events")  # have a test of their own
-DOCUMENTED_FAILURES = {503, 504, 529}
+AGENT_API = ("/v1/agents", "/v1/cache", "/v1/events")
+ENDLESS = "/v1/events"
+DOCUMENTED_FAILURES = {503, 504, 529}  # of the others
 MAX_REPLY = 4
 # What a request needs to be carried out; what else a valid one may hold is made up.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -44,6 +45,27 @@ HARMLESS = {
     *("background", "structured_outputs"),
 }
 LIMITS = {"max_tokens": MAX_REPLY, "max_completion_tokens": MAX_REPLY, "max_output_tokens": 4}
+AGENT_OPERATIONS = [
+    ("POST", "/v1/agents"),
+    ("GET", "/v1/agents"),
+    ("GET", "/v1/agents/{agent_id}"),
+    ("PATCH", "/v1/agents/{agent_id}"),
+    ("DELETE", "/v1/agents/{agent_id}"),
+    ("POST", "/v1/agents/{agent_id}/generate"),
+    ("POST", "/v1/agents/{agent_id}/fork"),
+    ("POST", "/v1/agents/{agent_id}/rewind"),
+    ("GET", "/v1/agents/{agent_id}/turns"),
+    ("GET", "/v1/agents/{agent_id}/explain"),
+    ("GET", "/v1/agents/{agent_id}/export"),
+    ("POST", "/v1/agents/import"),
+    ("POST", "/v1/agents/{agent_id}/prefetch"),
+    ("POST", "/v1/agents/{agent_id}/evict"),
+    ("GET", "/v1/cache"),
+    ("GET", "/v1/cache/blocks"),
+    ("POST", "/v1/cache/gc"),
+    ("POST", "/v1/cache/verify"),
+    ("GET", "/v1/events"),
+]
 
 
 def operations() -> list[tuple[str, str]]:
@@ -54,12 +76,19 @@ def operations() -> list[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as home:
         server = bootstrap(make_settings(Path(home), durability="none"))
         document = create_app(server).openapi()
+    return operations_of(document)
+
+
+def operations_of(document: dict[str, Any]) -> list[tuple[str, str]]:
     return [
-        (method.upper(), path)
-        for path, methods in document["paths"].items()
-        for method in methods
-        if not path.startswith(ELSEWHERE)
+        (method.upper(), path) for path, methods in document["paths"].items() for method in methods
     ]
+
+
+@schemathesis.serializer("application/x-tar")
+def _as_it_is(_: schemathesis.SerializationContext, value: Any) -> bytes:
+    content = getattr(value, "data", value)
+    return content if isinstance(content, bytes) else str(content).encode()
 
 
 def _carried_out(path: str, body: Any) -> Any:
@@ -79,6 +108,33 @@ def _shortened(body: Any) -> Any:
     return body
 
 
+def test_every_endpoint_of_the_agent_api_is_in_the_document_with_an_example(
+    document: dict[str, Any],
+) -> None:
+    ours = [
+        operation for operation in operations_of(document) if operation[1].startswith(AGENT_API)
+    ]
+    assert sorted(ours) == sorted(AGENT_OPERATIONS)
+    for method, path in AGENT_OPERATIONS:
+        operation = document["paths"][path][method.lower()]
+        assert operation["description"], path
+        requests_and_answers = [
+            operation.get("requestBody", {}),
+            next(answer for status, answer in operation["responses"].items() if status[0] == "2"),
+        ]
+        for part in requests_and_answers:
+            for media in part.get("content", {}).values():
+                assert "example" in media or _has_example(document, media["schema"]), path
+
+
+def _has_example(document: dict[str, Any], schema: dict[str, Any]) -> bool:
+    if schema.get("format") == "binary":
+        return True
+    found = [schema, *schema.get("anyOf", [])]
+    named = [entry["$ref"].split("/")[-1] for entry in found if "$ref" in entry]
+    return any("examples" in document["components"]["schemas"][name] for name in named)
+
+
 @pytest.fixture(scope="module")
 def governed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server that may be drained, swapped and reconfigured while others are asked."""
@@ -86,7 +142,7 @@ def governed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer
         yield server
 
 
-@pytest.mark.parametrize("method, path", operations())
+@pytest.mark.parametrize("method, path", [op for op in operations() if op[1] != ENDLESS])
 def test_answers_are_as_documented(
     request: pytest.FixtureRequest,
     document: dict[str, Any],
@@ -100,20 +156,40 @@ def test_answers_are_as_documented(
     with running.client() as http:
         http.delete("/admin/drain")
         known = http.post("/v1/responses", json={"model": "fake", "input": "hi"}).json()["id"]
+        http.post("/v1/agents", json={"id": "known"})
+        http.post("/v1/agents/known/generate", json={"message": "hello"})
 
     @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
     @given(case=schema[path][method].as_strategy(), is_known=st.booleans())
     def send(case: schemathesis.Case[Any], is_known: bool) -> None:
         if is_known and "response_id" in case.path_parameters:
             case.path_parameters["response_id"] = known
-        if is_known:
+        if is_known and "agent_id" in case.path_parameters:
+            case.path_parameters["agent_id"] = "known"
+        if is_known and not path.startswith(AGENT_API):
             case.body = _carried_out(path, case.body)
             case.headers.clear()
         case.body = _shortened(case.body)
         answer = case.call(base_url=running.url, session=session, timeout=30)
         checks = [content_type_conformance, response_schema_conformance, status_code_conformance]
-        if answer.status_code not in DOCUMENTED_FAILURES:
+        if path.startswith(AGENT_API) or answer.status_code not in DOCUMENTED_FAILURES:
             checks.append(not_a_server_error)
         case.validate_response(answer, checks=checks)
 
     send()
+
+
+NOTHING = [
+    *(b"", b"{", b"[]", b"null", b'"text"', b"1e999", b"\xff\xfe", b'{"a":' * 5000, b'{"id": NaN}')
+]
+
+
+@pytest.mark.parametrize("method, path", [op for op in AGENT_OPERATIONS if op[0] != "GET"])
+def test_bodies_that_are_nothing_are_refused(
+    running: RunningServer, session: requests.Session, method: str, path: str
+) -> None:
+    url = running.url + path.replace("{agent_id}", "nobody")
+    for content in NOTHING:
+        headers = {"content-type": "application/json"}
+        answer = session.request(method, url, data=content, headers=headers, timeout=30)
+        assert answer.status_code < 500, content[:20]
