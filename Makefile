@@ -164,6 +164,7 @@ docs-check: $(VENV)/.dev ## build the documentation into site/; broken links are
 # Tracing takes as long as the tests themselves. These start servers, run a real model or search by
 # chance, and what they reach is reached by others: they run without it.
 UNTRACED = tests/smoke tests/e2e tests/attack tests/page tests/cluster tests/clients \
+	tests/contract/test_memory_contract.py tests/contract/test_shards.py \
 	$(patsubst %,tests/integration/test_%.py,guides openapi http_concurrency) \
 	$(shell find tests -name '*_machine.py' -o -name 'test_*starter*.py')
 SHARED := --numprocesses=$(JOBS) --dist=worksteal
