@@ -89,7 +89,8 @@ def measure(report: Report) -> None:
             for system in systems:
                 home = Path(directory) / system.name
                 with system.start(home) as url:
-                    output = Path(directory) / f"{system.name} {place}.json".replace(" ", "-")
+                    # Its options are parted by commas.
+                    output = Path(directory) / f"{len(report.figures)}.json"
                     metrics = generate(url, system.model, options, output)
                 add_metrics(report, f"{system.name}, {place}", metrics)
     for system in systems:
