@@ -84,11 +84,11 @@ def test_agents_stay_with_a_server_and_go_on_without_it(pair: Pair) -> None:
     assert [len(home) for home in homes] == [1] * 9
     assert set[int]().union(*homes) == before
 
-    with Talk(pair, "plain", 2, 1500) as talk:
-        talk.await_turns(6)
+    with Talk(pair, "plain", 1, 1500) as talk:
+        talk.await_turns(3)
         victim = talk.await_stream()
         os.kill(victim, signal.SIGKILL)
-        talk.await_turns(2)
+        talk.await_turns(1)
     moved = talk.moved({victim}, before)
     assert all(turn.num_cached >= turn.reuse["disk"] > turn.reuse["computed"] for turn in moved)
     talk.check()
