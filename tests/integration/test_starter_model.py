@@ -37,6 +37,7 @@ def model(imported: Path) -> Iterator[Any]:
 
 def test_the_directory_holds_what_a_downloaded_one_holds(imported: Path) -> None:
     assert {path.name for path in imported.iterdir()} == {
+        ".imported",
         "config.json",
         "generation_config.json",
         "model.safetensors",
