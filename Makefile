@@ -226,7 +226,7 @@ sbom: $(VENV)/.dev $(SECURITY)/.ready ## write build/sbom.json: everything that 
 	@echo "build/sbom.json is written"
 
 .PHONY: bench bench-quick
-bench: $(VENV)/.dev ## run the benchmarks (20 minutes on two cores), compared with an earlier result
+bench: $(VENV)/.dev ## run the benchmarks (10 to 20 minutes on two cores), compared with an earlier result
 	@$(BIN)/python -m benchmarks $(ARGS)
 bench-quick: $(VENV)/.dev ## a rough version of them, in under two minutes
 	@$(BIN)/python -m benchmarks --quick $(ARGS)

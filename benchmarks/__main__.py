@@ -1,6 +1,6 @@
 """Runs the benchmarks one after the other, each in a process of its own, and keeps what they found.
 
-    python -m benchmarks                      # all of them, about 20 minutes on two cores
+    python -m benchmarks                      # all of them, 10 to 20 minutes on two cores
     python -m benchmarks --quick              # a rough answer in under two
     python -m benchmarks resume peer          # some of them, each as long as it takes
     python -m benchmarks --keep               # keeps the result to compare with, and draws it
