@@ -53,8 +53,8 @@ _MARK, _VERSION = ".imported", 2
 def import_gguf(source: Path, target: Path, progress: Progress | None = None) -> Path:
     """Makes the model directory ``target`` out of the GGUF file ``source`` and returns its path.
 
-    The directory appears whole or not at all; one that is already there is left as it is unless it
-    `is_outdated`, so of two imports at once the slower one's work is dropped.
+    The directory appears whole or not at all; one that is already there is left as it is if it
+    `is_imported`, so of two imports at once the slower one's work is dropped.
 
     Args:
         source: A GGUF file of Llama, Mistral, SmolLM, Qwen 2 or 3, Gemma 2 or 3, GPT-OSS.
@@ -68,9 +68,9 @@ def import_gguf(source: Path, target: Path, progress: Progress | None = None) ->
     """
     # Asked in this order, another import that ends just now is never taken for an obstacle.
     is_occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
-    is_replaced = is_outdated(source, target)
-    if _is_complete(target) and not is_replaced:
+    if is_imported(source, target):
         return target
+    is_replaced = _is_outdated(source, target)
     if is_occupied and not is_replaced:
         why = f"{target} exists but is no complete model directory; remove it first."
         raise InvalidRequestError(why, param="model")
@@ -94,7 +94,12 @@ def import_gguf(source: Path, target: Path, progress: Progress | None = None) ->
     return target
 
 
-def is_outdated(source: Path, target: Path) -> bool:
+def is_imported(source: Path, target: Path) -> bool:
+    """Says whether ``target`` is a model that an import of ``source`` leaves as it is."""
+    return _is_complete(target) and not _is_outdated(source, target)
+
+
+def _is_outdated(source: Path, target: Path) -> bool:
     """Says whether ``target`` is an import by an earlier version, or of another file of that name.
 
     A directory that somebody else made never is: it has no mark, and other files than an import.

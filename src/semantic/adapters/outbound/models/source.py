@@ -21,7 +21,7 @@ from semantic.adapters.outbound.models.gguf import (
     STARTER_DISTRIBUTION,
     STARTER_FILE,
     import_gguf,
-    is_outdated,
+    is_imported,
     progress_bar,
     starter_gguf,
     write_starter_defaults,
@@ -108,7 +108,7 @@ class LocalModelSource:
 
     def _imported(self, gguf: Path, name: str, on_progress: Callable[[str], None]) -> Path:
         target = self.models_dir / name
-        if (target / "config.json").is_file() and not is_outdated(gguf, target):
+        if is_imported(gguf, target):
             return target
         on_progress(f"importing {gguf.name}")
         with progress_bar(f"importing {gguf.name}") as report:
