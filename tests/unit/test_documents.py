@@ -1,5 +1,6 @@
-"""The documents name files that are there."""
+"""Pages and package docstrings name files that are there, and packages name all of theirs."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -17,6 +18,12 @@ PAGES = sorted(
 _NAMED = re.compile(r"(?<![\w/.-])((?:src|tests|benchmarks|examples|config|deploy)/[\w./-]+\.\w+)")
 
 
+_SOURCE = ROOT / "src" / "semantic"
+_LAYERS = "adapters|application|domain|entrypoints|ports"
+_NAMED_SOURCE = re.compile(rf"`((?:{_LAYERS})/[\w/]+\.py)`")
+_PACKAGES = sorted(path.parent for path in _SOURCE.rglob("__init__.py"))
+
+
 _NAMED_TEST = re.compile(r"`(tests/[\w/-]+\.py)::(\w+)`")
 
 
@@ -29,5 +36,24 @@ def test_tests_that_a_page_names_are_there() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_a_page_names_are_there(page: Path) -> None:
-    named = _NAMED.findall(page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    named = [f"src/semantic/{name}" for name in _NAMED_SOURCE.findall(text)] + _NAMED.findall(text)
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize(
+    "package", _PACKAGES, ids=lambda path: path.relative_to(_SOURCE).as_posix()
+)
+def test_a_package_names_its_modules_and_no_others(package: Path) -> None:
+    story = ast.get_docstring(ast.parse((package / "__init__.py").read_text("utf-8"))) or ""
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", story)
+    modules = {path.name for path in package.glob("[!_]*.py")}
+    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    assert (modules | folders) - set(named) == set()
+    places = (
+        package,
+        package.parent,
+        _SOURCE,
+        *(path for path in package.iterdir() if path.is_dir()),
+    )
+    assert [name for name in named if not any((place / name).exists() for place in places)] == []

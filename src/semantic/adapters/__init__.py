@@ -1,1 +1,6 @@
-"""Everything that speaks a framework, a file format or a protocol."""
+"""Everything that knows a framework, a file format or a protocol.
+
+`inbound/` turns HTTP requests into calls of the core and its events into replies; `outbound/`
+computes, stores and measures on the core's behalf; `config/` reads settings and keys and sets up
+logging. The three do not import each other.
+"""

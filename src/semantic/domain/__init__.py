@@ -1,8 +1,9 @@
 """What the server knows, in plain Python: no framework, no tensor, no I/O.
 
-`chat` is what a client asks, `sampling` how tokens are chosen, `events` what a reply is made of,
-and `reply_format` how a model family writes thinking and tool calls. `spec` is the shape of a
-model's attention state, which `model_families` reads off its config. `blocks` names pieces of that
-state by their content, `pool` counts them within a budget, and `agents` are names for a place in a
-history of turns. `access` says who may ask; `errors` is the tree of everything that can be refused.
+`chat.py` is what a client asks, `sampling.py` how tokens are chosen, `events.py` what a reply is
+made of, and `reply_format.py` how a model family writes thinking and tool calls. `spec.py` is the
+shape of a model's KV cache, which `model_families.py` reads from its config; `model_names.py` maps
+the names clients ask for to models. `blocks.py` names pieces of KV cache by their content,
+`pool.py` counts them within a budget and evicts, and `agents.py` are names for a place in a history
+of turns. `access.py` has API keys and tenants; `errors.py` is the tree of all errors.
 """

@@ -1,15 +1,13 @@
 """Agents are to blocks what branches are to git's objects: names for a place in a history.
 
-1. `ledger`: all agents and tenants; a finished request is committed here as a turn, and moves its
-   agent. Forking and rewinding move or copy the name, never the turns. Who exists, and who may move
-   whom, is in `sharing`: one process has all agents in memory, several lease them.
-2. `turns`: the log behind it: turns are read from memory until they are written, follow their
-   blocks when those are replaced, and are found by their request. Turns that run are watched and
-   counted here too, and where the server keeps the conversation they wait in an agent's lane.
-3. `service`: what the API of agents does with both: create, list, fork, rewind, explain.
-4. `cache_admin`: where the agents' attention state is, and what is done to it by hand.
-5. `transfer`: an agent with its turns and blocks as a file, out and in.
-6. `upkeep`: in the background, what serving must not wait for: garbage that no agent reaches, pins,
-   checks, warming up, backups.
-7. `feed`: tells those who listen what happened to agents.
+1. `ledger.py`: all agents and tenants. A finished request is committed here as a turn, and moves
+   its agent's head; forking and rewinding copy or move the head, never the turns. `sharing.py` says
+   which agents exist and who may move them: one process has all in memory, several lease them.
+2. `turns.py`: the log of turns, with those that are not written yet; the turns that are running,
+   and the queue of an agent's turns where the server keeps the conversation.
+3. `service.py`: what the agent API does with both: create, list, fork, rewind, explain.
+4. `cache_admin.py`: where the agents' KV cache is, and the operations on it.
+5. `transfer.py`: an agent with its turns and blocks as a file, out and in.
+6. `upkeep.py`: background work: garbage collection, pins, verification, warming up, backups.
+7. `feed.py`: events about agents, for subscribers.
 """

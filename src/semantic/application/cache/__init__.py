@@ -1,14 +1,17 @@
-"""Blocks of attention state: git's objects. A block's way, in order.
+"""Blocks of KV cache: git's objects. A block's way, in order.
 
-The engine seals a block in the `store`, which knows it from then on by its content: the `index` is
-a tree of all blocks, walked along a prompt's tokens. The block's parts, one for each kind of
-layers, have their place in the `tiers`: in memory, within the budget of `domain/pool.py`, and on
-disk, where the `writer` puts them from a queue, in a thread of its own; its `row_writer` puts rows
-into the ledger, and marks turns whose row and blocks are all there as durable. When a prompt comes
-that begins alike, the `restore_plan` says which parts bring a sequence how far; the `loader` reads
-those that are on disk alone into memory, and holds them until the engine has them. Where several
-machines share an object store, `remote` uploads what was written and brings what others uploaded.
-What goes when memory or disk is full, and what nobody will need again, is all decided in
-`eviction`. Only the store and the loader are asked from outside, on any thread; one lock guards
-what they have.
+1. `store.py`: the engine seals a block here, and from then on it is known by its content.
+2. `index.py`: the tree of all blocks, walked along a prompt's tokens.
+3. `tiers.py`: where a block's parts are, one for each kind of layer: in memory, within the budget
+   of `domain/pool.py`, and on disk. What is not written yet is dirty.
+4. `writer.py`: one thread writes them to disk from a queue, a few read; `row_writer.py` writes rows
+   to the ledger, and marks turns whose row and blocks are all on disk as durable.
+5. `restore_plan.py`: for a prompt that begins alike, which parts restore how many of its tokens.
+6. `loader.py`: has `writer.py` read those that are only on disk, and holds them in memory until the
+   engine has loaded them.
+7. `remote.py`: the object store that several machines share: uploads, and reads of others' blocks.
+
+`eviction.py` decides what goes when the disk is full, and what nobody will need again; memory is
+LRU, in `domain/pool.py`. `block_watch.py` lists blocks for the page's map. One lock, of `tiers.py`,
+guards store, index and loader; store and loader may be called on any thread.
 """

@@ -1,10 +1,13 @@
 """From a conversation to the tokens a model reads.
 
-`renderer` leads the way. `compose` puts a request into the terms of the model's chat template,
-which `template_probe` asked at the start what it can show; text from outside is guarded by
-`special_text`, so that no special token comes of it. The template writes the text, and a walk along
-it, run by run, encodes only what was not encoded before. Where a reply that was made
-here comes back, `replay` has the tokens it was sampled as, and the walk takes those. An
-agent's prompts show the day on which it first spoke. What was worked out before waits in an
-`lru_cache`. `requests` calls this chapter; its tokens go to `engine`.
+1. `renderer.py` leads the way; `requests/prepare.py` calls it.
+2. `template_probe.py` found out, once per model, what its chat template can show.
+3. `compose.py` puts the request into the template's terms: tools, system prompt, messages.
+4. `special_text.py` guards text from clients, so that it cannot become a special token; the
+   template renders, and only the runs of text that were not encoded before are encoded.
+5. `replay.py` gives the tokens that were sampled for a reply that was generated here and comes
+   back as text.
+
+`lru_cache.py` is the bounded cache behind all of these. An agent's prompts keep showing the date of
+its first turn.
 """

@@ -1,9 +1,10 @@
 """The `semantic` command.
 
-1. `app`: the commands, their help, and how errors become a sentence and an exit status.
-2. `flags`: flags that many commands share; `screen`: how values look on a terminal.
-3. `cache`: a cache directory, while no server has it. `doctor`: this machine. `keys`: API keys.
-4. `client`: how all other commands speak to a running server: `chat`, `agents`,
-   `models`, and `watch` (`top` and `bench`).
-5. `launch`: runs other programs' clients against it.
+1. `app.py`: the commands, their help, and how errors become a message and an exit status.
+2. `flags.py`: flags that many commands share; `screen.py`: how values look on a terminal.
+3. Without a server: `cache.py` works on a cache directory, `doctor.py` checks this machine, and
+   `keys.py` manages API keys.
+4. `client.py` calls a running server, for `chat.py`, `agents.py`, `models.py` and `watch.py` (`top`
+   and `bench`).
+5. `launch.py` runs other programs' clients against it.
 """

@@ -1,7 +1,8 @@
-"""What the one who runs the server does to it while it runs: under `/admin`.
+"""The operator's endpoints, under `/admin`.
 
-1. `routes`: models that are loaded, swapped and unloaded; a drain, before the server is stopped.
+`routes.py` loads, swaps and unloads models, drains the server before it is stopped, and changes
+the settings that may change while it runs.
 
-Like the rest it answers this machine alone unless the server was told otherwise; a key that guards
-it is asked for by the path. Progress of a swap comes as events on `/v1/events`.
+Where keys are configured, `http/guard.py` asks for an admin key on these paths. A swap reports its
+progress as events on `/v1/events`.
 """

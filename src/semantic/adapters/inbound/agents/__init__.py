@@ -1,9 +1,9 @@
-"""Our own protocol: agents as things one can hold.
+"""Our own protocol: agents as resources.
 
-1. `routes.py` makes, lists, changes, forks, rewinds, explains, exports and imports agents.
-2. `generate.py` answers what is new in an agent's conversation; the server keeps the rest.
-3. `cache.py` shows the cache, looks after it by hand, and streams what happens.
+1. `routes.py` creates, lists, changes, forks, rewinds, explains, exports and imports agents.
+2. `generate.py` continues an agent's conversation: the client sends only what is new.
+3. `cache.py` shows the cache, has the operations on it, and streams events.
 
-`requests.py` holds all bodies that clients send (unknown fields are refused), `views.py` what is
-answered; each answer shows an example made from its fields.
+`requests.py` has the bodies that clients send (unknown fields are refused), `views.py` the bodies
+of the replies, each with an example for the OpenAPI document.
 """

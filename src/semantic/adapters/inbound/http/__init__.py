@@ -1,11 +1,12 @@
-"""What every protocol needs of HTTP, in the order in which a request meets it.
+"""What all protocols need from HTTP, in the order in which a request meets it.
 
-1. `connections.py`: how many there may be, and how long a client may keep one waiting.
-2. `middleware.py`: short paths, the access log, HEAD, hosts and pages that are refused, bodies
-   that are unpacked and limited.
-3. `errors.py`: one table from errors to statuses and to both vendors' shapes.
-4. `streaming.py`: replies as server-sent events, in one loop: signs of life, progress, failure,
-   and a cancel when the client leaves.
+1. `connections.py`: how many connections there may be, and how long a client may stay silent.
+2. `middleware.py`: short paths, the access log, HEAD, foreign hosts and pages, compressed and
+   oversized bodies.
+3. `guard.py`: whose request it is, by its API key, and whether that key allows it.
+4. `errors.py`: one table from errors to statuses, and to both vendors' forms.
+5. `streaming.py`: replies as server-sent events, in one loop: heartbeats, progress, failure, and
+   a cancel when the client disconnects.
 
-`health.py` and `docs_page.py` are the endpoints that belong to no protocol.
+`health.py` and `docs_page.py` have the endpoints that belong to no protocol.
 """

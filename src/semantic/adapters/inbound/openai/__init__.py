@@ -1,7 +1,7 @@
-"""OpenAI's Chat Completions, older Completions and Models.
+"""OpenAI's Chat Completions, older Completions, Embeddings and Models.
 
-1. `routes.py` takes a request and starts its replies, several if `n` says so.
-2. `requests.py` checks and translates the body; `fields.py` holds what all of OpenAI's bodies
-   share (`responses/` too): sampling, stops, the reply's form, and who is asking.
-3. `events.py` shows the replies: whole objects or chunks, for chat and for completions.
+1. `routes.py` receives a request and starts its replies, several if `n` asks for them.
+2. `requests.py` validates and translates the body; `fields.py` has what all of OpenAI's bodies
+   share (those of `responses/` too): sampling, stop strings, response_format, and who is asking.
+3. `events.py` writes the replies: whole objects or chunks, for chat and for completions.
 """

@@ -1,9 +1,9 @@
-"""The page at `/`: agents, memory, what happens now, chat, models, and how to connect.
+"""The web page at `/`: agents, memory, live activity, chat, models, and how to connect clients.
 
-1. `routes.py` serves the page to browsers and greets programs.
-2. `static/` is the page: plain modules and a style sheet, no build step. `main.js` is the frame,
-   `server.js` what it knows of the server and how it hears of changes, the others a view each.
-   `vendor/` holds Preact with htm and uPlot, with their licences beside them.
+`routes.py` serves the page to browsers and a short greeting to programs. `static/` is the page:
+plain JavaScript modules and a style sheet, no build step. `main.js` is the frame, `server.js` calls
+the API and listens for changes, and the others are one view each. `vendor/` has Preact with htm,
+and uPlot, with their licences.
 
-The page is fed by the API that everybody has, and loads nothing from elsewhere.
+The page uses only the public API and loads nothing from other hosts.
 """

@@ -1,8 +1,8 @@
-"""OpenAI's Responses: a response is a turn, and its id the turn's.
+"""OpenAI's Responses API: a response is a turn, and has the turn's id.
 
-1. `routes.py` takes a request, and finds the turn it goes on from. It drives the reply to its end,
-   in the background too, and keeps what was made lately.
-2. `requests.py` checks the body and makes messages of its input items.
-3. `events.py` writes the response as it grows, the events that tell of it, and what it repeats of
-   its request; it also makes responses again from logged turns.
+1. `routes.py` receives a request and finds the turn it continues. It drives the reply to its end,
+   in the background too, and keeps recent responses.
+2. `requests.py` validates the body and turns its input items into messages.
+3. `events.py` writes the response as it grows, its events, and the fields that repeat the request;
+   it also rebuilds responses from logged turns.
 """

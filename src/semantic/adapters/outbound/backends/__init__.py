@@ -1,13 +1,13 @@
 """What computes: one loaded model on one device, behind `ModelBackendPort`.
 
-The engine opens a sequence, loads what of its state was saved, launches steps and takes snapshots.
-`common` knows which sequences are open and where each can go on and be cut, for all backends;
-`sampler` chooses a token from a row of logits on the host; `pinned` is host memory that a CUDA
-device reads and writes by itself. Then, by library:
+The engine opens a sequence, loads what was saved of its state, launches steps and takes snapshots.
+`common.py` tracks, for all backends, which sequences are open and where each can be continued and
+cut; `sampler.py` picks a token from a row of logits on the host; `pinned.py` is host memory that a
+CUDA device reads and writes directly. Then, by library:
 
-- `fake`: no weights; its state is the tokens themselves. For tests and developers of clients.
-- `torch`: Hugging Face's models on a CPU or CUDA, a step computed at once.
-- `mlx`: mlx-lm's models on Apple Silicon, CUDA or a CPU, the next step launched before the last
-  one's tokens are known.
-- `sharded`: a model of either in several processes, which it tells every call.
+- `fake.py`: no weights; its state is the tokens themselves. For tests and client developers.
+- `torch/`: Hugging Face models on a CPU or CUDA; each step is computed before the next is planned.
+- `mlx/`: mlx-lm models on Apple Silicon, CUDA or a CPU; the next step is launched before the
+  tokens of the last one are known.
+- `sharded.py`: a model of either library split over several processes; it forwards every call.
 """

@@ -1,13 +1,11 @@
 """Agents, turns, tenants, replays and the index of block files, in SQLite or PostgreSQL.
 
-`sqlite.py` is the ledger: one connection writes, in transactions that are all or nothing, and
-others read. What it is asked and told is in `statements.py` as SQL; `schema.py` has the tables,
-their versions and what a row stands for, with a checksum on each row that nothing else could
-replace. What was said is in a row as JSON, which `codec.py` writes and reads by one schema; it also
-reads what comes in with an agent's file. `files.py` opens, copies and moves the database's files
-and says for people why it cannot. When a start finds the ledger damaged, cut or gone, `rescue.py`
-moves it aside and makes a whole one of it and its backup.
-
-`postgres.py` is the ledger of several servers: the same rows, in a database that all of them reach.
-It leases agents, moves a head only from where its writer saw it, and tells what others did.
+1. `sqlite.py` is the ledger of one server: one connection writes, in transactions, others read.
+   `statements.py` has the SQL, `schema.py` the tables, their versions and the row checksums.
+2. `codec.py` writes and reads messages and turns as JSON; `sealing.py` encrypts what was said.
+3. `files.py` opens, copies and moves the database's files, and explains why it cannot.
+4. `rescue.py` rebuilds a damaged, truncated or missing ledger from what is left of it and its
+   backup.
+5. `postgres.py` is the ledger that several servers share: the same rows, leases on agents, and
+   notifications of what others did; `shared_parts.py` is their index of the object store.
 """

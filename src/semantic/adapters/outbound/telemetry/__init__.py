@@ -1,8 +1,8 @@
-"""What the server tells those who watch it.
+"""Metrics and traces.
 
-1. The parts of the server count where things happen, in the `Counts` of `ports/telemetry.py`.
-2. `metrics.py`: a `TelemetryPort` that takes what is measured at the event into histograms, and a
-   collector that reads the counts and how much is used now whenever `/metrics` is asked for. It
-   keeps the last hour of a few.
-3. `tracing.py`: spans of a request and its parts, made when it has ended, if a tracer is there.
+1. The parts of the server count events where they happen, in the `Counts` of `ports/telemetry.py`.
+2. `metrics.py` implements `TelemetryPort`: it puts measurements into histograms, and a collector
+   reads the counts and current usage whenever `/metrics` is scraped. It keeps an hour of history
+   of a few of them.
+3. `tracing.py` makes the spans of a request when it has ended, if a tracer is configured.
 """

@@ -1,12 +1,11 @@
 """What exists for CUDA alone: our own kernels, which are measured (docs/mlx.md).
 
-Used from outside are `device.is_in_use` and `is_available`, `tuning.tune` and `untune` for a loaded
-model, `decode.KernelStep` for a step's attention, and how many groups it takes at once, `prompts`
-for that of a prompt's tokens, and `transfer` for state on its way to the host and back.
+1. `device.py` says whether CUDA is in use; `weights.py` reads weights through pinned memory.
+2. `tuning.py` fuses and replaces layers of a loaded model; `linear.py` multiplies a few rows.
+3. `prompts.py` pads prompts to lengths that have been planned before: a new one costs 80 ms.
+4. In a decode step `decode.py` plans the calls of `attention.py`, whose kernel also applies norms
+   and RoPE and stores keys and values, as `rope.py` describes.
+5. `transfer.py` copies state to pinned host memory and back on a stream of its own.
 
-`tuning` joins and replaces a model's layers; `linear` multiplies a few rows; in a decode step
-`decode` plans the calls of `attention`, whose kernel also norms and turns heads and keeps keys and
-values as `rope` says. `prompts` brings prompts into lengths that were met before; `transfer` copies
-state to pinned host memory and back, on a stream of its own, and `weights` brings a model's weights
-the same way. `kernels` compiles all of ours, which are named by their source.
+`kernels.py` compiles all of them, and caches each by its source.
 """
