@@ -1,7 +1,7 @@
 """Imports agents that somebody tampered with.
 
 Promised: a 4xx, or an agent that harms nobody. Whoever shares its beginning gets the replies that
-are computed fresh; lists, garbage collection and housekeeping go on; it can be deleted.
+are computed fresh; lists, garbage collection and upkeep go on; it can be deleted.
 """
 
 import random
@@ -21,7 +21,7 @@ from tests.attack.tampering import CHANGES, Export, spoil_bytes, untouched
 from tests.chaos.talk import Message, ask
 
 _HEADERS = {"content-type": "application/x-tar"}
-_BACKUP_EVERY = 10  # rounds between two looks at housekeeping
+_BACKUP_EVERY = 10  # rounds between two looks at upkeep
 
 
 class TamperedImports(ServerAttack):

@@ -195,7 +195,7 @@ def test_foreign_files_among_the_blocks_survive_every_start_and_command(
         (home / "cache" / "ledger.db").unlink()
     with run_server(make_settings(home)) as running:
         talk(running, said, QUESTIONS[2])
-        running.server.memory.cache.housekeeping.reconcile()
+        running.server.memory.cache.upkeep.reconcile()
     for action in ("verify", "gc", "stats"):
         assert main(["cache", action, "--home", str(home)]) == 0
     assert [path.read_text() for path in notes] == ["mine"] * 3

@@ -111,7 +111,7 @@ def bootstrap(settings: Settings) -> Server:
     )
     inference.limits = RateLimits(lambda: access.ring)
     inference.learn = memory.learn
-    memory.listen(inference.hear)
+    memory.listen(inference.note_remote_turn)
     cache = CacheService(lambda: memory.cache, memory.agents, device, watch, feed, memory.disk)
     metrics.read(cache, watch, lambda: device.state)
     lanes = TurnLanes(max_waiting=settings.max_queue, timeout_s=settings.request_timeout_s)

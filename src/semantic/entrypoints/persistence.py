@@ -22,7 +22,7 @@ from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.cache_admin import ModelCache
 from semantic.application.agents.ledger import AgentLedger, write_at_once
 from semantic.application.agents.sharing import AgentLeases, SharedAgents
-from semantic.application.agents.upkeep import Housekeeping
+from semantic.application.agents.upkeep import Upkeep
 from semantic.application.cache.remote import RemoteTier
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
@@ -229,7 +229,7 @@ class AgentMemory:
             self._open_cache(model.backend.spec, roots)
         else:
             self._cache.store.serve(model.backend.spec, roots)
-            self._cache.housekeeping.begin_warm_up()
+            self._cache.upkeep.begin_warm_up()
         store = self.cache.store
         return BlockPoolBatchEngine(
             model.backend, model.tokenizer, store, limits, emit, on_ready=on_ready
@@ -253,7 +253,7 @@ class AgentMemory:
         with self._closing:
             if self._is_closed:
                 raise DrainingError("the server is shutting down.")
-            housekeeping = Housekeeping(
+            upkeep = Upkeep(
                 store,
                 self.agents,
                 self.ledger,
@@ -261,12 +261,12 @@ class AgentMemory:
                 files=self._files,
                 orphan_ttl_s=settings.orphan_ttl_h * 3600,
             )
-            housekeeping.remote = self._remote
-            housekeeping.trim_memory = host_memory.trim
-            self._cache = ModelCache(store, housekeeping)
+            upkeep.remote = self._remote
+            upkeep.trim_memory = host_memory.trim
+            self._cache = ModelCache(store, upkeep)
             if self.disk is not None:
                 self.disk.start(store.is_on_disk)
-        housekeeping.start(settings.upkeep_interval_s, is_index_lost=self._is_index_lost)
+        upkeep.start(settings.upkeep_interval_s, is_index_lost=self._is_index_lost)
 
     def resize(self, nbytes: int) -> None:
         """Give attention state another budget of memory."""
@@ -296,7 +296,7 @@ class AgentMemory:
         That the ledger was restored, or lacks something, is told until the next start.
         """
         disk, cache = self.disk, self._cache
-        upkeep = cache.housekeeping.problem if cache else ""
+        upkeep = cache.upkeep.problem if cache else ""
         remote = self._remote.problem if self._remote else ""
         known = (self._loss, disk.problem if disk else "", remote, upkeep)
         return "; ".join(filter(None, known))
@@ -311,7 +311,7 @@ class AgentMemory:
                 return True
             self._is_closed = True
         if self._cache is not None:
-            self._cache.housekeeping.stop(timeout_s)
+            self._cache.upkeep.stop(timeout_s)
         if self._remote is not None:
             if self.disk is not None:  # what it writes is then uploaded
                 self.disk.flush(timeout_s / 2)

@@ -75,7 +75,7 @@ class Replica:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Make what answers; its lifespan starts and stops the server."""
         app = create_app(self._server)
-        app.add_middleware(ServedBy)
+        app.add_middleware(ReplicaHeader)
         return app
 
     @property
@@ -102,7 +102,7 @@ class Replica:
         return {"memory_pressure": self._server.pressure()}
 
 
-class ServedBy:
+class ReplicaHeader:
     """Tells clients who answered, in a header: the machine and the process."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -22,14 +22,14 @@ from starlette.middleware.cors import CORSMiddleware
 
 from semantic import __version__
 from semantic.adapters.config.settings import Settings
-from semantic.adapters.inbound.admin.routes import AdminApi, drained
+from semantic.adapters.inbound.admin.routes import AdminApi, wait_until_drained
 from semantic.adapters.inbound.agents.cache import CacheApi
 from semantic.adapters.inbound.agents.generate import GenerateApi
 from semantic.adapters.inbound.agents.routes import IMPORT_PATH, DirectApi, TransferApi
 from semantic.adapters.inbound.anthropic.routes import anthropic_router
 from semantic.adapters.inbound.http.connections import (
+    CapacityCheck,
     ConnectionLimits,
-    FullHouse,
     Listener,
     OpenConnections,
     raise_descriptor_limit,
@@ -42,9 +42,9 @@ from semantic.adapters.inbound.http.middleware import (
     LOCAL_ORIGINS,
     AccessLog,
     BodyLimit,
-    ForeignPages,
     HeadAsGet,
-    LocalHosts,
+    HostCheck,
+    OriginCheck,
     ShortPaths,
 )
 from semantic.adapters.inbound.openai.routes import openai_router
@@ -137,11 +137,11 @@ def _add_middleware(app: FastAPI, server: Server) -> None:
         larger={IMPORT_PATH: settings.disk_budget_mb * 2**20},
     )
     app.add_middleware(Guard, access=server.access, limits=server.inference.limits)
-    app.add_middleware(ForeignPages, origins=origins)
+    app.add_middleware(OriginCheck, origins=origins)
     if not settings.allow_remote:
-        app.add_middleware(LocalHosts)
+        app.add_middleware(HostCheck)
     app.add_middleware(HeadAsGet)
-    app.add_middleware(FullHouse)
+    app.add_middleware(CapacityCheck)
     app.add_middleware(AccessLog, is_body_logged=settings.log_prompts)
     app.add_middleware(ShortPaths)
     app.add_middleware(
@@ -217,7 +217,7 @@ class _HttpServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         """Let replies end, though not for ever."""
-        await drained(self._server.device, self._timeout_s)
+        await wait_until_drained(self._server.device, self._timeout_s)
         self._end_replies()
 
     def _end_replies(self) -> None:

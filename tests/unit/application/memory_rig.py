@@ -12,7 +12,7 @@ from semantic.adapters.outbound.backends.common import sort_parts
 from semantic.adapters.outbound.backends.fake import FakeBackend, fake_spec
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.agents.ledger import AgentLedger
-from semantic.application.agents.upkeep import Housekeeping
+from semantic.application.agents.upkeep import Upkeep
 from semantic.application.cache.restore_plan import RestorePlan, WantedPart
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
@@ -228,7 +228,7 @@ class MemoryRig:
         self.store.restore_index(state.parts)
         self.store.roots.add(ROOT)
         self.disk.start(self.store.is_on_disk)
-        self.housekeeping = Housekeeping(
+        self.upkeep = Upkeep(
             self.store,
             self.agents,
             self.ledger,

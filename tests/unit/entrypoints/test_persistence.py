@@ -35,7 +35,7 @@ def test_what_was_found_at_the_start_is_not_kept_beside_the_store(tmp_path: Path
 
     memory, _ = open_memory(tmp_path)
     assert "7 block files" in memory.summary
-    memory.cache.housekeeping.collect(orphan_age_s=-1)
+    memory.cache.upkeep.collect(orphan_age_s=-1)
     assert len(memory.cache.store.nodes()) == 0
     assert memory.close(20)
     gc.collect()

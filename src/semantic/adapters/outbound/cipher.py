@@ -81,9 +81,9 @@ def load_cipher(key_file: Path | None, key_command: str | None) -> Cipher | None
         InvalidRequestError: the key cannot be had, or is none.
     """
     if key_file is not None:
-        return Cipher(_parsed(_read(key_file.expanduser()), "encryption_key_file"))
+        return Cipher(_parse_key(_read(key_file.expanduser()), "encryption_key_file"))
     if key_command is not None:
-        return Cipher(_parsed(_asked(key_command), "encryption_key_command"))
+        return Cipher(_parse_key(_run_key_command(key_command), "encryption_key_command"))
     return None
 
 
@@ -105,7 +105,7 @@ def _read(path: Path) -> bytes:
     return content
 
 
-def _asked(command: str) -> bytes:
+def _run_key_command(command: str) -> bytes:
     try:
         done = subprocess.run(  # noqa: S603 - the operator's own command
             shlex.split(command), stdout=subprocess.PIPE, timeout=_COMMAND_S, check=True
@@ -118,7 +118,7 @@ def _asked(command: str) -> bytes:
     return done.stdout
 
 
-def _parsed(text: bytes, param: str) -> bytes:
+def _parse_key(text: bytes, param: str) -> bytes:
     found = _KEY.fullmatch(text)
     if found is None:
         raise InvalidRequestError(

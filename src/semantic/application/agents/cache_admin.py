@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from semantic.application.agents.feed import AgentAction, AgentChanged, EventFeed
 from semantic.application.agents.ledger import AgentLedger
 from semantic.application.agents.turns import RunningTurn, TurnWatch
-from semantic.application.agents.upkeep import Housekeeping
+from semantic.application.agents.upkeep import Upkeep
 from semantic.application.cache.block_watch import BlockPage
 from semantic.application.cache.index import BlockNode
 from semantic.application.cache.restore_plan import state_of
@@ -35,7 +35,7 @@ class ModelCache:
     """The blocks of the loaded model, and who looks after them."""
 
     store: AgentCacheStore
-    housekeeping: Housekeeping
+    upkeep: Upkeep
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,23 +128,23 @@ class CacheService:
     def state(self, agent: Agent) -> StateView:
         """See where an agent's state is; nowhere before the model is loaded."""
         with contextlib.suppress(ModelSwapError):
-            return self._cache().housekeeping.footprint(agent)
+            return self._cache().upkeep.footprint(agent)
         return StateView()
 
     def repin(self) -> None:
         """Let pins follow the agents that are pinned now."""
         with contextlib.suppress(ModelSwapError):  # they are set when it is loaded
-            self._cache().housekeeping.refresh_pins()
+            self._cache().upkeep.refresh_pins()
 
     def prefetch(self, principal: Principal, agent_id: str) -> int:
         """Begin to read an agent's state into memory; returns how many parts that are."""
         agent = self._agents.get(principal.tenant, agent_id)
-        return self._cache().housekeeping.prefetch(agent)
+        return self._cache().upkeep.prefetch(agent)
 
     def evict(self, principal: Principal, agent_id: str, *, is_cold: bool) -> StateView:
         """Drop an agent's own state from memory, working copies too, and from disk if asked."""
         agent = self._agents.get(principal.tenant, agent_id)
-        housekeeping = self._cache().housekeeping
+        upkeep = self._cache().upkeep
         closing = self._device.close_idle(f"{agent.tenant}/{agent.id}")
         try:
             closing.result(_CLOSE_TIMEOUT_S)
@@ -152,7 +152,7 @@ class CacheService:
             raise ModelSwapError("the device is busy.", retry_after_s=2) from error
         if self._disk is not None:
             self._disk.flush(_CLOSE_TIMEOUT_S)  # what is being written cannot be dropped
-        housekeeping.evict(agent, is_cold=is_cold)
+        upkeep.evict(agent, is_cold=is_cold)
         self._feed.publish(AgentChanged(agent.tenant, agent.id, AgentAction.EVICTED))
         return self.state(agent)
 
@@ -162,11 +162,11 @@ class CacheService:
         Raises:
             CachePersistenceError: the ledger cannot be changed now.
         """
-        return self._cache().housekeeping.collect(orphan_age_s=orphan_age_s)
+        return self._cache().upkeep.collect(orphan_age_s=orphan_age_s)
 
     def verify(self) -> Iterator[CheckProgress]:
         """Read and check every file; bad ones are dropped."""
-        return self._cache().housekeeping.verify()
+        return self._cache().upkeep.verify()
 
     def sample(self) -> tuple[dict[str, int], str]:
         """Read the counters and the memory's pressure, cheaply; zeros before the model is there."""
@@ -212,7 +212,7 @@ class CacheService:
             if pointer and first and first.parent == pointer.root:
                 tiers[state_of([first], 0).tier] += 1
             else:  # its end is gone: what is left is found by its tokens
-                tiers[cache.housekeeping.footprint(agent).tier] += 1
+                tiers[cache.upkeep.footprint(agent).tier] += 1
         return Sharing(logical, reach.num_bytes, dict(tiers))
 
     def running(self, principal: Principal) -> list[RunningTurn]:

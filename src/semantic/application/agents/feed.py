@@ -80,7 +80,7 @@ FeedEvent: TypeAlias = AgentChanged | TurnStarted | TurnEnded | ModelChanged
 
 
 @dataclass(frozen=True, slots=True)
-class Missed:
+class MissedEvents:
     """A reader was too slow: so many events before the next one are lost to it."""
 
     num_events: int
@@ -109,7 +109,7 @@ class Subscription:
                 self._num_missed += 1
         self._wake()
 
-    async def next(self, timeout_s: float) -> FeedEvent | Missed | None:
+    async def next(self, timeout_s: float) -> FeedEvent | MissedEvents | None:
         """Wait for the next event; None if nothing happened for `timeout_s`.
 
         Raises:
@@ -123,13 +123,13 @@ class Subscription:
             return None
         return event
 
-    def _take(self) -> FeedEvent | Missed | None:
+    def _take(self) -> FeedEvent | MissedEvents | None:
         """Take what is next; None if the reader has to wait."""
         # Cleared before looking, so that a later event sets it again.
         self._has_news.clear()
         with self._lock:
             if self._num_missed:
-                missed, self._num_missed = Missed(self._num_missed), 0
+                missed, self._num_missed = MissedEvents(self._num_missed), 0
                 return missed
             if self._events:
                 return self._events.popleft()

@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 _Work: TypeAlias = tuple[str, tuple[str, str] | None]
 
 
-class Housekeeping:
+class Upkeep:
     """Looks after one store and one ledger. Safe on any thread.
 
     Attributes:
@@ -77,7 +77,7 @@ class Housekeeping:
     def problem(self) -> str:
         """What could not be done, and that the backup is late; empty while all is well."""
         failed = [
-            f"housekeeping: {name}{f' of agent {key[1]}' if key else ''} failed: {reason}"
+            f"upkeep: {name}{f' of agent {key[1]}' if key else ''} failed: {reason}"
             for (name, key), reason in tuple(self._failures.items())
             if key is None or self._agents.find(*key)
         ]
@@ -204,7 +204,7 @@ class Housekeeping:
         if not is_index_lost:
             first["reading the index"] = functools.partial(self.reconcile, _SCAN_PAUSE_S)
         self._thread = threading.Thread(
-            target=self._run, args=(interval_s, first), name="semantic-housekeeping", daemon=True
+            target=self._run, args=(interval_s, first), name="semantic-upkeep", daemon=True
         )
         self._thread.start()
 
@@ -278,10 +278,10 @@ class Housekeeping:
             done = work()
         except CachePersistenceError as error:
             self._failures[key] = error.message
-            _log.warning("housekeeping: %s failed: %s", name, error.message)
+            _log.warning("upkeep: %s failed: %s", name, error.message)
         except Exception as error:  # noqa: BLE001 - one agent's trouble is not the others'
             self._failures[key] = repr(error)
-            _log.exception("housekeeping: %s failed", name)
+            _log.exception("upkeep: %s failed", name)
         else:
             self._failures.pop(key, None)
             return done

@@ -4,7 +4,7 @@
    the job from its queue.
 2. `request.py`: a `Job` becomes a `Generation`, which knows how far it has got.
 3. `scheduler.py`: who is admitted next, and whose tokens go into the next step; fair, with bounded
-   waits. `ahead.py` adds draft tokens where that pays, from what `drafts.py` remembers.
+   waits. `speculation.py` adds draft tokens where that pays, from what `drafts.py` remembers.
 4. `kv_reuse.py`: its first tokens come from an idle copy, a running sequence or sealed blocks,
    which `restore.py` loads part by part while others decode.
 5. `memory.py`: makes room for the sequence by closing idle copies; then others are preempted.

@@ -31,7 +31,7 @@ _ID_BYTES, _LINK_BYTES = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class DraftMatch:
     """What may come next.
 
     Attributes:
@@ -46,7 +46,7 @@ class Match:
 
 
 @dataclass(slots=True, eq=False)
-class Conversation:
+class TokenHistory:
     """Tokens of one sequence, those of its prompt included.
 
     Attributes:
@@ -78,12 +78,12 @@ class TenantMemory:
     def __init__(self) -> None:
         self.nbytes = len(_GRAMS) * _SLOTS * _LINK_BYTES
         self._heads = tuple(array("q", [_NOWHERE]) * _SLOTS for _ in _GRAMS)
-        self._conversations: OrderedDict[int, Conversation] = OrderedDict()
+        self._conversations: OrderedDict[int, TokenHistory] = OrderedDict()
         self._numbers = itertools.count()
 
-    def begin(self, agent: str, prompt: Sequence[int]) -> Conversation:
+    def begin(self, agent: str, prompt: Sequence[int]) -> TokenHistory:
         """Begin a conversation, with as much of its prompt as others begin with."""
-        best, made = 0, Conversation(next(self._numbers), agent)
+        best, made = 0, TokenHistory(next(self._numbers), agent)
         whole = array("i", prompt)
         for known in itertools.islice(reversed(self._conversations.values()), _MAX_SHARED):
             best = max(best, common_prefix(known.tokens, whole))
@@ -92,7 +92,7 @@ class TenantMemory:
         self.nbytes += made.nbytes
         return made
 
-    def extend(self, conversation: Conversation, tokens: Sequence[int]) -> None:
+    def extend(self, conversation: TokenHistory, tokens: Sequence[int]) -> None:
         """Add tokens to a conversation's end; mutates it."""
         ids, start = conversation.tokens, len(conversation.tokens)
         ids.extend(tokens)
@@ -108,7 +108,7 @@ class TenantMemory:
                 links.append(heads[slot])
                 heads[slot] = base + place
 
-    def forget_oldest(self, kept: Conversation | None = None) -> bool:
+    def forget_oldest(self, kept: TokenHistory | None = None) -> bool:
         """Drop the conversation that began first, but not `kept`; False if there is none."""
         for number, known in self._conversations.items():
             if known is not kept:
@@ -116,18 +116,18 @@ class TenantMemory:
                 return True
         return False
 
-    def find(self, tokens: Sequence[int], own: Conversation) -> Match | None:
+    def find(self, tokens: Sequence[int], own: TokenHistory) -> DraftMatch | None:
         """Guess what follows `tokens`, of which `own` holds all it has been given."""
         for order, size in enumerate(_GRAMS):
             if len(tokens) >= size and (match := self._find(tokens, order, own)):
                 return match
         return None
 
-    def _find(self, tokens: Sequence[int], order: int, own: Conversation) -> Match | None:
+    def _find(self, tokens: Sequence[int], order: int, own: TokenHistory) -> DraftMatch | None:
         size = _GRAMS[order]
         recent = array("i", tokens[-MAX_MATCH:])
         place = self._heads[order][hash(tuple(recent[-size:])) % _SLOTS]
-        best: list[tuple[Conversation, int]] = []
+        best: list[tuple[TokenHistory, int]] = []
         longest = 0
         for _ in range(_MAX_PLACES):
             known = self._conversations.get(place >> _PLACE_BITS) if place >= 0 else None
@@ -156,7 +156,9 @@ def _shared(ids: "array[int]", place: int, recent: "array[int]", size: int) -> i
     return size
 
 
-def _voted(places: Sequence[tuple[Conversation, int]], length: int, own: Conversation) -> Match:
+def _voted(
+    places: Sequence[tuple[TokenHistory, int]], length: int, own: TokenHistory
+) -> DraftMatch:
     """Go on as most places do; of those, as the sequence itself, its agent, or the latest did."""
     votes = Counter(known.tokens[place] for known, place in places)
     token, _ = votes.most_common(1)[0]
@@ -166,7 +168,7 @@ def _voted(places: Sequence[tuple[Conversation, int]], length: int, own: Convers
     if known is own and len(guess) < _MAX_GUESS:
         # It repeats itself, and will do so at the end of what it has said so far.
         guess = list(itertools.islice(itertools.cycle(guess), _MAX_GUESS))
-    return Match(guess, length, len(votes) == 1)
+    return DraftMatch(guess, length, len(votes) == 1)
 
 
 class DraftMemory:
@@ -188,7 +190,7 @@ class DraftMemory:
         self._tenants.move_to_end(root)
         return self._tenants[root]
 
-    def shrink(self, used: TenantMemory, kept: Conversation) -> None:
+    def shrink(self, used: TenantMemory, kept: TokenHistory) -> None:
         """Forget what was not used for longest until the rest fits, but not `kept`."""
         while self.nbytes > self._max_bytes:
             root, oldest = next(iter(self._tenants.items()))

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from semantic.application.cache.store import AgentCacheStore
-from semantic.application.engine.ahead import Ahead, DraftPlanner
 from semantic.application.engine.embedding import EmbeddingJob, EmbeddingQueue
 from semantic.application.engine.kv_reuse import PrefixSharing, TakeOver
 from semantic.application.engine.memory import WorkingMemory
@@ -31,6 +30,7 @@ from semantic.application.engine.request import (
     monotonic,
 )
 from semantic.application.engine.scheduler import ConcurrentScheduler, EngineLimits
+from semantic.application.engine.speculation import AdaptiveDraftPlanner, DraftPlanner
 from semantic.domain.errors import (
     BackendError,
     GenerationTimeoutError,
@@ -87,7 +87,7 @@ class BlockPoolBatchEngine:
         )
         budget = self._scheduler.budget
         self._sharing = PrefixSharing(backend, store, self._memory.idle, budget, on_ready)
-        self.guess_with(Ahead(backend.traits, tokenizer.eos_ids))
+        self.guess_with(AdaptiveDraftPlanner(backend.traits, tokenizer.eos_ids))
         self._generations: dict[str, Generation] = {}
         self._embeddings = EmbeddingQueue()
         self._flights: deque[Flight] = deque()

@@ -22,8 +22,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from semantic.application.engine.ahead import DraftPlanner
 from semantic.application.engine.request import NO_DRAFT, Draft, Generation
+from semantic.application.engine.speculation import DraftPlanner
 
 _SMOOTHING = 0.3
 _SECONDS_TO_MS = 1000.0

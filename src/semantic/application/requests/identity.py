@@ -190,7 +190,7 @@ class Identities:
             if len(self._endings) > _MAX_ENDINGS:
                 self._drop(next(iter(self._endings)))
 
-    def hear(self, tenant: str, agent_id: str, turn_id: str) -> None:
+    def note_remote_turn(self, tenant: str, agent_id: str, turn_id: str) -> None:
         """Remember how a conversation ended in another process; an empty tenant means all of them.
 
         Reads the turn.

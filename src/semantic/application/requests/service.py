@@ -101,9 +101,9 @@ class InferenceService:
         self.limits = RateLimits()
         self.learn: Callable[[BlockName, Sequence[int]], None] | None = None
 
-    def hear(self, tenant: str, agent_id: str, turn_id: str) -> None:
-        """Take note of what another server did; see `Identities.hear`. On any thread."""
-        self._identities.hear(tenant, agent_id, turn_id)
+    def note_remote_turn(self, tenant: str, agent_id: str, turn_id: str) -> None:
+        """Take note of a turn on another server. On any thread."""
+        self._identities.note_remote_turn(tenant, agent_id, turn_id)
 
     @property
     def problem(self) -> str:

@@ -121,7 +121,7 @@ def log(
         return
     screen = console()
     for turn in page["data"]:
-        asked, replied = _said(turn)
+        asked, replied = _turn_texts(turn)
         line = Text(turn["id"], "yellow").append(f"  {age(turn['created_at'])} ago  ", "dim")
         screen.print(line.append(reuse_bar(turn["reuse"])))
         screen.print(Text(f"  > {asked}\n  < {replied}", no_wrap=True, overflow="ellipsis"))
@@ -311,14 +311,14 @@ def turn_tree(turns: dict[str, Json], heads: dict[str, str | None], agent: str) 
 
 
 def _turn_line(turn: Json, heads: list[str]) -> Text:
-    asked, replied = _said(turn)
+    asked, replied = _turn_texts(turn)
     line = Text(turn["id"][-8:], "yellow", no_wrap=True, overflow="ellipsis")
     for name in heads:
         line.append(f" ({name})", "bold green")
     return line.append(f" {asked} ").append(f"→ {replied}", "dim")
 
 
-def _said(turn: Json) -> tuple[str, str]:
+def _turn_texts(turn: Json) -> tuple[str, str]:
     """What was asked and replied in a turn, shortened."""
     replies = [m for m in turn["messages"] if m["role"] == "assistant"]
     asked = [m for m in turn["messages"] if m["role"] in ("user", "tool")]

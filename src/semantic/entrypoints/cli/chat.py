@@ -45,22 +45,22 @@ def chat(
         raise InvalidRequestError("--json needs --message: it prints one reply")
     limits = {"max_tokens": max_tokens, "temperature": temperature}
     options = {name: value for name, value in limits.items() if value is not None}
-    talk = Talk(client, agent, console(), options)
-    talk.open(system)
+    session = ChatSession(client, agent, console(), options)
+    session.open(system)
     if as_json:
         path = f"/v1/agents/{agent}/generate"
         with working(f"{agent} answers"):
             reply = client.call("POST", path, json={"message": message, **options})
         print_json(reply)
     elif message is not None:
-        talk.say(message)
+        session.say(message)
     else:
-        talk.run()
+        session.run()
     return None
 
 
 @dataclass
-class Talk:
+class ChatSession:
     """One conversation at a terminal."""
 
     client: ServerClient

@@ -101,12 +101,12 @@ def list_keys(settings: Settings, *, as_json: AsJson = False) -> int:
         return 0
     for key in file.keys:
         kind, state = "admin" if key.admin else "user", "revoked" if key.revoked else "valid"
-        rate = _told(key.rate) if key.rate else ""
+        rate = _limits_text(key.rate) if key.rate else ""
         line = f"{key.id}  {key.tenant:<16}  {kind:<5}  {key.created:%Y-%m-%d}  {state:<7}  "
         sys.stdout.write(f"{line}{rate}  {key.note}".rstrip() + "\n")
     for name, tenant in file.tenants.items():
-        sys.stdout.write(f"tenant {name}: {_told(tenant) or 'no limits'}\n")
-    sys.stdout.write(f"all together: {_told(file.limits) or 'no limits'}\n")
+        sys.stdout.write(f"tenant {name}: {_limits_text(tenant) or 'no limits'}\n")
+    sys.stdout.write(f"all together: {_limits_text(file.limits) or 'no limits'}\n")
     return 0
 
 
@@ -151,7 +151,7 @@ def _read_limits(entry: _Limits, given: Sequence[str]) -> _Limits:
         raise InvalidRequestError(f"limit {name}: {problem['msg']}", param=name) from error
 
 
-def _told(entry: RateEntry | TenantEntry) -> str:
+def _limits_text(entry: RateEntry | TenantEntry) -> str:
     values = entry.model_dump(exclude_defaults=True)
     flat = {
         f"{name}.{inner}" if inner else name: number

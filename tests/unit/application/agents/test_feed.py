@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from semantic.application.agents.feed import AgentAction, AgentChanged, EventFeed, Missed
+from semantic.application.agents.feed import AgentAction, AgentChanged, EventFeed, MissedEvents
 from semantic.domain.errors import OverloadedError
 
 pytestmark = pytest.mark.unit
@@ -55,7 +55,7 @@ async def test_a_slow_reader_loses_the_oldest_and_is_told() -> None:
 
     heard = [await reader.next(5) for _ in range(4)]
 
-    assert heard == [Missed(2), event("c"), event("d"), event("e")]
+    assert heard == [MissedEvents(2), event("c"), event("d"), event("e")]
     feed.publish(event("f"))
     assert await reader.next(5) == event("f")
 

@@ -26,7 +26,7 @@ def who(rig: MemoryRig, name: str) -> Agent:
 
 def where(rig: MemoryRig, name: str) -> StateView:
     rig.flush()
-    return rig.housekeeping.footprint(who(rig, name))
+    return rig.upkeep.footprint(who(rig, name))
 
 
 # -- tiers --------------------------------------------------------------------------------------
@@ -38,12 +38,12 @@ def test_an_agent_is_hot_then_warm_then_cold(make_rig: MakeRig) -> None:
     found = where(rig, "ann")
     assert (found.tier, found.memory_tokens, found.disk_tokens) == (Tier.HOT, 10, 10)
     assert found.memory_bytes == 10 * 8
-    assert rig.housekeeping.evict(who(rig, "ann")) == 3
+    assert rig.upkeep.evict(who(rig, "ann")) == 3
     assert where(rig, "ann").tier is Tier.WARM
-    assert rig.housekeeping.prefetch(who(rig, "ann")) == 3
+    assert rig.upkeep.prefetch(who(rig, "ann")) == 3
     rig.recall(list(range(11)))
     assert where(rig, "ann").tier is Tier.HOT
-    rig.housekeeping.evict(who(rig, "ann"), is_cold=True)
+    rig.upkeep.evict(who(rig, "ann"), is_cold=True)
     found = where(rig, "ann")
     assert (found.tier, found.num_tokens, found.disk_bytes) == (Tier.COLD, 10, 0)
     assert rig.agents.tokens(who(rig, "ann")) == list(range(10))
@@ -53,10 +53,10 @@ def test_an_agent_whose_first_block_is_gone_is_cold(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.talk("ann", list(range(10)))
     rig.flush()
-    rig.housekeeping.evict(who(rig, "ann"))
+    rig.upkeep.evict(who(rig, "ann"))
     first = min(rig.store.nodes(), key=lambda node: node.start)
     rig.files.bad.add((first.name, LayerKind.FULL))
-    assert [p.num_bad for p in rig.housekeeping.verify()][-1] == 1
+    assert [p.num_bad for p in rig.upkeep.verify()][-1] == 1
     assert where(rig, "ann").tier is Tier.COLD
 
 
@@ -73,7 +73,7 @@ def test_eviction_spares_what_others_share(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.talk("ann", [*HEAD, 1, 2, 3, 4])
     rig.talk("bob", [*HEAD, 5, 6])
-    rig.housekeeping.evict(who(rig, "ann"), is_cold=True)
+    rig.upkeep.evict(who(rig, "ann"), is_cold=True)
     assert where(rig, "bob").disk_tokens == len(HEAD) + 2
     assert where(rig, "ann").disk_tokens == 4
     assert rig.recall([*HEAD, 5, 6, 7])[0] == len(HEAD) + 2
@@ -83,11 +83,11 @@ def test_what_is_left_of_an_agent_is_no_garbage(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.talk("ann", list(range(10)))
     rig.flush()
-    rig.housekeeping.evict(who(rig, "ann"))
+    rig.upkeep.evict(who(rig, "ann"))
     last = max(rig.store.nodes(), key=lambda node: node.start)
     rig.store.drop_files([WantedPart(last, LayerKind.FULL)])
     rig.now[0] += 1000
-    rig.housekeeping.collect()
+    rig.upkeep.collect()
     found = where(rig, "ann")
     assert (found.tier, found.disk_tokens, found.num_tokens) == (Tier.WARM, 8, 10)
 
@@ -97,9 +97,9 @@ def test_what_is_not_on_disk_is_not_evicted_to_it(make_rig: MakeRig) -> None:
     rig.files.is_full = True
     rig.talk("ann", list(range(10)))
     rig.flush()
-    assert rig.housekeeping.evict(who(rig, "ann")) == 0
+    assert rig.upkeep.evict(who(rig, "ann")) == 0
     assert where(rig, "ann").tier is Tier.HOT
-    assert rig.housekeeping.evict(who(rig, "ann"), is_cold=True) == 3
+    assert rig.upkeep.evict(who(rig, "ann"), is_cold=True) == 3
 
 
 def test_without_a_disk_eviction_makes_cold(make_rig: MakeRig) -> None:
@@ -107,7 +107,7 @@ def test_without_a_disk_eviction_makes_cold(make_rig: MakeRig) -> None:
     rig.talk("ann", list(range(10)))
     rig.talk("ann", list(range(15)))  # the first turn's tail went into a longer block
     assert where(rig, "ann").memory_tokens == 15
-    assert rig.housekeeping.evict(who(rig, "ann")) == 4
+    assert rig.upkeep.evict(who(rig, "ann")) == 4
     assert where(rig, "ann").tier is Tier.COLD
 
 
@@ -117,16 +117,16 @@ def test_without_a_disk_eviction_makes_cold(make_rig: MakeRig) -> None:
 def test_pins_follow_an_agent_and_survive_a_restart(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.talk("ann", list(range(10)))
-    rig.housekeeping.pin(who(rig, "ann"), is_pinned=True)
+    rig.upkeep.pin(who(rig, "ann"), is_pinned=True)
     rig.talk("ann", list(range(18)))
-    rig.housekeeping.tick()
+    rig.upkeep.tick()
     assert all(node.num_pins == 1 for node in rig.store.nodes())
     rig.restart()
-    rig.housekeeping.start(interval_s=1000)
-    rig.housekeeping.stop(10)
+    rig.upkeep.start(interval_s=1000)
+    rig.upkeep.stop(10)
     assert len(rig.store.nodes()) == 5
     assert all(node.num_pins == 1 for node in rig.store.nodes())
-    rig.housekeeping.pin(who(rig, "ann"), is_pinned=False)
+    rig.upkeep.pin(who(rig, "ann"), is_pinned=False)
     assert not any(node.num_pins for node in rig.store.nodes())
 
 
@@ -139,9 +139,9 @@ def test_what_no_agent_reaches_goes_when_it_is_old(make_rig: MakeRig) -> None:
     rig.talk("bob", [*HEAD, 3, 4])
     rig.agents.delete(LOCAL_TENANT, "bob")
     rig.now[0] += 50
-    assert rig.housekeeping.collect() == 0
+    assert rig.upkeep.collect() == 0
     rig.now[0] += 51
-    assert rig.housekeeping.collect() > 0
+    assert rig.upkeep.collect() > 0
     rig.flush()
     assert {node.end for node in rig.store.nodes()} == {4, 8}
     assert len(rig.files.files) == 2
@@ -152,14 +152,14 @@ def test_what_is_being_read_is_not_garbage(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.talk("ann", [1, 2, 3, 4])
     rig.flush()
-    rig.housekeeping.evict(who(rig, "ann"))
+    rig.upkeep.evict(who(rig, "ann"))
     rig.agents.delete(LOCAL_TENANT, "ann")
     (node,) = rig.store.nodes()
     rig.files.gate.clear()
     plan = rig.store.plan(ROOT, [1, 2, 3, 4])
     read = fetch(rig.store, plan.parts[0])
     rig.now[0] += 1000
-    assert rig.housekeeping.collect() == 0
+    assert rig.upkeep.collect() == 0
     rig.files.gate.set()
     assert read.result(10).end == 4
     assert rig.store.get(node.name) is node
@@ -168,10 +168,10 @@ def test_what_is_being_read_is_not_garbage(make_rig: MakeRig) -> None:
 def test_anonymous_state_without_a_disk_is_kept_while_it_is_young(make_rig: MakeRig) -> None:
     rig = make_rig(has_disk=False)
     rig.seal([1, 2, 3, 4])
-    rig.housekeeping.collect()
+    rig.upkeep.collect()
     assert rig.recall([1, 2, 3, 4, 5])[0] == 4
     rig.now[0] += 101
-    rig.housekeeping.collect()
+    rig.upkeep.collect()
     assert rig.recall([1, 2, 3, 4, 5])[0] == 0
 
 
@@ -181,8 +181,8 @@ def test_verification_drops_what_is_bad_and_it_is_made_anew(make_rig: MakeRig) -
     rig.flush()
     middle = next(node for node in rig.store.nodes() if node.start == 4)
     rig.files.bad.add((middle.name, LayerKind.FULL))
-    rig.housekeeping.evict(who(rig, "ann"))
-    progress = list(rig.housekeeping.verify())
+    rig.upkeep.evict(who(rig, "ann"))
+    progress = list(rig.upkeep.verify())
     assert (progress[0].num_checked, progress[-1].num_checked) == (0, 3)
     assert (progress[-1].num_total, progress[-1].num_bad) == (3, 1)
     assert rig.store.counts.corrupt == 1
@@ -196,7 +196,7 @@ def test_what_is_discarded_while_it_is_read_counts_once(make_rig: MakeRig) -> No
     rig = make_rig()
     rig.talk("ann", list(range(12)))
     rig.flush()
-    rig.housekeeping.evict(who(rig, "ann"))
+    rig.upkeep.evict(who(rig, "ann"))
     middle = next(node for node in rig.store.nodes() if node.start == 4)
     wanted = WantedPart(middle, LayerKind.FULL)
     rig.files.bad.add((middle.name, LayerKind.FULL))
@@ -221,7 +221,7 @@ def test_files_without_rows_and_rows_without_files_are_reconciled(make_rig: Make
     rig.ledger.index.is_index_lost = True
     rig.restart()
     assert rig.recall(list(range(9)))[0] == 0
-    rig.housekeeping.reconcile()
+    rig.upkeep.reconcile()
     rig.flush()
     assert set(rig.ledger.parts) == {lost.key}
     assert not rig.ledger.index.is_index_lost
@@ -234,19 +234,19 @@ def test_a_stop_does_not_wait_for_files_to_be_compared(make_rig: MakeRig) -> Non
     rig.talk("ann", list(range(8)))
     rig.flush()
     rig.ledger.index.is_index_lost = True
-    rig.housekeeping.stop(1)
-    rig.housekeeping.reconcile()
+    rig.upkeep.stop(1)
+    rig.upkeep.reconcile()
     rig.flush()
     assert rig.ledger.index.is_index_lost, "it was not read to its end"
 
 
 def test_memory_that_was_freed_goes_back_to_the_system_now_and_then(make_rig: MakeRig) -> None:
-    housekeeping = make_rig().housekeeping
+    upkeep = make_rig().upkeep
     is_trimmed = threading.Event()
-    housekeeping.trim_memory = is_trimmed.set
-    housekeeping.start(0.001)
+    upkeep.trim_memory = is_trimmed.set
+    upkeep.start(0.001)
     assert is_trimmed.wait(10)
-    housekeeping.stop(10)
+    upkeep.stop(10)
 
 
 def test_a_warm_start_reads_the_latest_agents_within_its_share(make_rig: MakeRig) -> None:
@@ -255,7 +255,7 @@ def test_a_warm_start_reads_the_latest_agents_within_its_share(make_rig: MakeRig
         rig.talk(name, [first] * 4 * 6)
         rig.now[0] += 1
     rig.restart()
-    rig.housekeeping.warm_up()
+    rig.upkeep.warm_up()
     rig.recall([2] * 13)
     assert where(rig, "young").memory_tokens == 12
     assert where(rig, "old").memory_tokens == 0
@@ -269,7 +269,7 @@ def test_a_turn_after_a_restart_is_known_to_be_used(make_rig: MakeRig) -> None:
     assert {part.last_used for part in rig.ledger.parts.values()} == {rig.now[0]}
     rig.now[0] += 500
     rig.recall(list(range(9)))
-    rig.housekeeping.tick()
+    rig.upkeep.tick()
     rig.flush()
     assert {part.last_used for part in rig.ledger.parts.values()} == {rig.now[0]}
 
@@ -296,7 +296,7 @@ def test_boundaries_that_an_agent_went_past_are_dropped(
         said = [*said, *range(turn, turn + 5)]
         rig.talk("ann", said, num_reply=2, boundaries=(len(HEAD), len(said) - 2))
         rig.now[0] += 61
-        rig.housekeeping.tick()
+        rig.upkeep.tick()
         sizes.append(num_boundary_parts(rig))
     # As many as at the start, though the conversation grew.
     assert max(sizes[4:]) <= max(sizes[:4]) + 1
@@ -319,7 +319,7 @@ def test_boundaries_of_another_branch_are_kept(make_rig: MakeRig) -> None:
         longer = [*longer, *range(20 + turn, 30 + turn)]
         rig.talk("ann", longer, boundaries=(len(HEAD), len(longer) - 1))
         rig.now[0] += 61
-        rig.housekeeping.tick()
+        rig.upkeep.tick()
     rig.flush()
     assert rig.recall([*said, 77])[0] == len(said)
 
@@ -332,7 +332,7 @@ def test_boundaries_of_a_turn_that_is_not_logged_yet_are_kept(make_rig: MakeRig)
     _, chain, num_whole = rig.recall(longer)
     rig.seal(longer, chain, num_whole, (len(HEAD),))
     rig.now[0] += 30
-    rig.housekeeping.tick()
+    rig.upkeep.tick()
     assert rig.recall([*longer, 1])[0] == len(longer)
 
 
@@ -340,7 +340,7 @@ def test_a_check_that_a_stop_cuts_short_finds_nothing_bad(make_rig: MakeRig) -> 
     rig = make_rig()
     rig.talk("ann", list(range(10)))
     rig.flush()
-    checking = rig.housekeeping.verify()
+    checking = rig.upkeep.verify()
     assert next(checking).num_total == 3
     rig.close()
 
@@ -392,58 +392,56 @@ def test_what_fails_for_one_agent_is_done_for_the_others(
     torn: tuple[MemoryRig, TornLedger],
 ) -> None:
     rig, ledger = torn
-    assert rig.housekeeping.problem == ""
+    assert rig.upkeep.problem == ""
 
-    rig.housekeeping.tick()
-    rig.housekeeping.warm_up()
+    rig.upkeep.tick()
+    rig.upkeep.warm_up()
 
     assert sum(node.num_pins > 0 for node in rig.store.nodes()) == 3  # bob's
     assert ledger.ended == ["backed up"]
-    told = rig.housekeeping.problem
+    told = rig.upkeep.problem
     assert "pinning of agent ann failed: the ledger is damaged" in told
     assert "warming up of agent ann failed" in told
     assert "bob" not in told
     ledger.torn = None
-    rig.housekeeping.tick()
-    rig.housekeeping.warm_up()
-    assert rig.housekeeping.problem == ""
+    rig.upkeep.tick()
+    rig.upkeep.warm_up()
+    assert rig.upkeep.problem == ""
 
 
 def test_who_is_gone_is_no_problem(torn: tuple[MemoryRig, TornLedger]) -> None:
     rig, _ = torn
-    rig.housekeeping.tick()
-    assert "agent ann" in rig.housekeeping.problem
+    rig.upkeep.tick()
+    assert "agent ann" in rig.upkeep.problem
 
     rig.agents.delete(LOCAL_TENANT, "ann")
 
-    assert rig.housekeeping.problem == ""
+    assert rig.upkeep.problem == ""
 
 
 def test_garbage_is_collected_although_one_agent_cannot_be_read(
     torn: tuple[MemoryRig, TornLedger],
 ) -> None:
     rig, _ = torn
-    rig.housekeeping.evict(who(rig, "bob"), is_cold=False)
+    rig.upkeep.evict(who(rig, "bob"), is_cold=False)
     rig.now[0] += 10**6
 
-    rig.housekeeping.collect()
+    rig.upkeep.collect()
 
-    assert "finding the blocks of agent ann failed" in rig.housekeeping.problem
+    assert "finding the blocks of agent ann failed" in rig.upkeep.problem
     assert rig.files.files
 
 
 def test_a_backup_that_is_late_is_a_problem(torn: tuple[MemoryRig, TornLedger]) -> None:
     rig, ledger = torn
     ledger.torn, ledger.can_back_up = None, False
-    rig.housekeeping.start(3600)
+    rig.upkeep.start(3600)
 
-    rig.housekeeping.tick()
+    rig.upkeep.tick()
 
-    assert rig.housekeeping.problem == (
-        "housekeeping: backing up the ledger failed: the disk is full."
-    )
+    assert rig.upkeep.problem == ("upkeep: backing up the ledger failed: the disk is full.")
     rig.now[0] += 6 * 3600
-    assert "the ledger was last backed up 360 minutes ago" in rig.housekeeping.problem
+    assert "the ledger was last backed up 360 minutes ago" in rig.upkeep.problem
     ledger.can_back_up = True
-    rig.housekeeping.tick()
-    assert rig.housekeeping.problem == ""
+    rig.upkeep.tick()
+    assert rig.upkeep.problem == ""

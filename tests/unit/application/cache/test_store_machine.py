@@ -100,9 +100,9 @@ class AgentLives(RuleBasedStateMachine):
     def evict(self, data: st.DataObject, is_cold: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.said)))
         agent = self.rig.agents.get(LOCAL_TENANT, name)
-        self.rig.housekeeping.evict(agent, is_cold=is_cold)
+        self.rig.upkeep.evict(agent, is_cold=is_cold)
         if is_cold and not any(other != name for other in self.said):
-            assert self.rig.housekeeping.footprint(agent).disk_tokens == 0
+            assert self.rig.upkeep.footprint(agent).disk_tokens == 0
 
     @rule()
     def forget_memory(self) -> None:
@@ -126,10 +126,10 @@ class AgentLives(RuleBasedStateMachine):
             self.rig.ledger.index.lose_index()
         self.rig.restart(RigLimits(memory, DiskLimits(disk, 400, lambda _: share)))
         self.reserved = 0
-        self.rig.housekeeping.refresh_pins()
+        self.rig.upkeep.refresh_pins()
         if is_crash:
-            self.rig.housekeeping.reconcile()
-        self.rig.housekeeping.warm_up()
+            self.rig.upkeep.reconcile()
+        self.rig.upkeep.warm_up()
 
     # -- the disk -------------------------------------------------------------------------------
 
@@ -153,16 +153,16 @@ class AgentLives(RuleBasedStateMachine):
     @rule(age=st.sampled_from([0.0, 5.0, 100.0]))
     def collect(self, age: float) -> None:
         self.rig.now[0] += 61
-        self.rig.housekeeping.collect(orphan_age_s=age)
+        self.rig.upkeep.collect(orphan_age_s=age)
 
     @rule()
     def tick(self) -> None:
         self.rig.now[0] += 61
-        self.rig.housekeeping.tick()
+        self.rig.upkeep.tick()
 
     @rule()
     def verify(self) -> None:
-        list(self.rig.housekeeping.verify())
+        list(self.rig.upkeep.verify())
         self.rig.flush()
         assert not self.rig.files.bad & set(self.rig.ledger.parts)
 
@@ -172,7 +172,7 @@ class AgentLives(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.said)))
         agent = self.rig.agents.get(LOCAL_TENANT, name)
         self.rig.flush()
-        self.rig.housekeeping.pin(agent, is_pinned=True)
+        self.rig.upkeep.pin(agent, is_pinned=True)
         turn = self.rig.agents.turn(LOCAL_TENANT, agent.head or "")
         block = turn.pointer.block if turn and turn.pointer else ROOT
         chain = self.rig.store.chain(block)
@@ -181,7 +181,7 @@ class AgentLives(RuleBasedStateMachine):
         self.rig.flush()
         for node, kind in pinned:
             assert kind in node.files, "a pinned file went"
-        self.rig.housekeeping.pin(agent, is_pinned=False)
+        self.rig.upkeep.pin(agent, is_pinned=False)
         assert not any(node.num_pins for node in self.rig.store.nodes())
 
     @precondition(lambda self: self.said)
@@ -197,7 +197,7 @@ class AgentLives(RuleBasedStateMachine):
         sound = {key for key, (part, _) in files.files.items() if key == part.key} - files.bad
         self.rig.agents.delete(LOCAL_TENANT, name)
         self.rig.now[0] += 1000
-        self.rig.housekeeping.collect(orphan_age_s=0)
+        self.rig.upkeep.collect(orphan_age_s=0)
         self.rig.seal([7, *asked])
         self.rig.flush()
         files.gate.set()

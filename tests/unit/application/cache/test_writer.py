@@ -290,7 +290,7 @@ def test_a_bad_file_is_set_aside_and_one_that_is_evicted_is_not(make_rig: MakeRi
         sealed(rig, first, 1)
     assert rig.files.quarantined == 0
     rig.files.bad = set(rig.files.files)
-    list(rig.housekeeping.verify())
+    list(rig.upkeep.verify())
     rig.flush()
     assert rig.files.quarantined > 0
 
@@ -444,11 +444,11 @@ def test_closing_while_parts_wait_to_be_read_ends_and_loses_none_of_them(
     rig.talk("ann", list(range(400)))
     rig.flush()
     ann = rig.agents.get(LOCAL_TENANT, "ann")
-    rig.housekeeping.evict(ann)
+    rig.upkeep.evict(ann)
     before = dict(rig.files.files)
     rig.files.gate.clear()
     busy = [rig.disk.read(part) for part, _ in list(before.values())[:2]]
-    assert rig.housekeeping.prefetch(ann) == 100
+    assert rig.upkeep.prefetch(ann) == 100
 
     closing = threading.Thread(target=rig.disk.close, args=(10,), daemon=True)
     closing.start()

@@ -208,7 +208,7 @@ class AdminApi:
         `/health/ready` answers 503 from now on, and `/health/live` 200.
         """
         self._device.is_draining = True
-        await drained(self._device, body.wait_s if body else 0)
+        await wait_until_drained(self._device, body.wait_s if body else 0)
         num_live = self._device.num_live
         return DrainOut(status="draining" if num_live else "drained", live_requests=num_live)
 
@@ -218,7 +218,7 @@ class AdminApi:
         return DrainOut(status="serving", live_requests=self._device.num_live)
 
 
-async def drained(device: DeviceThread, timeout_s: float) -> None:
+async def wait_until_drained(device: DeviceThread, timeout_s: float) -> None:
     """Wait until nothing waits or runs any more, though not for ever."""
     for _ in range(int(timeout_s / _POLL_S)):
         if not device.num_live:

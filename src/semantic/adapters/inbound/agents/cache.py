@@ -29,7 +29,7 @@ from semantic.application.agents.feed import (
     AgentChanged,
     EventFeed,
     FeedEvent,
-    Missed,
+    MissedEvents,
     ModelChanged,
     Subscription,
     TurnEnded,
@@ -169,7 +169,7 @@ async def _watch(subscription: Subscription, sample: Callable[[], Sample]) -> As
         while True:
             event = await subscription.next(_SAMPLE_S)
             if event is not None:
-                yield streaming.data(_shown(event))
+                yield streaming.data(_event_json(event))
             seen, level = sample()
             num_quiet += 1
             if (seen, level) != (counts, pressure):
@@ -204,7 +204,7 @@ def _checked(progress: CheckProgress) -> Json:
     }
 
 
-def _shown(event: FeedEvent | Missed) -> Json:
+def _event_json(event: FeedEvent | MissedEvents) -> Json:
     match event:
         case AgentChanged():
             return {"type": f"agent.{event.action.value}", "agent_id": event.agent_id}
@@ -222,7 +222,7 @@ def _shown(event: FeedEvent | Missed) -> Json:
             }
         case ModelChanged(model, state, detail):
             return {"type": f"model.{state}", "model": model, "detail": detail}
-        case Missed():
+        case MissedEvents():
             return {"type": "missed", "events": event.num_events}
         case _:
             assert_never(event)

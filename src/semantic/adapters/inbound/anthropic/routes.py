@@ -23,7 +23,7 @@ from semantic.adapters.inbound.http.streaming import (
     ReplySet,
     answer,
     comment,
-    named,
+    named_event,
     reply_or_stream,
 )
 from semantic.domain.agents import Principal
@@ -46,9 +46,9 @@ def anthropic_router(inference: InferencePort, principal: Callable[[], Principal
             return await answer(http, _collect(replies, stream), replies)
 
         async def write(_: int, event: Event) -> str:
-            return "".join(named(str(made["type"]), made) for made in stream.push(event))
+            return "".join(named_event(str(made["type"]), made) for made in stream.push(event))
 
-        ping = named("ping", {"type": "ping"})
+        ping = named_event("ping", {"type": "ping"})
         return EventStream(replies.frames(write, opening=comment(WAITING), ping=ping), replies)
 
     @router.post("/v1/messages/count_tokens")

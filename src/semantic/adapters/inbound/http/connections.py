@@ -23,7 +23,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from semantic.adapters.inbound.http.errors import error_response
-from semantic.adapters.inbound.http.middleware import Gate
+from semantic.adapters.inbound.http.middleware import RequestCheck
 
 _log = structlog.get_logger(__name__)
 
@@ -102,10 +102,10 @@ class OpenConnections:
     def protocol(self) -> "type[Connection]":
         """Return the protocol that an HTTP server makes of each connection."""
 
-        class OneOfThese(Connection):
+        class PooledConnection(Connection):
             pool = self
 
-        return OneOfThese
+        return PooledConnection
 
     def enter(self, connection: "Connection") -> None:
         """Take a new connection in; another one, or this one, may have to go for it."""
@@ -298,7 +298,7 @@ class Listener(socket.socket):
             raise
 
 
-class FullHouse(Gate):
+class CapacityCheck(RequestCheck):
     """Answers 503 on connections beyond the limit, but for health checks and cancels."""
 
     def refusal(self, scope: Scope) -> Response | None:

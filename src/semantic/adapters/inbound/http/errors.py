@@ -227,7 +227,7 @@ def allowance_headers(left: Allowance) -> dict[str, str]:
 
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every refusal, ours or not, in one shape; defects are the access log's."""
-    app.add_exception_handler(ClientDisconnect, _left)
+    app.add_exception_handler(ClientDisconnect, _client_disconnected)
 
     @app.exception_handler(errors.SemanticError)
     async def _semantic(_: Request, error: errors.SemanticError) -> Response:
@@ -271,7 +271,7 @@ def _retry_headers(error: errors.SemanticError) -> dict[str, str]:
     return headers
 
 
-async def _left(_: Request, __: Exception) -> Response:
+async def _client_disconnected(_: Request, __: Exception) -> Response:
     """Answer a client that left in the middle of its body."""
     return Response(status_code=CLIENT_LEFT)
 

@@ -27,7 +27,7 @@ _FOREIGN_SITES = frozenset({"cross-site", "same-site"})
 _HOST_PATTERN = re.compile(r"(\[[^]]*\]|[^:]*)(:\d*)?")
 
 
-class Gate:
+class RequestCheck:
     """Answers requests with a refusal, or passes them on."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -43,7 +43,7 @@ class Gate:
         raise NotImplementedError
 
 
-class LocalHosts(Gate):
+class HostCheck(RequestCheck):
     """Refuses requests that do not call this machine by a local name.
 
     A web page can give its own name our address, and would then read our replies; the browser
@@ -60,7 +60,7 @@ class LocalHosts(Gate):
         return error_response(400, message, "host_not_allowed")
 
 
-class ForeignPages(Gate):
+class OriginCheck(RequestCheck):
     """Refuses to change anything on behalf of a web page from elsewhere.
 
     A browser sends such requests for any page; it keeps only the answer from it, and says in

@@ -30,7 +30,7 @@ def data(payload: object) -> str:
     return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-def named(event: str, payload: object) -> str:
+def named_event(event: str, payload: object) -> str:
     """Frame a JSON payload with the event's name, for clients that go by it."""
     return f"event: {event}\n{data(payload)}"
 

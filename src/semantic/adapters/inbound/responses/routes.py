@@ -15,7 +15,7 @@ from semantic.adapters.inbound.http.streaming import (
     Json,
     ReplySet,
     answer,
-    named,
+    named_event,
     progress_comment,
     reply_or_stream,
 )
@@ -99,7 +99,7 @@ class ResponseRun:
                 for written in self._writer.feed(event):
                     self._begin()
                     if log is not None:
-                        log.append(named(str(written["type"]), written))
+                        log.append(named_event(str(written["type"]), written))
         finally:
             self.is_ended.set()
             self._book.leave(self, is_kept=self._is_stored)

@@ -128,7 +128,9 @@ class LocalModelSource:
                 cache_dir=self.hub_caches[-1],
                 allow_patterns=_HUB_FILES,
                 endpoint=self._endpoint,
-                tqdm_class=_told_to(lambda share: on_progress(f"downloading {model}: {share}")),
+                tqdm_class=_progress_bar(
+                    lambda share: on_progress(f"downloading {model}: {share}")
+                ),
             )
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             reason = str(error).strip().splitlines()[0]
@@ -140,10 +142,10 @@ class LocalModelSource:
         return Path(fetched)
 
 
-def _told_to(report: Callable[[str], None]) -> "type[tqdm[Any]]":
+def _progress_bar(report: Callable[[str], None]) -> "type[tqdm[Any]]":
     """A progress bar that draws nothing and says how many bytes have come."""
 
-    class Told(tqdm):  # type: ignore[type-arg]  # it is generic to type checkers alone
+    class ProgressBar(tqdm):  # type: ignore[type-arg]  # it is generic to type checkers alone
         def __init__(self, *args: Any, **options: Any) -> None:
             self._is_bytes = options.get("unit") == "B"
             self._num_done = 0.0
@@ -161,7 +163,7 @@ def _told_to(report: Callable[[str], None]) -> "type[tqdm[Any]]":
                     report(share)
             return None
 
-    return Told
+    return ProgressBar
 
 
 def starter_gguf_or_fetched(models_dir: Path, on_progress: Callable[[str], None]) -> Path:

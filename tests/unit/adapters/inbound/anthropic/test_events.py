@@ -39,7 +39,9 @@ def run(events: list[Event], **options: bool) -> list[dict[str, Any]]:
 
 
 def transcript(events: list[Event], **options: bool) -> str:
-    return "".join(streaming.named(str(made["type"]), made) for made in run(events, **options))
+    return "".join(
+        streaming.named_event(str(made["type"]), made) for made in run(events, **options)
+    )
 
 
 START = (

@@ -96,7 +96,9 @@ async def test_whoever_stops_reading_cancels_all() -> None:
 
 
 def test_a_named_frame() -> None:
-    assert streaming.named("ping", {"type": "ping"}) == 'event: ping\ndata: {"type":"ping"}\n\n'
+    assert (
+        streaming.named_event("ping", {"type": "ping"}) == 'event: ping\ndata: {"type":"ping"}\n\n'
+    )
 
 
 # -- frames that are kept -----------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""Decoding ahead: which rows of the next step carry guesses, and how many.
+"""Speculative decoding: which rows of the next step carry draft tokens, and how many.
+
+There is no draft model: a guess is what followed the same tokens before (`drafts.py`).
 
 A guess costs the step's time for one more token, and spares a step if it is right. How often
 guesses are right is learnt from all of them, whether they were sent to the device or not: each
@@ -19,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
-from semantic.application.engine.drafts import MAX_MATCH, Conversation, DraftMemory, TenantMemory
+from semantic.application.engine.drafts import MAX_MATCH, DraftMemory, TenantMemory, TokenHistory
 from semantic.application.engine.request import NO_DRAFT, Draft, Generation
 from semantic.ports.backend import Traits
 from semantic.ports.text import TokenConstraint
@@ -170,7 +172,7 @@ class _Follower:
     """
 
     memory: TenantMemory
-    conversation: Conversation
+    conversation: TokenHistory
     num_seen: int
     guess: list[int]
     length: int = 0
@@ -224,7 +226,7 @@ class _Follower:
             yield chance
 
 
-class Ahead:
+class AdaptiveDraftPlanner:
     """The `DraftPlanner` that learns.
 
     Attributes:
@@ -240,7 +242,7 @@ class Ahead:
         self._costs = StepCosts()
         self._rates = HitRates()
         self._followers: dict[int, _Follower] = {}
-        self._unread: deque[tuple[TenantMemory, Conversation, Sequence[int]]]
+        self._unread: deque[tuple[TenantMemory, TokenHistory, Sequence[int]]]
         self._unread = deque(maxlen=_MAX_UNREAD)
 
     @property

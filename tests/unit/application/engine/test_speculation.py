@@ -10,10 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semantic.adapters.outbound.backends.fake import FakeTokenizer, fake_spec
-from semantic.application.engine.ahead import Ahead, StepCosts, forced_token, is_allowed
 from semantic.application.engine.drafts import DraftMemory, TenantMemory
 from semantic.application.engine.request import Draft, Generation, Job, TextAssembler
 from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.engine.speculation import (
+    AdaptiveDraftPlanner,
+    StepCosts,
+    forced_token,
+    is_allowed,
+)
 from semantic.domain.blocks import BlockNamespace
 from semantic.domain.errors import BackendError
 from semantic.domain.events import Finished, TextDelta
@@ -209,7 +214,7 @@ def test_what_was_said_before_is_drafted(depth: Depth) -> None:
 
 
 def test_many_rows_carry_no_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("semantic.application.engine.ahead._MAX_ROWS", 0)
+    monkeypatch.setattr("semantic.application.engine.speculation._MAX_ROWS", 0)
     drafting, plain = repeat(0)
     for name in ("first", "second", "third"):
         assert outcome(drafting, make_job(name)) == outcome(plain, make_job(name))
@@ -330,7 +335,7 @@ def test_what_a_memory_takes_is_what_its_conversations_take() -> None:
 
 def test_what_waits_to_be_remembered_is_bounded() -> None:
     """Long prompts with short replies come faster than they are read, a piece a step."""
-    planner = Ahead(Traits(0, "", max_draft=16), frozenset())
+    planner = AdaptiveDraftPlanner(Traits(0, "", max_draft=16), frozenset())
     for order in range(48):
         job = make_job(f"r{order}", f"{order:02}" * 1000)
         row = Generation(job, order, TextAssembler(lambda _: b""), 0.0, block_tokens=8)
@@ -378,4 +383,4 @@ def test_forced_tokens_are_seen(mask: bytes | None, token: int | None) -> None:
 
 
 def test_nothing_is_guessed_before_the_cost_of_steps_is_known() -> None:
-    assert not Ahead(Traits(0, "", max_draft=16), frozenset()).wants_tokens([])
+    assert not AdaptiveDraftPlanner(Traits(0, "", max_draft=16), frozenset()).wants_tokens([])
