@@ -220,14 +220,6 @@ def test_bodies_that_cannot_be_unpacked_are_refused(
     assert http.get("/health").status_code == 200
 
 
-def test_health(http: httpx.Client) -> None:
-    for path in ("/health", "/health/live", "/health/ready", "/health/startup"):
-        answer, probe = http.get(path), http.head(path)
-        assert (answer.status_code, answer.json()["state"]) == (200, "ready")
-        assert (probe.status_code, probe.content) == (200, b"")
-        assert probe.headers["content-length"] == answer.headers["content-length"]
-
-
 def test_an_oversized_body_is_refused_declared_or_streamed(http: httpx.Client) -> None:
     big = json.dumps({**CHAT, "messages": [{"role": "user", "content": "x" * 200_000}]}).encode()
     declared = http.post("/v1/chat/completions", content=big)

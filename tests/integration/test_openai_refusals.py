@@ -46,6 +46,7 @@ EVERYWHERE: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": ""}, "stop", "empty"),
     ({"stop": ["x", 1]}, "stop[1]", "string"),
     ({"stop": ["x"] * 17}, "stop", "at most 16"),
+    ({"stop": "x" * 1025}, "stop", "at most 1024"),
     ({"stop": [5] * 1025}, "stop", "at most 1024"),
     ({"stop_token_ids": [7] * 1025}, "stop_token_ids", "1024"),
     ({"session_id": "x" * 513}, "session_id", "512"),
@@ -256,28 +257,7 @@ def test_an_overlong_prompt_is_refused_with_the_limit(http: httpx.Client) -> Non
     assert "131072" in error["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        (b'{"model": "\xff"}', "the body is not valid JSON"),
-        (b"[" * 50_000, "the body is not valid JSON"),
-        (b'{"seed": ' + b"9" * 5000 + b"}", "the body is not valid JSON"),
-        (b'{"model":', "the body is not valid JSON: "),
-    ],
-    ids=["bad UTF-8", "too deep", "a huge number", "cut off"],
-)
-def test_a_body_that_cannot_be_parsed_is_refused(
-    http: httpx.Client, content: bytes, message: str
-) -> None:
-    headers = {"content-type": "application/json"}
-    answer = http.post("/v1/chat/completions", content=content, headers=headers)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["message"].startswith(message)
-    assert error["code"] == "invalid_request"
-
-
-@pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
+@pytest.mark.parametrize("content_type", ["", "text/plain", "multipart/form-data"])
 def test_another_content_type_is_refused(http: httpx.Client, content_type: str) -> None:
     headers = {"content-type": content_type} if content_type else {}
     content = json.dumps({"model": "fake", "messages": HELLO})

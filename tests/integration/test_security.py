@@ -224,49 +224,34 @@ def test_what_a_request_says_never_becomes_a_header(target: Target) -> None:
 
 
 DEEP = 100_000
-BODIES = {
-    "lists": b"[" * DEEP + b"]" * DEEP,
-    "objects": b'{"a":' * DEEP + b"1" + b"}" * DEEP,
-    "deep message": json.dumps(CHAT).encode().replace(b'"hi"', b"[" * DEEP + b"]" * DEEP),
-    "a huge number": b'{"seed": ' + b"9" * 100_000 + b"}",
-    "infinity": b'{"model": "fake", "temperature": 1e999, "messages": []}',
-    "not a number": b'{"model": "fake", "temperature": NaN, "messages": []}',
-    "lone surrogate": b'{"model": "\\ud800", "messages": []}',
-    "bad UTF-8": b'{"model": "\xff\xfe"}',
-    "zero bytes": b"\x00" * 1000,
-    "no object": b'"text"',
+NO_JSON = "the body is not valid JSON"
+BODIES: dict[str, tuple[bytes, str]] = {
+    "lists": (b"[" * DEEP + b"]" * DEEP, NO_JSON),
+    "objects": (b'{"a":' * DEEP + b"1" + b"}" * DEEP, NO_JSON),
+    "deep message": (
+        json.dumps(CHAT).encode().replace(b'"hi"', b"[" * DEEP + b"]" * DEEP),
+        NO_JSON,
+    ),
+    "a huge number": (b'{"seed": ' + b"9" * 100_000 + b"}", NO_JSON),
+    "cut off": (b'{"model":', f"{NO_JSON}: "),
+    "infinity": (b'{"model": "fake", "temperature": 1e999, "messages": []}', ""),
+    "not a number": (b'{"model": "fake", "temperature": NaN, "messages": []}', ""),
+    "lone surrogate": (b'{"model": "\\ud800", "messages": []}', ""),
+    "bad UTF-8": (b'{"model": "\xff\xfe"}', NO_JSON),
+    "zero bytes": (b"\x00" * 1000, NO_JSON),
+    "no object": (b'"text"', ""),
 }
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-def test_hostile_json_is_refused(target: Target, path: str, body: bytes) -> None:
+@pytest.mark.parametrize("body, words", BODIES.values(), ids=BODIES)
+def test_hostile_json_is_refused(target: Target, path: str, body: bytes, words: str) -> None:
     headers = {"content-type": "application/json"}
     answer = target.http.post(path, content=body, headers=headers)
     assert answer.status_code in (400, 404)
+    assert answer.json()["error"]["message"].startswith(words)
     assert len(answer.content) < 10_000
     assert target.is_well()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"stop": ["x"] * 17},
-        {"stop": "x" * 1025},
-        {"logit_bias": {str(i): 1 for i in range(1025)}},
-        {"n": 129},
-        {"n": 10**9},
-        {"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(1025)]},
-        {"top_logprobs": 10**6, "logprobs": True},
-        {"max_tokens": -5},
-        {"messages": [{"role": "user", "content": "x"}] * 10_001},
-    ],
-    ids=["stops", "long stop", "bias", "n", "huge n", "tools", "logprobs", "length", "messages"],
-)
-def test_lists_and_numbers_have_limits(target: Target, changes: dict[str, Any]) -> None:
-    answer = target.http.post("/v1/chat/completions", json={**CHAT, **changes})
-    assert answer.status_code == 400, answer.text[:300]
-    assert answer.json()["error"]["param"]
 
 
 def test_a_schema_too_deep_is_refused(target: Target) -> None:
@@ -279,41 +264,25 @@ def test_a_schema_too_deep_is_refused(target: Target) -> None:
     assert target.is_well()
 
 
-def test_a_body_over_the_limit_is_refused_however_it_comes(target: Target) -> None:
-    body = b'{"model": "' + b"x" * 2**20 + b'"}'
-    http = target.http
-    assert http.post("/v1/chat/completions", content=body).status_code == 413
-    pieces = (body[start : start + 60_000] for start in range(0, len(body), 60_000))
-    assert http.post("/v1/chat/completions", content=pieces).status_code == 413
-
-
 # -- pages ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "headers",
-    [{"origin": "https://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}],
-    ids=["origin", "null", "fetch site"],
+    "headers, status",
+    [
+        ({"origin": "https://evil.example"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"host": "evil.example"}, 400),
+    ],
+    ids=["origin", "fetch site", "host"],
 )
-def test_a_foreign_page_with_a_key_changes_nothing(target: Target, headers: dict[str, str]) -> None:
+def test_a_key_opens_nothing_to_foreign_pages(
+    target: Target, headers: dict[str, str], status: int
+) -> None:
     answer = target.http.post("/v1/chat/completions", json=CHAT, headers=headers)
-    assert answer.status_code == 403
-    assert "access-control-allow-origin" not in answer.headers
+    assert answer.status_code == status
     read = target.http.get("/v1/agents", headers=headers)
-    assert "access-control-allow-origin" not in read.headers
-
-
-@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.nip.io"])
-def test_a_foreign_name_of_the_host_is_refused_with_a_key_too(target: Target, host: str) -> None:
-    assert target.http.get("/v1/models", headers={"host": host}).status_code == 400
-
-
-def test_a_form_cannot_be_sent(target: Target) -> None:
-    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
-        headers = {"content-type": kind}
-        body = json.dumps(CHAT)
-        answer = target.http.post("/v1/chat/completions", content=body, headers=headers)
-        assert answer.status_code == 400
+    assert "access-control-allow-origin" not in {**answer.headers, **read.headers}
 
 
 def test_secrets_are_not_logged(target: Target, capsys: pytest.CaptureFixture[str]) -> None:
