@@ -21,6 +21,12 @@ HI: Any = [{"role": "user", "content": "hi"}]
 GREEDY: Any = {"temperature": 0}
 
 
+def chat(client: openai.OpenAI, messages: list[Any], **given: Any) -> Any:
+    extra = {"ignore_eos": True, **given.pop("extra_body", {})}
+    asked = {"temperature": 0, "max_tokens": 6, **given, "extra_body": extra}
+    return client.chat.completions.create(model="fake", messages=messages, **asked)
+
+
 # -- names of models --------------------------------------------------------------------------
 
 BODIES = {
@@ -63,11 +69,6 @@ def test_every_name_may_be_served(tmp_path: Path) -> None:
         assert http.get("/v1/models/anything").json()["id"] == "fake"
 
 
-def test_models_say_how_long_they_are_as_vllm_does(http: httpx.Client) -> None:
-    model = http.get("/v1/models").json()["data"][0]
-    assert model["max_model_len"] == model["max_context"] == 131_072
-
-
 # -- numbers ----------------------------------------------------------------------------------
 
 
@@ -89,33 +90,12 @@ def test_minus_one_means_none(http: httpx.Client) -> None:
 
 
 def test_a_fingerprint_tells_what_answered(openai_client: openai.OpenAI) -> None:
-    chat = openai_client.chat.completions.create(model="fake", messages=HI, max_tokens=3)
-    assert chat.system_fingerprint is not None
-    assert chat.system_fingerprint.startswith("fp_")
-    stream = openai_client.chat.completions.create(
-        model="fake", messages=HI, max_tokens=3, stream=True
-    )
-    assert {chunk.system_fingerprint for chunk in stream} == {chat.system_fingerprint}
+    whole = chat(openai_client, HI)
+    assert whole.system_fingerprint.startswith("fp_")
+    chunks = chat(openai_client, HI, stream=True)
+    assert {chunk.system_fingerprint for chunk in chunks} == {whole.system_fingerprint}
     old = openai_client.completions.create(model="fake", prompt="hi", max_tokens=3)
-    assert old.system_fingerprint == chat.system_fingerprint
-
-
-def test_a_stream_of_calls_has_no_empty_text(openai_client: openai.OpenAI) -> None:
-    schema = {"type": "object", "properties": {}, "additionalProperties": False}
-    tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    stream = openai_client.chat.completions.create(
-        model="fake",
-        messages=HI,
-        max_tokens=100,
-        tools=[tool],
-        tool_choice="required",
-        parallel_tool_calls=False,
-        stream=True,
-    )
-    deltas = [choice.delta for chunk in stream for choice in chunk.choices]
-    assert deltas[0].role == "assistant"
-    assert any(delta.tool_calls for delta in deltas)
-    assert all(delta.content is None for delta in deltas)
+    assert old.system_fingerprint == whole.system_fingerprint
 
 
 # -- usage ------------------------------------------------------------------------------------
@@ -148,6 +128,8 @@ def test_without_cache_control_what_was_computed_is_input(
 MARK = {"cache_control": {"type": "ephemeral"}}
 TEXT = {"type": "text", "text": "hello"}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
+CALL = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [TEXT | MARK]}
 MARKED: list[dict[str, Any]] = [
     MARK,
     {"system": [TEXT | MARK]},
@@ -156,14 +138,8 @@ MARKED: list[dict[str, Any]] = [
     {
         "messages": [
             *HI,
-            {
-                "role": "assistant",
-                "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}],
-            },
-            {
-                "role": "user",
-                "content": [{"type": "tool_result", "tool_use_id": "1", "content": [TEXT | MARK]}],
-            },
+            {"role": "assistant", "content": [CALL]},
+            {"role": "user", "content": [RESULT]},
         ]
     },
 ]
@@ -230,15 +206,6 @@ def test_a_schema_is_followed_in_the_other_protocols(http: httpx.Client) -> None
 # -- a reply that was begun -------------------------------------------------------------------
 
 
-def chat(client: openai.OpenAI, messages: list[Any], **given: Any) -> Any:
-    usual = {"model": "fake", "temperature": 0, "max_tokens": 6}
-    extra = {"ignore_eos": True, **given.pop("extra_body", {})}
-    reply: Any = client.chat.completions.create(
-        **{**usual, **given}, messages=messages, extra_body=extra
-    )
-    return reply
-
-
 def test_a_reply_goes_on_with_the_assistants_message(
     openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic, http: httpx.Client
 ) -> None:
@@ -248,13 +215,8 @@ def test_a_reply_goes_on_with_the_assistants_message(
     # The same tokens as a prompt of their own.
     asked = ChatRequest("fake", (Message.of(Role.USER, "hi"),))
     tokens = (*render(asked, FakeTokenizer()).tokens, *FakeTokenizer().encode_plain("Well, "))
-    fresh = openai_client.completions.create(
-        model="fake",
-        prompt=list(tokens),
-        temperature=0,
-        max_tokens=6,
-        extra_body={"ignore_eos": True},
-    )
+    greedy: Any = {"temperature": 0, "max_tokens": 6, "extra_body": {"ignore_eos": True}}
+    fresh = openai_client.completions.create(model="fake", prompt=list(tokens), **greedy)
     assert fresh.choices[0].text == whole
     told = chat(openai_client, begun, extra_body={"continue_final_message": True})
     assert told.choices[0].message.content == whole
@@ -314,9 +276,8 @@ def test_a_form_counts_from_the_beginning(openai_client: openai.OpenAI, http: ht
 
 
 def test_only_text_after_another_message_is_continued(http: httpx.Client) -> None:
-    call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
     for messages in (
-        [*HI, {"role": "assistant", "content": [call]}],
+        [*HI, {"role": "assistant", "content": [CALL]}],
         [{"role": "assistant", "content": "alone"}],
     ):
         answer = http.post("/v1/messages", json={"messages": messages, "max_tokens": 3})

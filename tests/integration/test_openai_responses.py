@@ -1,41 +1,30 @@
 """Responses by the official client, every answer and event checked by it."""
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
 import openai
-import pydantic
 import pytest
 
 from tests.http_server import RunningServer, make_settings, run_server
 from tests.integration.conftest import sdk_client
+from tests.integration.test_openai_chat import CALLING, ENDLESS, agents_of
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.integration
 
 SDK = openai.OpenAI
 SETTINGS = {"default_max_tokens": 400}
-WEATHER: Any = {
-    "type": "function",
-    "name": "get_weather",
-    "description": "The weather of a city",
-    "parameters": {
-        "type": "object",
-        "properties": {"days": {"type": "integer"}},
-        "required": ["days"],
-        "additionalProperties": False,
-    },
-    "strict": True,
-}
+WEATHER: Any = {"type": "function", **CALLING["tools"][0]["function"]}
 
 
-def agents_of(running: RunningServer) -> dict[str, int]:
-    return {agent.id: agent.num_turns for agent in running.server.memory.agents.agents("local")}
+def respond(client: openai.OpenAI, text: Any, **given: Any) -> Any:
+    given.setdefault("max_output_tokens", 6)
+    return client.responses.create(model="fake", input=text, **given)
 
 
 def cached(response: Any) -> int:
-    assert response.usage is not None
     return int(response.usage.input_tokens_details.cached_tokens)
 
 
@@ -56,11 +45,8 @@ def test_a_response_and_its_stream_agree(client: openai.OpenAI) -> None:
 
 
 def test_an_incomplete_response_says_why(client: openai.OpenAI) -> None:
-    response = client.responses.create(
-        model="fake", input="hello", max_output_tokens=2, extra_body={"ignore_eos": True}
-    )
+    response = respond(client, "hello", **ENDLESS)
     assert response.status == "incomplete"
-    assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
 
 
@@ -74,13 +60,7 @@ def test_going_on_from_the_head_advances_and_from_elsewhere_forks(
         return sorted(new)
 
     def ask(text: str, previous: str | None) -> Any:
-        return client.responses.create(
-            model="fake",
-            input=text,
-            instructions="Be brief.",
-            previous_response_id=previous,
-            max_output_tokens=8,
-        )
+        return respond(client, text, instructions="Be brief.", previous_response_id=previous)
 
     first = ask("one of a kind", None)
     second = ask("two", first.id)
@@ -95,32 +75,18 @@ def test_going_on_from_the_head_advances_and_from_elsewhere_forks(
 
 def test_what_goes_on_is_the_whole_conversation(client: openai.OpenAI) -> None:
     """Sent as a whole or by an id, the prompt is the same."""
-    first = client.responses.create(
-        model="fake", input="whole or not", instructions="Old.", max_output_tokens=6
+    first = respond(client, "whole or not", instructions="Old.")
+    by_id = respond(
+        client, "go on", previous_response_id=first.id, instructions="New.", temperature=0
     )
-    by_id = client.responses.create(
-        model="fake",
-        input="go on",
-        previous_response_id=first.id,
-        instructions="New.",
-        max_output_tokens=6,
-        temperature=0,
-    )
-    output: Any = [item.to_dict() for item in first.output]
-    whole = client.responses.create(
-        model="fake",
-        input=[
-            {"role": "developer", "content": "New."},
-            {"role": "user", "content": [{"type": "input_text", "text": "whole or not"}]},
-            *output,
-            {"type": "message", "role": "user", "content": "go on"},
-        ],
-        max_output_tokens=6,
-        temperature=0,
-    )
+    history = [
+        {"role": "developer", "content": "New."},
+        {"role": "user", "content": [{"type": "input_text", "text": "whole or not"}]},
+        *(item.to_dict() for item in first.output),
+        {"type": "message", "role": "user", "content": "go on"},
+    ]
+    whole = respond(client, history, temperature=0)
     assert whole.output_text == by_id.output_text
-    assert whole.usage is not None
-    assert by_id.usage is not None
     assert whole.usage.input_tokens == by_id.usage.input_tokens
 
 
@@ -144,69 +110,43 @@ def test_a_tool_loop(client: openai.OpenAI) -> None:
         *results,
     ]
     whole = client.responses.create(input=history, store=False, **asked)
-    assert response.usage is not None
+    assert response.usage
     for reply in (by_id, whole):
         assert cached(reply) >= response.usage.total_tokens - 1
 
 
 def test_a_named_tool_is_called(client: openai.OpenAI) -> None:
-    response = client.responses.create(
-        model="fake",
-        input="x",
-        tools=[WEATHER],
-        tool_choice={"type": "function", "name": "get_weather"},
-        parallel_tool_calls=False,
-    )
+    choice = {"type": "function", "name": "get_weather"}
+    asked: Any = {**CALLING, "tools": [WEATHER], "tool_choice": choice}
+    response = respond(client, "x", max_output_tokens=400, **asked)
     assert [item.type for item in response.output] == ["function_call"]
 
 
-def test_a_schema_is_parsed(client: openai.OpenAI) -> None:
-    class Answer(pydantic.BaseModel):
-        is_right: bool
-        score: int
-
-    response = client.responses.parse(model="fake", input="x", text_format=Answer)
-    assert isinstance(response.output_parsed, Answer)
-
-
 def test_logprobs(client: openai.OpenAI) -> None:
-    response = client.responses.create(
-        model="fake",
-        input="x",
-        max_output_tokens=5,
-        top_logprobs=2,
-        include=["message.output_text.logprobs"],
-    )
-    part: Any = response.output[0]
-    scored = part.content[0].logprobs
+    response = respond(client, "x", top_logprobs=2, include=["message.output_text.logprobs"])
+    scored = response.output[0].content[0].logprobs
     assert "".join(token.token for token in scored) == response.output_text
     assert all(len(token.top_logprobs) == 2 for token in scored)
 
 
 def test_a_stored_response_is_found_and_removed(client: openai.OpenAI) -> None:
-    made = client.responses.create(
-        model="fake", input="keep me", max_output_tokens=5, metadata={"a": "b"}
-    )
-    after = client.responses.create(
-        model="fake", input="and me", previous_response_id=made.id, max_output_tokens=5
-    )
+    made = respond(client, "keep me", metadata={"a": "b"})
+    after = respond(client, "and me", previous_response_id=made.id)
     assert client.responses.retrieve(made.id) == made
     client.responses.delete(made.id)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(made.id)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.delete(made.id)
+    for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError):
+            ask(made.id)
     for gone in (made.id, after.id):
         with pytest.raises(openai.BadRequestError) as caught:
-            client.responses.create(model="fake", input="x", previous_response_id=gone)
+            respond(client, "x", previous_response_id=gone)
         assert caught.value.param == "previous_response_id"
 
 
 def test_an_unstored_response_keeps_state_and_no_text(
     client: openai.OpenAI, running: RunningServer
 ) -> None:
-    asked: Any = {"model": "fake", "max_output_tokens": 6, "store": False}
-    first = client.responses.create(input="a secret of mine", **asked)
+    first = respond(client, "a secret of mine", store=False)
     agents = running.server.memory.agents
     head = agents.agents("local")[0].head
     assert head == f"turn_{first.id.removeprefix('resp_')}"
@@ -215,32 +155,22 @@ def test_an_unstored_response_keeps_state_and_no_text(
     assert (turn.messages, turn.tokens) == ((), ())
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
-    history: Any = [
+    history = [
         {"role": "user", "content": "a secret of mine"},
         *(item.to_dict() for item in first.output),
         {"role": "user", "content": "more"},
     ]
-    second = client.responses.create(model="fake", input=history, max_output_tokens=6)
-    assert first.usage is not None
+    second = respond(client, history)
     assert cached(second) >= first.usage.total_tokens - 1
     # What follows and is stored can be gone on from: it holds what the turn before does not.
-    third = client.responses.create(
-        model="fake", input="on", previous_response_id=second.id, max_output_tokens=6
-    )
-    assert second.usage is not None
+    third = respond(client, "on", previous_response_id=second.id)
     assert cached(third) >= second.usage.total_tokens - 1
 
 
 def test_responses_outlive_the_server(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, durability="sync")
     with run_server(settings) as running, sdk_client(openai.OpenAI, running) as client:
-        first = client.responses.create(
-            model="fake",
-            input="remember",
-            instructions="Be.",
-            max_output_tokens=6,
-            extra_body={"ignore_eos": True},
-        )
+        first = respond(client, "remember", instructions="Be.", **ENDLESS)
         assert first.status == "incomplete"
     with run_server(settings) as running, sdk_client(openai.OpenAI, running) as client:
         again = client.responses.retrieve(first.id)
@@ -248,63 +178,48 @@ def test_responses_outlive_the_server(tmp_path: Path) -> None:
         assert (again.status, again.completed_at) == ("incomplete", None)
         assert again.incomplete_details == first.incomplete_details
         assert again.created_at - first.created_at in (0, 1)
-        second = client.responses.create(
-            model="fake",
-            input="on",
-            instructions="Be.",
-            previous_response_id=first.id,
-            max_output_tokens=6,
-        )
-        assert first.usage is not None
+        second = respond(client, "on", instructions="Be.", previous_response_id=first.id)
         assert cached(second) >= first.usage.total_tokens - 1
 
 
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 def test_a_response_in_the_background_is_cancelled(
-    client: openai.OpenAI, running: RunningServer
+    client: openai.OpenAI, running: RunningServer, is_stream: bool
 ) -> None:
-    endless: Any = {"ignore_eos": True}
-    started = client.responses.create(
-        model="fake", input="x", background=True, max_output_tokens=100_000, extra_body=endless
-    )
+    asked: Any = {"background": True, "max_output_tokens": 100_000, **ENDLESS}
+    events: Any = iter(())
+    if is_stream:
+        events = respond(client, "x", stream=True, **asked)
+        started = next(events).response
+    else:
+        started = respond(client, "x", **asked)
     assert started.status == "in_progress"
     assert client.responses.retrieve(started.id).status == "in_progress"
     assert client.responses.cancel(started.id).status == "cancelled"
     assert client.responses.retrieve(started.id).status == "cancelled"
+    assert [event.type for event in events][-1:] == ["response.incomplete"] * is_stream
     assert running.server.device.num_live == 0
 
 
 def test_a_response_in_the_background_ends(client: openai.OpenAI) -> None:
-    started = client.responses.create(model="fake", input="x", background=True, max_output_tokens=5)
-    found = started
-    for _ in range(200):
-        if found.status != "in_progress":
-            break
-        threading.Event().wait(0.02)
-        found = client.responses.retrieve(started.id)
+    started = respond(client, "x", background=True)
+    await_that(lambda: client.responses.retrieve(started.id).status != "in_progress")
+    found = client.responses.retrieve(started.id)
     assert found.status in ("completed", "incomplete")
     assert client.responses.cancel(started.id).status == found.status
-    with pytest.raises(openai.NotFoundError):
-        client.responses.cancel("resp_nothing")
 
 
 def test_a_stream_in_the_background_goes_on_without_its_client(
     client: openai.OpenAI,
 ) -> None:
-    asked: Any = {
-        "model": "fake",
-        "input": "a long story",
-        "max_output_tokens": 300,
-        "temperature": 0,
-        "extra_body": {"ignore_eos": True},
-    }
-    with client.responses.create(**asked, background=True, stream=True) as stream:
-        first: Any = next(iter(stream))
+    asked: Any = {"background": True, "stream": True, "max_output_tokens": 300, **ENDLESS}
+    with respond(client, "a long story", **asked) as stream:
+        first = next(iter(stream))
     name = first.response.id
     assert first.response.background
 
     def resumed(after: int) -> list[Any]:
-        events = client.responses.retrieve(name, stream=True, starting_after=after)
-        return list(events)
+        return list(client.responses.retrieve(name, stream=True, starting_after=after))
 
     rest = resumed(first.sequence_number)
     last = rest[-1]
@@ -322,33 +237,11 @@ def test_a_stream_in_the_background_goes_on_without_its_client(
         client.responses.retrieve(name, stream=True)
 
 
-def test_a_stream_in_the_background_is_cancelled(
-    client: openai.OpenAI, running: RunningServer
-) -> None:
-    stream = client.responses.create(
-        model="fake",
-        input="x",
-        background=True,
-        stream=True,
-        max_output_tokens=100_000,
-        extra_body={"ignore_eos": True},
-    )
-    first: Any = next(stream)
-    assert client.responses.retrieve(first.response.id).status == "in_progress"
-    assert client.responses.cancel(first.response.id).status == "cancelled"
-    assert list(stream)[-1].type == "response.incomplete"
-    assert running.server.device.num_live == 0
-
-
 def test_only_a_late_stream_in_the_background_can_be_resumed(client: openai.OpenAI) -> None:
     def streamed() -> str:
-        stream = client.responses.create(
-            model="fake", input="x", background=True, stream=True, max_output_tokens=2
-        )
-        last: Any = list(stream)[-1]
-        return str(last.response.id)
+        return str([*respond(client, "x", background=True, stream=True)][-1].response.id)
 
-    whole = client.responses.create(model="fake", input="x", max_output_tokens=5).id
+    whole = respond(client, "x").id
     first, *others = (streamed() for _ in range(17))
     for name in others:
         assert list(client.responses.retrieve(name, stream=True))
