@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from semantic.adapters.inbound.anthropic.requests import MessagesRequest
 from semantic.adapters.inbound.http import streaming
 from semantic.domain.agents import LOCAL_TENANT
 from tests.http_server import RunningServer, make_settings, run_server
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.integration
 
@@ -161,19 +161,14 @@ def test_fields_that_change_nothing_are_ignored(running: RunningServer) -> None:
     answer = post(running, extended)
     assert answer.status_code == 200
     assert answer.json()["content"] == plain.json()["content"]
-    history = [
-        *HI,
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
-                {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
-                {"type": "redacted_thinking", "data": "opaque"},
-                {"type": "text", "text": "Found.", "citations": []},
-            ],
-        },
-        *user({"type": "document", "title": "T", "source": {"type": "text", "data": "d"}}),
+    told = [
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+        {"type": "redacted_thinking", "data": "opaque"},
+        {"type": "text", "text": "Found.", "citations": []},
     ]
+    document = {"type": "document", "title": "T", "source": {"type": "text", "data": "d"}}
+    history = [*HI, {"role": "assistant", "content": told}, *user(document)]
     assert post(running, body(messages=history)).status_code == 200
 
 
@@ -196,15 +191,6 @@ def test_waiting_is_visible(running: RunningServer, monkeypatch: pytest.MonkeyPa
     assert text.rstrip().endswith('{"type":"message_stop"}')
 
 
-def await_live(running: RunningServer, number: int) -> None:
-    """Wait until so many requests wait or run."""
-    for _ in range(2000):
-        if running.server.device.num_live == number:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"there were never {number} requests")
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_in_mid_prefill_cancels_its_work(tmp_path: Path, stream: bool) -> None:
     with run_server(make_settings(tmp_path, prefill_step_size=64)) as running:
@@ -213,11 +199,11 @@ def test_a_client_that_leaves_in_mid_prefill_cancels_its_work(tmp_path: Path, st
         async def leave() -> None:
             async with httpx.AsyncClient(base_url=running.url, trust_env=False) as http:
                 asking = asyncio.create_task(http.post("/v1/messages", json=long, timeout=60))
-                await asyncio.to_thread(await_live, running, 1)
+                await asyncio.to_thread(await_that, lambda: running.server.device.num_live == 1)
                 asking.cancel()
 
         asyncio.run(leave())
-        await_live(running, 0)
+        await_that(lambda: running.server.device.num_live == 0)
         # It was cut short: much of the same prompt is still to be computed.
         with running.client() as http:
             usage = http.post("/v1/messages", json={**long, "stream": False}).json()["usage"]
@@ -254,19 +240,13 @@ def test_agents_are_known_by_claude_codes_session(running: RunningServer) -> Non
 
 
 def test_a_burst_of_counts(running: RunningServer) -> None:
-    counts: list[int] = []
-
-    def count() -> None:
+    def count(_: int) -> int:
         with running.client() as http:
             asked = {"model": "claude-any", "messages": HI, "tools": []}
             answer = http.post("/v1/messages/count_tokens?beta=true", json=asked)
-            counts.append(answer.json()["input_tokens"])
+            return int(answer.json()["input_tokens"])
 
-    threads = [threading.Thread(target=count) for _ in range(24)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(24) as threads:
+        counts = set(threads.map(count, range(24)))
     usage = post(running, body()).json()["usage"]
-    assert len(counts) == 24
-    assert set(counts) == {usage["cache_read_input_tokens"] + usage["input_tokens"]}
+    assert counts == {usage["cache_read_input_tokens"] + usage["input_tokens"]}

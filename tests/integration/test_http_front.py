@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import httpx
 import pytest
 
 from tests.http_server import RunningServer, make_settings, run_server
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.integration
 
@@ -274,11 +274,7 @@ def test_a_client_that_leaves_cancels_its_work(running: RunningServer) -> None:
             else:
                 with pytest.raises(httpx.ReadTimeout):
                     http.post("/v1/chat/completions", json=payload, timeout=0.3)
-        for _ in range(200):
-            if device.num_live == 0:
-                break
-            threading.Event().wait(0.02)
-        assert device.num_live == 0
+        await_that(lambda: device.num_live == 0)
 
 
 def test_requests_while_loading_and_after_a_failed_load_say_so(tmp_path: Path) -> None:
