@@ -136,7 +136,7 @@ def hostile_settings(export: Export, dice: random.Random) -> None:
     member.content = json.dumps(document).encode()
 
 
-# -- attention state --------------------------------------------------------------------------
+# -- the KV cache --------------------------------------------------------------------------
 
 
 def block_payload(export: Export, dice: random.Random) -> None:

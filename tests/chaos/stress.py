@@ -2,7 +2,7 @@
 
     python -m tests.chaos.stress --agents 10 --requests 50
 
-Their prompts are as long as the agents together need that share of the memory for attention state.
+Their prompts are as long as the agents together need that share of the memory for the KV cache.
 Every request is answered, or refused with 429, 503 or 529; a reply is the right one; latencies are
 printed. The exit status is 1 if anything else happened.
 """

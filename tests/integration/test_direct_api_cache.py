@@ -1,4 +1,4 @@
-"""What the agent API does with attention state: tiers, the cache's figures, events and files."""
+"""What the agent API does with the KV cache: tiers, the cache's figures, events and files."""
 
 import json
 import queue

@@ -42,7 +42,7 @@ def take_in(http: httpx.Client, content: bytes, **query: str) -> httpx.Response:
 
 
 def poisoned(content: bytes) -> bytes:
-    """The file with other attention state under the same names; every checksum is right."""
+    """The file with another KV cache under the same names; every checksum is right."""
     file = AgentFile(KVCodec(), ExportKeys(b"a stranger's key"))
 
     def items() -> Iterator[ExportItem]:

@@ -1,4 +1,4 @@
-"""The starter model's attention state at rest: raw, 8 and 4 bits, restored and read on."""
+"""The starter model's KV cache at rest: raw, 8 and 4 bits, restored and read on."""
 
 from collections.abc import Iterator
 from pathlib import Path

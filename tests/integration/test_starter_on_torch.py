@@ -165,7 +165,7 @@ needs_kernels = pytest.mark.skipif(
 def test_a_quantised_file_runs_quantised_unless_asked_otherwise(
     quantised: TorchBackend, backend: TorchBackend
 ) -> None:
-    """Their attention state is never mixed."""
+    """Their KV cache is never mixed."""
     compute = quantised.traits.compute
     assert compute is not None
     assert "quantised as in the file" in compute.kernels

@@ -71,7 +71,7 @@ class TenantPolicy:
 
     Attributes:
         weight: Its share of the device, relative to other tenants.
-        disk_bytes: Of attention state on disk, for each model.
+        disk_bytes: Of the KV cache on disk, for each model.
         max_concurrent: Replies that are made at once.
         max_connections: Open connections.
         key_rate: For each key that has none of its own.

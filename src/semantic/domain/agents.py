@@ -69,7 +69,7 @@ class Principal:
 
 
 class Tier(enum.Enum):
-    """Where an agent's attention state is."""
+    """Where an agent's KV cache is."""
 
     HOT = "hot"  # in memory
     WARM = "warm"  # on disk
@@ -90,7 +90,7 @@ class Quota:
     """What one agent may keep; None is unlimited.
 
     Attributes:
-        max_bytes: Of the conversation's attention state, in the precision it is computed in.
+        max_bytes: Of the conversation's KV cache, in the precision it is computed in.
     """
 
     max_bytes: int | None = None
@@ -151,7 +151,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One exchange. Messages and token ids are the truth; attention state is a cache of them.
+    """One exchange. Messages and token ids are the truth; the KV cache is a cache of them.
 
     Messages and tokens are what the turn added. Where it could not simply go on, because the
     client said other things or the oldest messages were dropped, they are all there are.
@@ -164,8 +164,8 @@ class Turn:
         num_tokens: Tokens of the whole conversation after it.
         num_messages: Messages that it and the turns before it hold.
         digest: Of the conversation's tokens, see `conversation_digest`.
-        pointer: Where its attention state ends; None while nothing is sealed.
-        is_durable: Whether the turn and its attention state are on disk.
+        pointer: Where its KV cache ends; None while nothing is sealed.
+        is_durable: Whether the turn and its KV cache are on disk.
         num_dropped: Messages that were left out in this turn to make room.
         divergence: Where its prompt left the agent's latest conversation; None if it went on.
         model: Which model replied; empty if that was not logged, as by older servers.

@@ -1,4 +1,4 @@
-"""Blocks of attention state, named by what they were computed from.
+"""Blocks of KV cache, named by what they were computed from.
 
 A block is immutable: its name is a hash of everything its content depends on, so equal names
 mean equal content and sharing needs no bookkeeping. This module knows token ids, names and byte

@@ -294,7 +294,7 @@ class ChatRequest:
     Attributes:
         model: Its name or an alias; empty takes the one that is served.
         raw_prompt: Given instead of messages; no template is applied.
-        is_stored: Whether what is said may be kept; attention state is in any case.
+        is_stored: Whether what is said may be kept; the KV cache is in any case.
         is_continued: The last message is the assistant's, and the reply goes on with it.
         prediction: What the client expects much of the reply to be.
     """

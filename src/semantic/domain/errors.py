@@ -128,7 +128,7 @@ class QuotaExceededError(SemanticError):
 
 
 class StateQuotaError(QuotaExceededError):
-    """A conversation takes more bytes of attention state than its agent may keep.
+    """A conversation takes more bytes of KV cache than its agent may keep.
 
     Attributes:
         num_prompt: Tokens in the rendered prompt.
@@ -142,7 +142,7 @@ class StateQuotaError(QuotaExceededError):
 
 
 class PoolExhaustedError(SemanticError):
-    """Memory for attention state ran out and nothing may be evicted."""
+    """Memory for the KV cache ran out and nothing may be evicted."""
 
 
 class OverloadedError(SemanticError):
@@ -162,11 +162,11 @@ class GenerationTimeoutError(SemanticError):
 
 
 class CachePersistenceError(SemanticError):
-    """Attention state could not be written; the reply is unharmed."""
+    """The KV cache could not be written; the reply is unharmed."""
 
 
 class CacheCorruptionError(SemanticError):
-    """Stored attention state failed its check; it counts as a miss."""
+    """Stored KV cache failed its check; it counts as a miss."""
 
 
 class BackendError(SemanticError):

@@ -14,7 +14,7 @@ class Usage:
     Attributes:
         prompt_tokens: All tokens of the prompt, reused ones included.
         completion_tokens: Tokens generated, the end token included.
-        cache_read_tokens: Prompt tokens whose attention state was reused.
+        cache_read_tokens: Prompt tokens whose KV cache was reused.
         cache_creation_tokens: Prompt tokens computed now and kept for later.
         thinking_tokens: Generated tokens that were thinking.
         accepted_prediction_tokens: Generated tokens that were guessed before they were computed.
@@ -135,7 +135,7 @@ class Finished:
     """The reply is complete; a final event.
 
     Attributes:
-        is_durable: Whether the turn and its attention state are safe on disk; None where that was
+        is_durable: Whether the turn and its KV cache are safe on disk; None where that was
             not promised. False, too, where the turn could not be logged.
     """
 

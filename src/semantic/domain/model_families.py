@@ -22,7 +22,7 @@ _MAMBA = "mamba"
 
 
 class LayerKind(enum.Enum):
-    """What of a layer's attention state is needed to continue a sequence."""
+    """What of a layer's KV cache is needed to continue a sequence."""
 
     FULL = "full"  # every token's keys and values
     WINDOW = "window"  # those of the last `window` tokens before a boundary
@@ -31,7 +31,7 @@ class LayerKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The attention state of one layer.
+    """The KV cache of one layer.
 
     Attributes:
         kind: Decides which of the numbers below are set; the others are 0.

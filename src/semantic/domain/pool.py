@@ -1,4 +1,4 @@
-"""The memory budget for attention state: which parts of blocks are held, and which goes next.
+"""The memory budget for the KV cache: which parts of blocks are held, and which goes next.
 
 A part is in one of three states:
 
@@ -253,7 +253,7 @@ class BlockPool:
         spared_bytes = sum(self._entries[key].nbytes for key in spared if key in self._idle)
         if excess > self._idle_bytes - spared_bytes:
             raise PoolExhaustedError(
-                f"{nbytes} bytes of attention state do not fit: "
+                f"{nbytes} bytes of KV cache do not fit: "
                 f"{self._held_bytes + self._working_bytes} of {self._budget} are in use",
                 retry_after_s=1.0,
             )

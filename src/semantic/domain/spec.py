@@ -19,7 +19,7 @@ _BITS = (4, 8, 16, 32)
 
 @dataclass(frozen=True, slots=True)
 class ModelCacheSpec:
-    """The geometry of a model's attention state.
+    """The geometry of a model's KV cache.
 
     Attributes:
         model_type: The architecture as the config names it; of a multimodal model, its text part.
@@ -164,7 +164,7 @@ class Compute:
     """How a model is computed, for the log and for `/health`.
 
     Attributes:
-        dtype: The number format of activations and attention state.
+        dtype: The number format of activations and the KV cache.
         num_threads: 0 where the device schedules its own.
         kernels: What multiplies.
         reason: Why this dtype.

@@ -62,7 +62,7 @@ class Server:
         return [problem for problem in known if problem]
 
     def pressure(self) -> float:
-        """Of the memory for attention state, what is in use and cannot be had by evicting."""
+        """Of the memory for the KV cache, what is in use and cannot be had by evicting."""
         memory = self.cache.use().memory
         return (memory.held + memory.working) / memory.total if memory.total else 0.0
 

@@ -67,7 +67,7 @@ class AgentMemory:
     Attributes:
         agents: All agents and their turns.
         replays: The tokens of their replies.
-        codec: How attention state is written.
+        codec: How the KV cache is written.
         disk: Writes and reads blocks; None if nothing is kept there.
     """
 
@@ -269,7 +269,7 @@ class AgentMemory:
         upkeep.start(settings.upkeep_interval_s, is_index_lost=self._is_index_lost)
 
     def resize(self, nbytes: int) -> None:
-        """Give attention state another budget of memory."""
+        """Give the KV cache another budget of memory."""
         self._memory_bytes = nbytes
         if self._cache is not None:
             self._cache.store.resize(nbytes)
@@ -285,7 +285,7 @@ class AgentMemory:
         store.drop_memory()
 
     def is_durable(self, tenant: str, turn_id: str) -> bool:
-        """Whether a turn that was written is on disk with its attention state."""
+        """Whether a turn that was written is on disk with its KV cache."""
         turn = self.ledger.turn(tenant, turn_id)
         return turn is not None and turn.is_durable
 

@@ -94,7 +94,7 @@ def create_app(server: Server) -> FastAPI:
     app = FastAPI(
         title="Semantic",
         version=__version__,
-        description="An inference server that keeps every agent's attention state.",
+        description="An inference server that keeps every agent's KV cache.",
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,

@@ -178,7 +178,7 @@ class HostBuffer:
 
 @dataclass(frozen=True, slots=True)
 class KVPayload:
-    """One kind of layers' attention state of positions ``[start, end)``, safe on any thread.
+    """One kind of layers' KV cache of positions ``[start, end)``, safe on any thread.
 
     Attributes:
         abi: The `Traits.kv_abi` of the backend that made it; others refuse it.
@@ -204,7 +204,7 @@ class Traits:
     Attributes:
         pipeline_depth: 1 if a step may be launched before the one before it is collected.
         kv_abi: Changes whenever payloads of this backend become unreadable to it.
-        state_bits: Of a number of attention state, as it is computed.
+        state_bits: Of a number in the KV cache, as it is computed.
         compute: None where nothing is computed.
         max_draft: The most guesses of a chunk; 0 where layers cannot be cut back.
         draft_end: Guesses must lie before this position: windows cannot be cut back further on.
@@ -235,7 +235,7 @@ class ModelBackendPort(Protocol):
 
     @property
     def spec(self) -> ModelCacheSpec:
-        """Geometry of the model's attention state."""
+        """Geometry of the model's KV cache."""
         ...
 
     @property

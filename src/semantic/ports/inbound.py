@@ -180,7 +180,7 @@ class ModelStatus:
 
 @dataclass(frozen=True, slots=True)
 class StateView:
-    """Where an agent's attention state is, in tokens and bytes.
+    """Where an agent's KV cache is, in tokens and bytes.
 
     Attributes:
         tier: Where its next turn starts from.
@@ -293,7 +293,7 @@ class ImportedAgent:
     """An agent that came in as a file.
 
     Attributes:
-        has_state: Its attention state came with it; if not, the next turn computes it.
+        has_state: Its KV cache came with it; if not, the next turn computes it.
         reason: Why that is so, for people.
     """
 

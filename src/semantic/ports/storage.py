@@ -1,6 +1,6 @@
-"""What the core asks of the disk: files of attention state, and a ledger of everything else.
+"""What the core asks of the disk: KV cache files, and a ledger of everything else.
 
-Both belong to one directory and to one process. Attention state may be lost at any time without
+Both belong to one directory and to one process. The KV cache may be lost at any time without
 harm; the ledger's agents and turns may not. A ledger that several processes share leases agents to
 them: heads move only from where the writer saw them, and not by one whose lease was taken over.
 """
@@ -162,7 +162,7 @@ class PutTurn:
 
 @dataclass(frozen=True, slots=True)
 class MarkDurable:
-    """Note that a turn's attention state is on disk."""
+    """Note that a turn's KV cache is on disk."""
 
     turn_id: str
 
@@ -232,7 +232,7 @@ WriteChanges: TypeAlias = Callable[..., Future[None]]
 
 @dataclass(frozen=True, slots=True)
 class TurnPlace:
-    """How long the conversation is after a turn, and where its attention state ends."""
+    """How long the conversation is after a turn, and where its KV cache ends."""
 
     num_tokens: int
     pointer: Pointer | None
@@ -427,8 +427,8 @@ class ExportHead:
 
     Attributes:
         model: The model's name, for people.
-        fingerprint: Tells the model that made tokens and attention state from every other.
-        abi: How the attention state is laid out.
+        fingerprint: Tells the model that made tokens and KV cache from every other.
+        abi: How the KV cache is laid out.
     """
 
     agent: Agent

@@ -104,7 +104,7 @@ class Settings(BaseSettings):
         "auto", description="what runs the model; auto: mlx on Apple Silicon and its CUDA build"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="number format of weights and attention state"
+        "auto", description="number format of weights and the KV cache"
     )
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
@@ -138,7 +138,7 @@ class Settings(BaseSettings):
 
     home: Path = Field(Path("~/.semantic"), description="everything the server writes is in here")
     cache_dir: Path | None = Field(
-        None, description="agents and their attention state (default: HOME/cache)"
+        None, description="agents and their KV cache (default: HOME/cache)"
     )
 
     store: Literal["local", "shared"] = Field(
@@ -188,7 +188,7 @@ class Settings(BaseSettings):
         512, ge=1, description="most that waits to be written; more stays in memory unwritten"
     )
     kv_bits: Literal[16, 8, 4] = Field(
-        16, description="precision of attention state on disk, in bits: 16, 8 or 4"
+        16, description="precision of the KV cache on disk, in bits: 16, 8 or 4"
     )
     orphan_ttl_h: float = Field(
         168, ge=0, description="unused state that no agent reaches is deleted after so many hours"
@@ -203,13 +203,13 @@ class Settings(BaseSettings):
     )
 
     encryption_key_file: Path | None = Field(
-        None, description="64 hexadecimal digits: encrypts what was said and attention state"
+        None, description="64 hexadecimal digits: encrypts what was said and the KV cache"
     )
     encryption_key_command: str | None = Field(
         None, description="a command that prints them, such as a keyring's; run without a shell"
     )
 
-    memory_budget_mb: int = Field(4096, ge=1, description="memory for attention state")
+    memory_budget_mb: int = Field(4096, ge=1, description="memory for the KV cache")
     max_batch_size: int = Field(16, ge=1, le=1024, description="sequences that run at once")
     max_idle: int = Field(
         8, ge=0, description="working copies that stay open for their agents' next turns"

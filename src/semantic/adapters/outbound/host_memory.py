@@ -1,4 +1,4 @@
-"""Host memory for attention state: plain pages, or pages that a device reads and writes by itself.
+"""Host memory for the KV cache: plain pages, or pages that a device reads and writes by itself.
 
 A process has one device. Where that copies faster to and from memory of its own choosing, its
 backend says so here, and what is read from files comes to lie there.

@@ -101,7 +101,7 @@ def _size(node: BlockNode) -> int:
 
 
 class CacheService:
-    """The attention state of all agents. Any thread; may read from disk.
+    """The KV cache of all agents. Any thread; may read from disk.
 
     Methods raise AgentNotFoundError where the agent is not there, and, but for `state`, `repin`,
     `sample` and `use`, ModelSwapError until the model, whose state it is, is loaded.

@@ -1,4 +1,4 @@
-"""Agents and their turns: who exists, what they said, and where their attention state ends.
+"""Agents and their turns: who exists, what they said, and where their KV cache ends.
 
 `sharing` says who exists; turns are read when they are asked for. Where one process has the agents
 to itself, changes are made in memory at once and written behind, in order; where several share

@@ -37,7 +37,7 @@ class AgentTable(Protocol):
         ...
 
     def known(self) -> list[Agent]:
-        """The agents whose attention state this process may have, of all tenants."""
+        """The agents whose KV cache this process may have, of all tenants."""
         ...
 
     def put(self, agent: Agent, before: Agent | None, epoch: int | None) -> LedgerChange:

@@ -1,6 +1,6 @@
 """Agents that leave as a file and come back: here, on another server, or to another model.
 
-Block names depend on the tenant, so attention state that comes in is sealed again under names of
+Block names depend on the tenant, so KV cache that comes in is sealed again under names of
 its new owner, and all agents with the same beginning share it. So it is taken only from a file that
 this server signed, or one it trusts: of a stranger's file what was said is taken, and tokens and
 state are made again. State is only a cache: what finds no room is computed when it is needed.
@@ -67,7 +67,7 @@ class AgentTransfer:
     # -- out ------------------------------------------------------------------------------------
 
     def export(self, principal: Principal, agent_id: str) -> Iterator[bytes]:
-        """Write an agent with its turns and attention state as one file, piece by piece.
+        """Write an agent with its turns and KV cache as one file, piece by piece.
 
         While no model is loaded only what was said is written: nobody knows whose state it is.
 
@@ -124,7 +124,7 @@ class AgentTransfer:
             principal: Whose it becomes.
             open_file: Gives the file's content from its beginning, each time.
             new_id: Its name from now on; None keeps the one in the file.
-            is_messages_only: Take what was said and leave tokens and attention state.
+            is_messages_only: Take what was said and leave tokens and KV cache.
 
         Raises:
             ConflictError: the name is taken.
@@ -204,9 +204,7 @@ def _checked(items: Iterator[ExportItem]) -> _Arrival:
             arrival.turns.append(item)
         elif isinstance(item, ExportPart):
             if item.payload.abi != first.abi:
-                raise InvalidRequestError(
-                    "the file mixes formats of attention state.", param="file"
-                )
+                raise InvalidRequestError("the file mixes KV cache formats.", param="file")
             arrival.num_parts += 1
         else:
             raise InvalidRequestError("the file's entries are out of order.", param="file")
@@ -217,7 +215,7 @@ def _require_same_model(head: ExportHead, model: LoadedModel) -> None:
     served = _fingerprint(model), model.backend.traits.kv_abi
     if (head.fingerprint, head.abi) != served:
         raise InvalidRequestError(
-            f"the file's attention state is of {head.model!r}, and {model.id!r} cannot use it. "
+            f"the file's KV cache is of {head.model!r}, and {model.id!r} cannot use it. "
             "Import what was said alone, with messages_only=true.",
             param="messages_only",
         )

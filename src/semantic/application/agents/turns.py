@@ -202,7 +202,7 @@ class PastTurns:
     def forget(self, request_id: str, principal: Principal) -> bool:
         """Remove what was said in a turn; False if there is nothing to remove.
 
-        Its place and its attention state stay.
+        Its place and its KV cache stay.
         """
         turn = self._turn(request_id, principal)
         if turn is None:

@@ -41,7 +41,7 @@ class RowWriter:
         Args:
             ledger: Where rows are written.
             is_synced: Whether they must survive a power failure.
-            is_on_disk: Whether the attention state up to a place is on disk.
+            is_on_disk: Whether the KV cache up to a place is on disk.
             report: Told why rows could not be written, or that they are written again.
         """
         self._ledger = ledger

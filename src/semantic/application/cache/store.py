@@ -1,4 +1,4 @@
-"""Attention state that outlives its sequence: sealed blocks, in memory and on disk.
+"""KV cache that outlives its sequence: sealed blocks, in memory and on disk.
 
 Finds the longest known beginning of a prompt, and keeps the blocks that sequences leave behind,
 whichever model is loaded; it does not know what is in payloads.

@@ -379,7 +379,7 @@ class DiskTier:
         if nbytes > room:
             raise CachePersistenceError(
                 f"the ledger and its backup take {_megabytes(others)} of the disk budget of "
-                f"{_megabytes(budget)}, which leaves no room for attention state. Raise "
+                f"{_megabytes(budget)}, which leaves no room for the KV cache. Raise "
                 "disk_budget_mb, or delete agents."
             )
         excess = self._files.used_bytes() + nbytes - budget

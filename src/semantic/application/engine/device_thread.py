@@ -217,7 +217,7 @@ class DeviceThread:
         self._commands.put(Reconfigure(limits))
 
     def resize(self, nbytes: int) -> Future[None]:
-        """Give attention state another budget of memory; idle copies and blocks make way.
+        """Give the KV cache another budget of memory; idle copies and blocks make way.
 
         The future fails with `PoolExhaustedError` if running requests need more.
         """

@@ -246,7 +246,7 @@ class BlockPoolBatchEngine:
     def _preempt(self, generation: Generation) -> None:
         """Seal, close and requeue a sequence; the only one ends instead."""
         if len(self._scheduler.running) == 1:
-            text = f"memory for attention state is full after {len(generation.tokens)} tokens."
+            text = f"memory for the KV cache is full after {len(generation.tokens)} tokens."
             self._fail(generation, PoolExhaustedError(text))
             return
         self._watch.counts.preemptions += 1

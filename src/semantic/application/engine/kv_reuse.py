@@ -1,4 +1,4 @@
-"""Who can use whose attention state, and how it gets there and back.
+"""Who can use whose KV cache, and how it gets there and back.
 
 A request starts from the best of three sources: a working copy that is still open, a sequence
 that is running, or sealed blocks. Its own full blocks are sealed as they fill, and its tail when

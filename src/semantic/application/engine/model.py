@@ -23,7 +23,7 @@ class LoadedModel:
 
     Attributes:
         fingerprint: Tells it from every other model.
-        kv_format: How its attention state rests.
+        kv_format: How its KV cache rests.
         reply_format: How it writes thinking and tool calls.
         grammar: Enforces the form of its replies; None enforces nothing.
         defaults: How it is sampled where a request does not say.
@@ -90,7 +90,7 @@ class CloseIdle:
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """Use another budget of memory for attention state."""
+    """Use another budget of memory for the KV cache."""
 
     nbytes: int
     done: Future[None]

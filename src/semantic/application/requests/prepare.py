@@ -194,7 +194,7 @@ class Preparation:
         limit = spec.tokens_within(max_bytes, bits)
         if (nbytes := spec.bytes_per_context(num_prompt, bits)) > max_bytes:
             raise StateQuotaError(
-                f"agent {agent.id} may keep {max_bytes} bytes of attention state, and its "
+                f"agent {agent.id} may keep {max_bytes} bytes of KV cache, and its "
                 f"conversation takes {nbytes}; rewind it, or raise its quota.",
                 num_prompt=num_prompt,
                 limit=limit,

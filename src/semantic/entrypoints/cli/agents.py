@@ -201,7 +201,7 @@ def export_agent(
     force: Annotated[bool, typer.Option("--force", help="replace a file that is there")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write an agent, with its turns and attention state, into one file."""
+    """Write an agent, with its turns and its KV cache, into one file."""
     target = file or Path(f"{agent}.tar")
     if target.exists() and not force:
         raise InvalidRequestError(f"{target} is there; name another file, or give --force")

@@ -35,7 +35,7 @@ _INTERRUPTED = 130
 
 app = typer.Typer(
     name="semantic",
-    help="An inference server that keeps every agent's attention state.",
+    help="An inference server that keeps every agent's KV cache.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -158,7 +158,7 @@ def gc(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Delete attention state and turns that no agent reaches, and old bad files."""
+    """Delete the KV cache and turns that no agent reaches, and old bad files."""
     return _cache("gc", settings, orphan_age_h, as_json=as_json)
 
 

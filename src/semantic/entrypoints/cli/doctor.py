@@ -140,7 +140,7 @@ def _memory(settings: Settings) -> Iterator[Finding]:
     yield Finding(
         "memory",
         "ok" if is_good else "note",
-        f"{size(total)}; {size(budget)} of it for attention state",
+        f"{size(total)}; {size(budget)} of it for the KV cache",
         "" if is_good else "lower memory_budget_mb: the model's weights need room too",
     )
 

@@ -40,7 +40,7 @@ def add(
         str,
         typer.Option(
             metavar="NAME",
-            help="to whom it belongs; agents and attention state are the tenant's. The default has "
+            help="to whom it belongs; agents and the KV cache are the tenant's. The default has "
             "what there was before there were keys",
         ),
     ] = LOCAL_TENANT,

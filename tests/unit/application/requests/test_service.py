@@ -382,7 +382,7 @@ async def test_turns_of_a_named_agent_are_logged(
     [
         (None, None, None),  # turns are written behind
         (None, True, True),
-        (None, False, False),  # the row is written, and the attention state is not
+        (None, False, False),  # the row is written, and the KV cache is not
         (CachePersistenceError("No space left on device"), True, False),
     ],
 )

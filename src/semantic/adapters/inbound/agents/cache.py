@@ -58,7 +58,7 @@ _EVENTS = _stream("events until you leave", 'data: {"type":"cache","sealed":3}\n
 
 
 class CacheApi:
-    """Endpoints that look after attention state. They may read a disk: FastAPI's threads."""
+    """Endpoints that look after the KV cache. They may read a disk: FastAPI's threads."""
 
     def __init__(
         self, cache: CacheService, feed: EventFeed, principal: Callable[[], Principal]

@@ -93,7 +93,7 @@ class Tool(_Schema):
 class AgentQuota(_Schema):
     """What an agent may keep; null is unlimited."""
 
-    max_bytes: _Count | None = Field(default=None, description="of its attention state")
+    max_bytes: _Count | None = Field(default=None, description="of its KV cache")
     max_turns: _Count | None = None
 
 

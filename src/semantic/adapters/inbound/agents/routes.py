@@ -93,7 +93,7 @@ class DirectApi:
         return AgentList.of(self._agents.page(self._principal(), query.to_domain()))
 
     def get(self, agent_id: AgentPath) -> AgentOut:
-        """One agent, and where its attention state is."""
+        """One agent, and where its KV cache is."""
         return AgentOut.of(self._agents.get(self._principal(), agent_id))
 
     def patch(self, agent_id: AgentPath, body: PatchAgent) -> AgentOut:
@@ -105,7 +105,7 @@ class DirectApi:
         self._agents.delete(self._principal(), agent_id)
 
     def fork(self, agent_id: AgentPath, body: Fork) -> AgentList:
-        """Make one or many agents with the same past, all or none; no attention state is copied."""
+        """Make one or many agents with the same past, all or none; no KV cache is copied."""
         count = body.n or 1
         ids = body.ids or [_drawn_id(agent_id) for _ in range(count)]
         views = self._agents.fork(self._principal(), agent_id, ids, body.turn_id)
@@ -187,7 +187,7 @@ class TransferApi:
         return router
 
     def export(self, agent_id: AgentPath) -> StreamingResponse:
-        """A tar archive of settings, turns and attention state, with checksums and a signature."""
+        """A tar archive of settings, turns and the KV cache, with checksums and a signature."""
         pieces = self._transfer.export(self._principal(), agent_id)
         headers = {"content-disposition": f'attachment; filename="{agent_id}.tar"'}
         return StreamingResponse(pieces, media_type=MEDIA_TYPE, headers=headers)
@@ -196,11 +196,11 @@ class TransferApi:
         self,
         http: Request,
         id: Annotated[AgentId | None, Query(description="its name from now on")] = None,  # noqa: A002
-        messages_only: Annotated[bool, Query(description="leave attention state out")] = False,
+        messages_only: Annotated[bool, Query(description="leave the KV cache out")] = False,
     ) -> ImportedOut:
         """Take in an exported file; it is checked as a whole before anything is changed.
 
-        Another model's attention state is refused; what was said can be had from it all the same.
+        Another model's KV cache is refused; what was said can be had from it all the same.
         State of a file that neither this server nor a trusted one signed is left out, and computed
         with the next turn; `import_state` says which it was.
         """

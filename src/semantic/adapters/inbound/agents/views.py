@@ -90,7 +90,7 @@ def _short(name: BlockName | str | None) -> str | None:
 
 
 class StateOut(View):
-    """Where attention state is."""
+    """Where the KV cache is."""
 
     tier: Tier = Field(examples=["hot"])
     tokens: int = Field(validation_alias="num_tokens", examples=[731])
@@ -154,7 +154,7 @@ class AgentOut(View):
 
 
 class ImportedOut(AgentOut):
-    """An agent that came in as a file, and what became of its attention state."""
+    """An agent that came in as a file, and what became of its KV cache."""
 
     import_state: Literal["imported", "recomputed"] = Field(examples=["imported"])
     import_reason: str = Field(examples=["signed by this server"])
@@ -325,7 +325,7 @@ def _summary(explanation: Explanation) -> str:
 
 
 class MemoryOut(View):
-    """Memory for attention state, in bytes."""
+    """Memory for the KV cache, in bytes."""
 
     budget: int = Field(validation_alias="memory_budget", examples=[2**32])
     used: int = Field(validation_alias="memory_used", examples=[101056512])

@@ -25,7 +25,7 @@ class Condition:
 
     Attributes:
         is_draining: New work is refused.
-        pressure: Of the memory for attention state, what cannot be had by evicting.
+        pressure: Of the memory for the KV cache, what cannot be had by evicting.
         problems: What is wrong although requests are answered.
     """
 

@@ -307,7 +307,7 @@ def responses_router(
         "/{response_id}", response_model=None, responses={200: {"model": DeletedResponse}}
     )
     async def delete(response_id: str) -> Response:
-        """Remove a response; attention state stays."""
+        """Remove a response; the KV cache stays."""
         if not await responses.forget(response_id):
             return _missing(response_id)
         deleted: DeletedResponse = {"id": response_id, "object": "response", "deleted": True}

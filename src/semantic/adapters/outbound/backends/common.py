@@ -70,7 +70,7 @@ class SequenceBackend(ABC, Generic[SequenceT]):
 
     @property
     def spec(self) -> ModelCacheSpec:
-        """Geometry of the attention state."""
+        """Geometry of the KV cache."""
         return self._spec
 
     @property

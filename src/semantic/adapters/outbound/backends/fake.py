@@ -1,6 +1,6 @@
 """A backend without weights, for tests and for developers of clients.
 
-Its attention state is the token ids themselves, kept the way the spec's layers say: all of them
+Its KV cache is the token ids themselves, kept the way the spec's layers say: all of them
 (full), the last W (window), a running hash (state). Each next token is a function of everything
 kept, so a misplaced, stale or foreign block shows as a wrong token. It is deterministic, and
 writes lower-case gibberish.
@@ -124,7 +124,7 @@ class _Sequence:
             self.window = [*self.window, *added][-window_size:]
 
     def keep(self, entries: Sequence[int]) -> None:
-        """Add full attention state as it is, computed or restored."""
+        """Add full KV cache as it is, computed or restored."""
         self.full.extend(entries)
         for entry in entries:
             self.full_hash = _mix(self.full_hash, entry)

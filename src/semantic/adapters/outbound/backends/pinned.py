@@ -2,7 +2,7 @@
 
 Pages are pinned in slabs, since that takes longer than copying into them, and holds up whoever
 calls the device meanwhile: a thread does it while the model loads, a little before its weights are
-read and the rest after, up to the memory budget for attention state, which comes to lie there.
+read and the rest after, up to the memory budget for the KV cache, which comes to lie there.
 Pieces go back when nobody refers to them any more, and are handed out again. What does not fit
 travels as it would without any of this.
 """

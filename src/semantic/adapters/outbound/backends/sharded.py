@@ -94,7 +94,7 @@ class ShardedBackend(DoneTickets):
 
     @property
     def spec(self) -> ModelCacheSpec:
-        """Geometry of the whole model's attention state."""
+        """Geometry of the whole model's KV cache."""
         return self._spec
 
     @property

@@ -50,7 +50,7 @@ _ORDER: Final = ("agent", "turn", "block", "manifest")
 
 
 class AgentFile:
-    """`AgentFilePort` with attention state as precise as block files keep it."""
+    """`AgentFilePort` with KV cache as precise as block files keep it."""
 
     def __init__(self, codec: KVCodec, keys: "ExportKeys") -> None:
         self._codec = codec

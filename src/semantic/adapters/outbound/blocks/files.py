@@ -286,7 +286,7 @@ def _read_file(name: str, directory: int, expected: int) -> memoryview:
         status = os.fstat(file)
         size = status.st_size
         if not stat.S_ISREG(status.st_mode) or not 0 < size <= _MAX_FILE:
-            raise CacheCorruptionError("the file is not a block of attention state")
+            raise CacheCorruptionError("the file is not a block of KV cache")
         if expected not in (0, size):
             raise CacheCorruptionError(f"the file has {size} bytes, not {expected}")
         _read_ahead(file)

@@ -239,7 +239,7 @@ def _verify(content: memoryview) -> None:
         CacheCorruptionError: they differ.
     """
     if len(content) < _SUM_END or content[LENGTH_BYTES:_SUM_START] != _OPENING.encode():
-        raise CacheCorruptionError("the file is not a block of attention state")
+        raise CacheCorruptionError("the file is not a block of KV cache")
     expected = bytes(content[_SUM_START:_SUM_END])
     if _checksum([content[:_SUM_START], content[_SUM_END:]]).encode() != expected:
         raise CacheCorruptionError("the file's checksum does not match its content")

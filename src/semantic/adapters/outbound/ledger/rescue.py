@@ -4,7 +4,7 @@ Restoring the backup alone would lose all turns that were acknowledged since it 
 SQLite's own recovery is not in Python's library. So, row by row, what the damaged ledger still
 holds goes before the backup, which is older. A table that can be read from end to end is taken as
 it is, so that what was removed stays removed. (A ledger that was cut is older than its backup, and
-comes second.) The index of parts is not rescued: files of attention state say all of it again.
+comes second.) The index of parts is not rescued: KV cache files say all of it again.
 """
 
 import sqlite3

@@ -213,7 +213,7 @@ def make_change(connection: sqlite3.Connection, change: LedgerChange) -> None:
 
 
 def is_of_index(change: LedgerChange) -> bool:
-    """Whether a change could be made again from the files of attention state."""
+    """Whether a change could be made again from the KV cache files."""
     return isinstance(change, _IndexChange)
 
 

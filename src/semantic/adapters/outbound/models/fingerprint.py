@@ -1,4 +1,4 @@
-"""Identifies a model by its files: what its attention state and token ids are computed from.
+"""Identifies a model by its files: what its KV cache and token ids are computed from.
 
 Small files are hashed whole, but for those that neither can depend on. Of weights, headers and
 samples of every tensor are enough: whoever trains a model changes all of it, and reading the rest

@@ -241,9 +241,7 @@ class ServerCollector(Collector):
         use = self._cache.use()
         memory = use.memory
         kinds = {"held": memory.held, "idle": memory.idle, "working": memory.working}
-        yield _each(
-            _gauge("memory_used_bytes", "Memory for attention state, by kind.", "kind"), kinds
-        )
+        yield _each(_gauge("memory_used_bytes", "Memory for the KV cache, by kind.", "kind"), kinds)
         yield _one(_gauge("memory_budget_bytes", "Most that it may be."), memory.total)
         needed = memory.held + memory.working
         yield _one(

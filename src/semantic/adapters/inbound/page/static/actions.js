@@ -162,7 +162,7 @@ function ImportDialog({ onMade }) {
   return html`<${Dialog} title="Import an agent" action="Import" onDone=${done} onClose=${close}>
     <${Field} label="File" hint="as Export writes it"><input name="file" type="file" accept=".tar,application/x-tar" required /><//>
     <${Field} label="Name" hint="the one in the file if empty"><input name="id" pattern=${NAME} /><//>
-    <label class="check"><input type="checkbox" name="messages" /> what was said alone, without attention state</label>
+    <label class="check"><input type="checkbox" name="messages" /> what was said alone, without the KV cache</label>
   <//>`;
 }
 
