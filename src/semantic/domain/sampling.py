@@ -186,64 +186,51 @@ class StopRules:
         return token in self.token_ids or (token in eos_ids and not self.ignore_eos)
 
 
-@dataclass(frozen=True, slots=True)
-class StopMatch:
-    """What may be shown after some text was fed, and the stop string if one was hit."""
-
-    text: str
-    stop: str | None = None
-
-
 class StopMatcher:
     """Finds stop strings in a text that arrives in pieces.
 
     Text is held back only while it could still become a stop string, and a stop string is never
     shown. The match that ends first wins; of those that end together, the longest.
 
+    Attributes:
+        stop: The stop string that was hit, if any; nothing more may be fed then.
+
     Example:
         >>> matcher = StopMatcher(("END",))
-        >>> matcher.feed("the E"), matcher.feed("ND of")
-        (StopMatch(text='the ', stop=None), StopMatch(text='', stop='END'))
+        >>> matcher.feed("the E"), matcher.feed("ND of"), matcher.stop
+        ('the ', '', 'END')
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
+        self._most_held = max(map(len, self._stops), default=0) - 1
         self._held = ""
+        self.stop: str | None = None
 
-    def feed(self, text: str) -> StopMatch:
-        """Take more text; after a stop was reported the matcher is spent."""
+    def feed(self, text: str) -> str:
+        """Take more text; returns what may be shown."""
         if not self._stops:
-            return StopMatch(text)
+            return text
         buffer = self._held + text
-        match = self._first_match(buffer)
-        if match is not None:
-            start, stop = match
-            self._held = ""
-            return StopMatch(buffer[:start], stop)
-        keep = self._num_undecided(buffer)
-        self._held = buffer[len(buffer) - keep :]
-        return StopMatch(buffer[: len(buffer) - keep])
+        shown = self._before_stop(buffer)
+        self._held = "" if self.stop else buffer[shown:]
+        return buffer[:shown]
 
     def flush(self) -> str:
         """Return what was held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, buffer: str) -> tuple[int, str] | None:
-        found = [(buffer.find(stop), stop) for stop in self._stops]
-        ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
-        if not ends:
-            return None
-        _, start, stop = min(ends, key=lambda match: (match[0], match[1]))
-        return start, stop
-
-    def _num_undecided(self, buffer: str) -> int:
-        """How many characters at the end begin a stop string."""
-        longest = min(len(buffer), max(map(len, self._stops)) - 1)
-        for size in range(longest, 0, -1):
+    def _before_stop(self, buffer: str) -> int:
+        """How many characters come before a stop string, or what could become one."""
+        found = [(buffer.find(stop), stop) for stop in self._stops if stop in buffer]
+        if found:
+            start, self.stop = min(found, key=lambda match: (match[0] + len(match[1]), match[0]))
+            return start
+        for size in range(min(len(buffer), self._most_held), 0, -1):
             if any(stop.startswith(buffer[-size:]) for stop in self._stops):
-                return size
-        return 0
+                return len(buffer) - size
+        return len(buffer)
 
 
 def uniform(seed: int, position: int) -> float:

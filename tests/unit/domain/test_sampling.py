@@ -12,7 +12,6 @@ from semantic.domain.sampling import (
     MAX_STOP_STRINGS,
     MAX_TOP_LOGPROBS,
     SamplingParams,
-    StopMatch,
     StopMatcher,
     StopRules,
     uniform,
@@ -134,14 +133,14 @@ texts = st.text("ab", max_size=24)
 stop_lists = st.lists(st.text("ab", min_size=1, max_size=6), max_size=4)
 
 
-def expected_match(text: str, stops: list[str]) -> StopMatch:
+def expected_match(text: str, stops: list[str]) -> tuple[str, str | None]:
     """Look at ever longer beginnings of the text; the longest stop that ends one wins."""
     for end in range(1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
         if hits:
             stop = max(hits, key=len)
-            return StopMatch(text[: end - len(stop)], stop)
-    return StopMatch(text)
+            return text[: end - len(stop)], stop
+    return text, None
 
 
 def cut(text: str, places: list[int]) -> list[str]:
@@ -149,16 +148,15 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(bounds)]
 
 
-def feed_all(pieces: list[str], stops: list[str]) -> StopMatch:
+def feed_all(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
     matcher = StopMatcher(stops)
     shown = ""
     for piece in pieces:
-        match = matcher.feed(piece)
-        shown += match.text
-        if match.stop is not None:
+        shown += matcher.feed(piece)
+        if matcher.stop is not None:
             assert matcher.flush() == "", "nothing is held once a stop was found"
-            return StopMatch(shown, match.stop)
-    return StopMatch(shown + matcher.flush())
+            return shown, matcher.stop
+    return shown + matcher.flush(), None
 
 
 @quick
@@ -188,11 +186,11 @@ def test_exactly_what_may_become_a_stop_string_is_held_back(
     fed = shown = ""
 
     for piece in cut(text, places):
-        match = matcher.feed(piece)
-        if match.stop is not None:
+        piece_shown = matcher.feed(piece)
+        if matcher.stop is not None:
             return
         fed += piece
-        shown += match.text
+        shown += piece_shown
         beginnings = [fed[start:] for start in range(len(fed) + 1)]
         held = next(b for b in beginnings if not b or any(s.startswith(b) for s in stops))
         assert shown + held == fed

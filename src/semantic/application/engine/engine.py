@@ -147,10 +147,11 @@ class BlockPoolBatchEngine:
 
     def step(self) -> bool:
         """One turn of the loop; returns whether the device was given or gave anything."""
-        self._expire()
+        now = self._clock()
+        self._expire(now)
         if self._flights and self._scheduler.wants_tokens():
             self._collect_all()
-        rows = self._schedule()
+        rows = self._schedule(now)
         if rows:
             self._launch(rows)
         num_ahead = self._backend.traits.pipeline_depth if rows else 0
@@ -206,8 +207,7 @@ class BlockPoolBatchEngine:
 
     # -- schedule -------------------------------------------------------------------------------
 
-    def _schedule(self) -> list[tuple[Generation, Chunk]]:
-        now = self._clock()
+    def _schedule(self, now: float) -> list[tuple[Generation, Chunk]]:
         if not self._make_room():
             return []
         self._short_of_memory = None
@@ -232,7 +232,7 @@ class BlockPoolBatchEngine:
 
         False if rows must be collected, or blocks read or written, before anyone gives way.
         """
-        for generation in self._scheduler.running:
+        for generation in list(self._scheduler.running):
             while not self._memory.grow(generation):
                 if self._memory.close_oldest_idle():
                     continue
@@ -336,7 +336,7 @@ class BlockPoolBatchEngine:
     def _launch(self, rows: Sequence[tuple[Generation, Chunk]]) -> None:
         started = self._clock()
         try:
-            ticket = self._backend.launch(Step(tuple(chunk for _, chunk in rows)))
+            ticket = self._backend.launch(Step(tuple([chunk for _, chunk in rows])))
         except Exception as error:  # noqa: BLE001 - isolated below, never lost
             self._isolate(rows, error)
             return
@@ -485,8 +485,7 @@ class BlockPoolBatchEngine:
             self._say(generation, generation.reply_state)
         self._say(generation, generation.final)
 
-    def _expire(self) -> None:
-        now = self._clock()
+    def _expire(self, now: float) -> None:
         for generation in [g for g in self._generations.values() if g.is_late(now)]:
             error: SemanticError = GenerationTimeoutError("the request's deadline passed.")
             if generation is self._short_of_memory:

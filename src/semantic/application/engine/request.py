@@ -128,9 +128,6 @@ class TextAssembler:
     never lost; the pieces joined are exactly the decoding of all tokens. Stop strings are cut out.
 
     Special tokens are no text, except the `visible` ones: those the reply's parser looks for.
-
-    Attributes:
-        stop: The stop string that was hit, if any; nothing more may be fed then.
     """
 
     def __init__(
@@ -144,23 +141,24 @@ class TextAssembler:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._matcher = StopMatcher(stops)
         self._logprobs: list[ScoredToken] = []
-        self.stop: str | None = None
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that was hit, if any; nothing more may be fed then."""
+        return self._matcher.stop
 
     def feed(self, token: int, logprob: TokenLogprob | None = None) -> TextDelta | None:
         """Take a token; returns the text that became certain, if any."""
         if logprob is not None:
             self._logprobs.append(self._scored(logprob))
-        match = self._matcher.feed(self._decoder.decode(self._token_bytes(token)))
-        self.stop = match.stop
-        return self._delta(match.text)
+        return self._delta(self._matcher.feed(self._decoder.decode(self._token_bytes(token))))
 
     def finish(self) -> TextDelta | None:
         """Return what was held back, once no token follows."""
         if self.stop is not None:
             return None
-        match = self._matcher.feed(self._decoder.decode(b"", final=True))
-        self.stop = match.stop
-        return self._delta(match.text if match.stop else match.text + self._matcher.flush())
+        text = self._matcher.feed(self._decoder.decode(b"", final=True))
+        return self._delta(text + self._matcher.flush())
 
     def _delta(self, text: str) -> TextDelta | None:
         if not text:
@@ -445,7 +443,7 @@ class Generation:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Flight:
     """A step that is launched and not collected.
 

@@ -195,7 +195,7 @@ class VirtualClock:
         return self._served[agent]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Portion:
     """So many tokens of one sequence in the next step, and guesses after them."""
 
@@ -209,6 +209,8 @@ class ConcurrentScheduler:
 
     Attributes:
         planner: Guesses what rows will say; None guesses nothing.
+        running: Sequences that are open in the backend.
+        waiting: Requests that are not.
     """
 
     PLAIN_TOKENS = 3  # that a reply begins with: what steps take without guesses is seen there
@@ -229,57 +231,49 @@ class ConcurrentScheduler:
         self._window = window
         self._has_state = has_state
         self._clock = VirtualClock()
-        self._waiting: list[Generation] = []
-        self._running: list[Generation] = []
-
-    @property
-    def running(self) -> tuple[Generation, ...]:
-        """Sequences that are open in the backend."""
-        return tuple(self._running)
-
-    @property
-    def waiting(self) -> tuple[Generation, ...]:
-        """Requests that are not."""
-        return tuple(self._waiting)
+        self.waiting: list[Generation] = []
+        self.running: list[Generation] = []
 
     def add(self, generation: Generation) -> None:
         """Put a new request in the queue."""
         self._clock.join(generation.job.agent)
-        self._waiting.append(generation)
+        self.waiting.append(generation)
 
     def admit(self, generation: Generation) -> None:
         """Move a request from waiting to running."""
-        self._waiting.remove(generation)
-        self._running.append(generation)
+        self.waiting.remove(generation)
+        self.running.append(generation)
         generation.job.trace.note_admitted()
 
     def requeue(self, generation: Generation) -> None:
         """Move a request back to waiting; it keeps its place by arrival."""
-        self._running.remove(generation)
-        self._waiting.append(generation)
+        self.running.remove(generation)
+        self.waiting.append(generation)
 
     def remove(self, generation: Generation) -> None:
         """Drop a request that ended."""
-        queue = self._running if generation in self._running else self._waiting
+        queue = self.running if generation in self.running else self.waiting
         queue.remove(generation)
         self._clock.leave(generation.job.agent)
 
     def candidates(self, now: float) -> Iterator[Generation]:
         """Waiting requests that may be admitted, the most urgent first, while there is room."""
-        for generation in sorted(self._waiting, key=lambda g: self._urgency(g, now)):
-            if len(self._running) >= self.limits.max_batch_size:
+        for generation in sorted(self.waiting, key=lambda g: self._urgency(g, now)):
+            if len(self.running) >= self.limits.max_batch_size:
                 return
             yield generation
 
     def plan(self, now: float) -> list[Portion]:
         """Choose the next step's rows and count them as served; mutates fairness only."""
-        ready = [g for g in self._running if self._can_run(g)]
-        suspects = [g for g in self._running if g.retry_until is not None]
+        ready = [g for g in self.running if self._can_run(g)]
+        suspects = [g for g in self.running if g.retry_until is not None]
         if suspects:
             first = min(suspects, key=lambda g: g.order)
             ready = [first] if first in ready else []
-        decoding = [g for g in ready if g.num_behind == 1]
-        behind = [g for g in ready if g.num_behind > 1] if len(decoding) < len(ready) else []
+        decoding: list[Generation] = []
+        behind: list[Generation] = []
+        for generation in ready:
+            (decoding if generation.num_behind == 1 else behind).append(generation)
         drafts = self._drafts_of(decoding, has_prompts=bool(behind))
         portions = [Portion(g, 1, drafts.get(g.order, NO_DRAFT)) for g in decoding]
         if behind:
@@ -311,7 +305,7 @@ class ConcurrentScheduler:
         """
         if self.planner is None or not self.limits.draft_tokens:
             return False
-        rows = [g for g in self._running if g.num_behind == 1 and self._can_run(g)]
+        rows = [g for g in self.running if g.num_behind == 1 and self._can_run(g)]
         if not rows:
             return False
         self._limit_drafts(rows)
@@ -319,9 +313,9 @@ class ConcurrentScheduler:
 
     def victim(self) -> Generation | None:
         """Whom to preempt: the youngest of the lowest class, never the only one."""
-        if len(self._running) < 2:
+        if len(self.running) < 2:
             return None
-        return max(self._running, key=lambda g: (g.is_background, g.order))
+        return max(self.running, key=lambda g: (g.is_background, g.order))
 
     def check_integrity(self) -> None:
         """Check the lists and the clock.
@@ -329,11 +323,11 @@ class ConcurrentScheduler:
         Raises:
             AssertionError: they contradict each other.
         """
-        everyone = [*self._waiting, *self._running]
+        everyone = [*self.waiting, *self.running]
         problems = {
             "a request is listed twice": len({id(g) for g in everyone}) != len(everyone),
             "a request that ended is listed": any(g.is_done for g in everyone),
-            "a waiting request has rows": any(g.num_rows for g in self._waiting),
+            "a waiting request has rows": any(g.num_rows for g in self.waiting),
         }
         found = [what for what, is_so in problems.items() if is_so]
         if found:
