@@ -42,11 +42,11 @@ from tests.waiting import await_that
 pytestmark = pytest.mark.contract
 
 
-class Ledger(LedgerPort, LeasePort, Protocol):
-    """Both in one, as adapters are."""
+class SharedLedger(LedgerPort, LeasePort, Protocol):
+    """Both in one, as the ledger of several servers is."""
 
 
-Open: TypeAlias = Callable[[], Ledger]
+Open: TypeAlias = Callable[[], LedgerPort]
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -55,8 +55,8 @@ def open_ledger(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open
     url = request.getfixturevalue("database_url") if request.param == "postgres" else None
     with ExitStack() as opened:
 
-        def open_it() -> Ledger:
-            made = postgres_ledger(url) if url else SqliteLedger(tmp_path)
+        def open_it() -> LedgerPort:
+            made: LedgerPort = postgres_ledger(url) if url else SqliteLedger(tmp_path)
             made.load()
             opened.callback(made.close)
             return made
@@ -65,11 +65,19 @@ def open_ledger(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open
 
 
 @pytest.fixture
-def ledger(open_ledger: Open) -> Ledger:
+def ledger(open_ledger: Open) -> LedgerPort:
     return open_ledger()
 
 
-def postgres_ledger(url: str) -> Ledger:
+@pytest.fixture
+def shared_ledger(database_url: str) -> Iterator[SharedLedger]:
+    ledger = postgres_ledger(database_url)
+    ledger.load()
+    yield ledger
+    ledger.close()
+
+
+def postgres_ledger(url: str) -> SharedLedger:
     pytest.importorskip("psycopg")
     from semantic.adapters.outbound.ledger.postgres import PostgresLedger
 
@@ -109,7 +117,7 @@ def test_everything_is_there_for_the_next_server(open_ledger: Open) -> None:
     assert (*others, second.replay("acme", b"key"), second.place("local", "t9")) == (None,) * 4
 
 
-def test_a_log_is_read_from_its_head_backwards(ledger: Ledger) -> None:
+def test_a_log_is_read_from_its_head_backwards(ledger: LedgerPort) -> None:
     log = [turn_of(f"t{i}", f"t{i - 1}" if i else None, at=float(-i)) for i in range(9)]
     ledger.apply([PutTurn("local", turn) for turn in log[::-1]], is_synced=False)
 
@@ -119,7 +127,7 @@ def test_a_log_is_read_from_its_head_backwards(ledger: Ledger) -> None:
     assert ledger.ancestry("local", "t8", until="t6") == ("t8", "t7", "t6")
 
 
-def test_turns_follow_their_blocks_and_unreachable_ones_go(ledger: Ledger) -> None:
+def test_turns_follow_their_blocks_and_unreachable_ones_go(ledger: LedgerPort) -> None:
     kept, lost = turn_of("t1", block=name_of(1)), turn_of("t2", "t1", block=name_of(1))
     ledger.apply([PutTurn("local", kept), PutTurn("local", lost)], is_synced=False)
     ledger.apply([PutAgent(agent_of("coder", "t1"))], is_synced=False)
@@ -148,7 +156,7 @@ def test_the_first_salt_of_a_tenant_stays(open_ledger: Open) -> None:
 # -- heads ------------------------------------------------------------------------------------
 
 
-def test_a_head_moves_only_from_where_its_writer_saw_it(ledger: Ledger) -> None:
+def test_a_head_moves_only_from_where_its_writer_saw_it(ledger: LedgerPort) -> None:
     new = agent_of("coder", None, 0)
     ledger.apply([AdvanceHead(new, None)], is_synced=True)
     ledger.apply(advance(new, "t1"), is_synced=True)
@@ -199,50 +207,50 @@ def test_of_two_that_move_an_agent_at_once_one_wins_each_time(open_ledger: Open)
 # -- leases -----------------------------------------------------------------------------------
 
 
-def test_an_agent_is_leased_to_one_at_a_time(ledger: Ledger) -> None:
-    first = ledger.acquire("local", "coder", ttl_s=60)
+def test_an_agent_is_leased_to_one_at_a_time(shared_ledger: SharedLedger) -> None:
+    first = shared_ledger.acquire("local", "coder", ttl_s=60)
     assert first is not None
-    assert ledger.acquire("local", "coder", ttl_s=60) is None
-    assert ledger.acquire("acme", "coder", ttl_s=60) is not None
+    assert shared_ledger.acquire("local", "coder", ttl_s=60) is None
+    assert shared_ledger.acquire("acme", "coder", ttl_s=60) is not None
 
-    assert ledger.renew("local", "coder", first, ttl_s=60)
-    ledger.release("local", "coder", first)
-    assert not ledger.renew("local", "coder", first, ttl_s=60)
+    assert shared_ledger.renew("local", "coder", first, ttl_s=60)
+    shared_ledger.release("local", "coder", first)
+    assert not shared_ledger.renew("local", "coder", first, ttl_s=60)
 
-    second = ledger.acquire("local", "coder", ttl_s=60)
+    second = shared_ledger.acquire("local", "coder", ttl_s=60)
     assert second is not None
     assert second > first
-    ledger.release("local", "coder", first)  # it is over, and ends no other's
-    assert ledger.acquire("local", "coder", ttl_s=60) is None
+    shared_ledger.release("local", "coder", first)  # it is over, and ends no other's
+    assert shared_ledger.acquire("local", "coder", ttl_s=60) is None
 
 
-def test_a_lease_that_was_taken_over_moves_nothing(ledger: Ledger) -> None:
+def test_a_lease_that_was_taken_over_moves_nothing(shared_ledger: SharedLedger) -> None:
     agent = agent_of("coder", None, 0)
-    ledger.apply([AdvanceHead(agent, None)], is_synced=False)
-    stale = ledger.acquire("local", "coder", ttl_s=0.01)
+    shared_ledger.apply([AdvanceHead(agent, None)], is_synced=False)
+    stale = shared_ledger.acquire("local", "coder", ttl_s=0.01)
     assert stale is not None
     time.sleep(0.02)
-    fresh = ledger.acquire("local", "coder", ttl_s=60)
+    fresh = shared_ledger.acquire("local", "coder", ttl_s=60)
     assert fresh is not None
 
     with pytest.raises(ConflictError):
-        ledger.apply(advance(agent, "t1", stale), is_synced=False)
-    assert not ledger.renew("local", "coder", stale, ttl_s=60)
-    ledger.apply(advance(agent, "t2", fresh), is_synced=False)
+        shared_ledger.apply(advance(agent, "t1", stale), is_synced=False)
+    assert not shared_ledger.renew("local", "coder", stale, ttl_s=60)
+    shared_ledger.apply(advance(agent, "t2", fresh), is_synced=False)
 
-    assert ledger.agent("local", "coder") == agent.advance("t2", at=2.0)
-    assert ledger.acquire("local", "coder", ttl_s=60) is not None  # it ended with the turn
+    assert shared_ledger.agent("local", "coder") == agent.advance("t2", at=2.0)
+    assert shared_ledger.acquire("local", "coder", ttl_s=60) is not None  # it ended with the turn
 
 
-def test_a_lease_that_ran_out_and_nobody_took_still_holds(ledger: Ledger) -> None:
+def test_a_lease_that_ran_out_and_nobody_took_still_holds(shared_ledger: SharedLedger) -> None:
     agent = agent_of("coder", None, 0)
-    epoch = ledger.acquire("local", "coder", ttl_s=0.01)
+    epoch = shared_ledger.acquire("local", "coder", ttl_s=0.01)
     assert epoch is not None
     time.sleep(0.02)
 
-    ledger.apply([AdvanceHead(agent, None, epoch)], is_synced=False)
+    shared_ledger.apply([AdvanceHead(agent, None, epoch)], is_synced=False)
 
-    assert ledger.agent("local", "coder") == agent
+    assert shared_ledger.agent("local", "coder") == agent
 
 
 # -- what only several servers can do to each other -----------------------------------------------
@@ -281,7 +289,7 @@ def test_a_server_that_is_killed_in_a_turn_leaves_its_agent_to_others(database_u
     survivor.close()
 
 
-def _leased(ledger: Ledger, epochs: list[int]) -> list[int]:
+def _leased(ledger: SharedLedger, epochs: list[int]) -> list[int]:
     epoch = ledger.acquire("local", "coder", ttl_s=60)
     epochs += [] if epoch is None else [epoch]
     return epochs
@@ -328,7 +336,7 @@ def test_a_database_that_is_gone_or_newer_says_so(database_url: str) -> None:
     nowhere.close()
 
 
-def test_an_agent_keeps_what_it_is_when_it_moves(ledger: Ledger) -> None:
+def test_an_agent_keeps_what_it_is_when_it_moves(ledger: LedgerPort) -> None:
     agent = replace(agent_of("coder", None, 0), labels=(("a", "b"),), ttl_s=9.0)
     ledger.apply([AdvanceHead(agent, None)], is_synced=False)
     ledger.apply(advance(agent, "t1"), is_synced=False)

@@ -9,47 +9,45 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, LiteralString, TypeAlias
+from typing import Any, LiteralString, TypeAlias, TypeVar
 
 import psycopg
 from psycopg import sql
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from semantic.adapters.outbound.ledger.schema import (
+    TENANTS,
     DamagedLedgerError,
     Row,
+    Table,
     agent_row,
-    read_agent,
-    read_pointer,
-    read_replay,
     read_tenant,
-    read_turn,
-    replay_row,
-    tenant_row,
-    turn_row,
 )
-from semantic.adapters.outbound.ledger.statements import is_of_index
-from semantic.domain.agents import Agent, Pointer, Turn
+from semantic.adapters.outbound.ledger.statements import (
+    REACHED_OR_NEW,
+    LedgerReadings,
+    is_of_index,
+    shared_change,
+)
+from semantic.domain.agents import Agent
 from semantic.domain.errors import CachePersistenceError, ConflictError
 from semantic.ports.storage import (
     AdvanceHead,
     DropAgent,
+    DropPart,
     LedgerChange,
     LedgerPort,
     LedgerState,
-    MarkDurable,
+    MarkIndexWhole,
     PutAgent,
-    PutReplay,
-    PutTenant,
-    PutTurn,
-    Repoint,
-    Tenant,
-    TurnPlace,
+    PutPart,
+    TouchParts,
 )
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
 # Told the tenant, the agent and the turn that it has now; all are empty after a time of deafness.
 OnMoved: TypeAlias = Callable[[str, str, str], None]
@@ -95,12 +93,6 @@ CREATE INDEX parts_by_parent ON parts (parent);
 # Each brings a ledger to the version that is its place in the row, counted from one.
 MIGRATIONS: tuple[LiteralString, ...] = (_FIRST,)
 
-_TURN: LiteralString = (
-    "turns.id, turns.tenant, turns.parent, turns.agent, turns.num_tokens, turns.created_at, "
-    "turns.root, turns.block, turns.pointer_tokens, turns.is_durable, turns.tokens, turns.body, "
-    "turns.crc"
-)
-_AGENT: LiteralString = "tenant, id, head, last_used, body, crc"
 _PUT_AGENT: LiteralString = """
 INSERT INTO agents VALUES (%s, %s, %s, %s, %s, %s, %s, clock_timestamp())
 ON CONFLICT (tenant, id) DO
@@ -113,19 +105,6 @@ _ADVANCE: LiteralString = """
 UPDATE agents SET head = %s, last_used = %s, body = %s, crc = %s, ttl_s = %s,
     stored_at = clock_timestamp()
 WHERE tenant = %s AND id = %s AND head IS NOT DISTINCT FROM %s
-"""
-_PUT_TURN: LiteralString = """
-INSERT INTO turns VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)
-ON CONFLICT (id, tenant) DO UPDATE SET parent = EXCLUDED.parent, agent = EXCLUDED.agent,
-    num_tokens = EXCLUDED.num_tokens, created_at = EXCLUDED.created_at, root = EXCLUDED.root,
-    block = EXCLUDED.block, pointer_tokens = EXCLUDED.pointer_tokens,
-    is_durable = EXCLUDED.is_durable, tokens = EXCLUDED.tokens, body = EXCLUDED.body,
-    crc = EXCLUDED.crc, place = EXCLUDED.place
-"""
-_PUT_REPLAY: LiteralString = """
-INSERT INTO replays VALUES (%s, %s, %s, %s, %s)
-ON CONFLICT (tenant, key) DO UPDATE SET tokens = EXCLUDED.tokens, at = EXCLUDED.at,
-    crc = EXCLUDED.crc
 """
 _ACQUIRE: LiteralString = """
 INSERT INTO leases VALUES (
@@ -140,44 +119,16 @@ UPDATE leases SET expires_at = clock_timestamp() + make_interval(secs => %s)
 WHERE tenant = %s AND agent = %s AND epoch = %s
 """
 _END_LEASE: LiteralString = "DELETE FROM leases WHERE tenant = %s AND agent = %s AND epoch = %s"
-_ANCESTRY: LiteralString = """
-WITH RECURSIVE walk (id, parent) AS (
-    SELECT id, parent FROM turns WHERE id = %(head)s AND tenant = %(tenant)s
-    UNION SELECT turns.id, turns.parent FROM walk
-        JOIN turns ON turns.id = walk.parent AND turns.tenant = %(tenant)s
-        WHERE walk.id <> %(until)s
-) SELECT id, parent FROM walk
-"""
-REACHED: LiteralString = """
-WITH RECURSIVE reached (id, tenant) AS (
-    SELECT head, tenant FROM agents WHERE head IS NOT NULL
-    UNION SELECT id, tenant FROM turns WHERE created_at >= %s
-    UNION SELECT turns.parent, turns.tenant FROM reached
-        JOIN turns ON turns.id = reached.id AND turns.tenant = reached.tenant
-        WHERE turns.parent IS NOT NULL
-)
-"""
-_POINTERS: LiteralString = (
-    REACHED
-    + """
-SELECT DISTINCT root, block, pointer_tokens FROM reached
-    JOIN turns ON turns.id = reached.id AND turns.tenant = reached.tenant
-    WHERE block IS NOT NULL
-"""
-)
-_FORGET_TURNS: LiteralString = "".join(
+_FORGET_TURNS = " ".join(
     (
-        REACHED,
-        """
-DELETE FROM turns WHERE NOT EXISTS (
-    SELECT 1 FROM reached WHERE reached.id = turns.id AND reached.tenant = turns.tenant
-)
-""",
+        REACHED_OR_NEW,
+        "DELETE FROM turns WHERE NOT EXISTS (SELECT 1 FROM reached",
+        "WHERE reached.id = turns.id AND reached.tenant = turns.tenant)",
     )
 )
 
 
-class PostgresLedger:
+class PostgresLedger(LedgerReadings):
     """`LedgerPort` and `LeasePort` over a database. All methods are safe on any thread."""
 
     def __init__(self, url: str, index: LedgerPort, *, timeout_s: float = _TIMEOUT_S) -> None:
@@ -207,9 +158,8 @@ class PostgresLedger:
             self._pool.open()
             with self._pool.connection() as connection:
                 _migrate(connection)
-                rows = connection.execute("SELECT id, salt, crc FROM tenants").fetchall()
-        tenants = tuple(map(read_tenant, rows))
-        return LedgerState(tenants, (), local.parts, local.is_index_lost, local.problem)
+        tenants = self._read(TENANTS.select(""), (), read_tenant, TENANTS)
+        return LedgerState(tuple(tenants), (), local.parts, local.is_index_lost, local.problem)
 
     @contextmanager
     def transaction(self, *, is_synced: bool = True) -> Iterator[Connection]:
@@ -254,76 +204,12 @@ class PostgresLedger:
         with self.transaction(is_synced=False) as connection:
             connection.execute(_END_LEASE, (tenant, agent_id, epoch))
 
-    # -- readings -------------------------------------------------------------------------------
-
-    def tenant(self, tenant_id: str) -> Tenant | None:
-        """Read a tenant."""
-        row = self._one("SELECT id, salt, crc FROM tenants WHERE id = %s", (tenant_id,))
-        return read_tenant(row) if row else None
-
-    def agent(self, tenant: str, agent_id: str) -> Agent | None:
-        """Read an agent."""
-        query = " ".join(("SELECT", _AGENT, "FROM agents WHERE tenant = %s AND id = %s"))
-        row = self._one(query, (tenant, agent_id))
-        return read_agent(row) if row else None
-
-    def agents(self, tenant: str) -> tuple[Agent, ...]:
-        """Read all agents of a tenant."""
-        rows = self._all(" ".join(("SELECT", _AGENT, "FROM agents WHERE tenant = %s")), (tenant,))
-        return tuple(map(read_agent, rows))
-
-    def turn(self, tenant: str, turn_id: str) -> Turn | None:
-        """Read one turn."""
-        query = " ".join(("SELECT", _TURN, "FROM turns WHERE id = %s AND tenant = %s"))
-        row = self._one(query, (turn_id, tenant))
-        return read_turn(row) if row else None
-
-    def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
-        """Read where a turn ended, without what was said in it."""
-        query: LiteralString = (
-            "SELECT num_tokens, root, block, pointer_tokens FROM turns "
-            "WHERE id = %s AND tenant = %s"
-        )
-        row = self._one(query, (turn_id, tenant))
-        if row is None:
-            return None
-        num_tokens, *place = row
-        return TurnPlace(num_tokens, None if place[1] is None else read_pointer(tuple(place)))
-
-    def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
-        """Read the turns that led to `head`, the latest first, at most `limit`."""
-        ids = self.ancestry(tenant, head)[: max(limit, 0)]
-        query = " ".join(("SELECT", _TURN, "FROM turns WHERE id = ANY(%s) AND tenant = %s"))
-        turns = {turn.id: turn for turn in map(read_turn, self._all(query, (list(ids), tenant)))}
-        return tuple(turns[turn_id] for turn_id in ids if turn_id in turns)
-
-    def ancestry(self, tenant: str, head: str, *, until: str = "") -> tuple[str, ...]:
-        """Read the ids of the turns that led to `head`, the latest first, down to `until`."""
-        named = {"head": head, "tenant": tenant, "until": until}
-        parents: dict[str, str | None] = {row[0]: row[1] for row in self._all(_ANCESTRY, named)}
-        log: list[str] = []
-        next_id: str | None = head
-        while next_id is not None and next_id in parents:
-            log.append(next_id)
-            next_id = parents.pop(next_id)
-        return tuple(log)
-
-    def pointers(self) -> tuple[Pointer, ...]:
-        """Where all turns that an agent reaches end, of all servers' agents."""
-        return tuple(map(read_pointer, self._all(_POINTERS, (float("inf"),))))
-
-    def replay(self, tenant: str, key: bytes) -> tuple[int, ...] | None:
-        """Read the ids of a reply."""
-        query: LiteralString = "SELECT * FROM replays WHERE tenant = %s AND key = %s"
-        row = self._one(query, (tenant, key))
-        return read_replay(row) if row else None
-
     # -- upkeep ---------------------------------------------------------------------------------
 
     def forget_unreachable(self, *, before: float, replays_before: float) -> int:
         """Remove old turns that no agent reaches, and old replays; returns how many."""
         with self.transaction(is_synced=False) as connection:
-            turns = connection.execute(_FORGET_TURNS, (before,))
+            turns = _execute(connection, _FORGET_TURNS, (before,))
             replays = connection.execute("DELETE FROM replays WHERE at < %s", (replays_before,))
             return turns.rowcount + replays.rowcount
 
@@ -376,15 +262,12 @@ class PostgresLedger:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _one(self, query: LiteralString, values: Sequence[object]) -> Row | None:
+    def _read(
+        self, query: str, values: Row, decode: Callable[[Row], _T], table: Table | None = None
+    ) -> list[_T]:
+        del table  # nothing is encrypted here
         with self._refusals(), self._pool.connection() as connection:
-            return connection.execute(query, values).fetchone()
-
-    def _all(
-        self, query: LiteralString, values: Sequence[object] | Mapping[str, object]
-    ) -> list[Row]:
-        with self._refusals(), self._pool.connection() as connection:
-            return connection.execute(query, values).fetchall()
+            return [decode(row) for row in _execute(connection, query, values).fetchall()]
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -423,28 +306,22 @@ def _migrate(connection: Connection) -> None:
         connection.execute("INSERT INTO versions VALUES (%s)", (number,))
 
 
+def _execute(connection: Connection, query: str, values: Row) -> psycopg.Cursor[Row]:
+    """Run what is written with question marks for values."""
+    return connection.execute(query.replace("?", "%s").encode(), values)
+
+
 def _make_change(connection: Connection, change: LedgerChange) -> None:
     match change:
-        case PutTenant(tenant):
-            add = "INSERT INTO tenants VALUES (%s, %s, %s) ON CONFLICT DO NOTHING"
-            connection.execute(add, tenant_row(tenant))
         case PutAgent(agent):
             connection.execute(_PUT_AGENT + _REPLACE_AGENT, _timed_row(agent))
         case AdvanceHead():
             _advance(connection, change)
-        case DropAgent(tenant_id, agent_id):
-            drop = "DELETE FROM agents WHERE tenant = %s AND id = %s"
-            connection.execute(drop, (tenant_id, agent_id))
-        case PutTurn(tenant_id, turn):
-            connection.execute(_PUT_TURN, turn_row(tenant_id, turn))
-        case PutReplay():
-            connection.execute(_PUT_REPLAY, replay_row(change))
-        case MarkDurable(turn_id):
-            connection.execute("UPDATE turns SET is_durable = 1 WHERE id = %s", (turn_id,))
-        case Repoint(old, new):
-            connection.execute("UPDATE turns SET block = %s WHERE block = %s", (new, old))
-        case _:
+        case PutPart() | DropPart() | TouchParts() | MarkIndexWhole():
             raise AssertionError(f"{change} is of the index")
+        case _:
+            statement, row, _ = shared_change(change)
+            _execute(connection, statement, row)
 
 
 def _timed_row(agent: Agent) -> Row:

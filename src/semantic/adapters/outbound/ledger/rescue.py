@@ -28,6 +28,7 @@ from semantic.adapters.outbound.ledger.files import (
 from semantic.adapters.outbound.ledger.schema import (
     AGENTS,
     CHECKED_TABLES,
+    OLDEST_FIRST,
     DamagedLedgerError,
     NewerLedgerError,
     Row,
@@ -170,10 +171,11 @@ def _opened(
 
 def _copy(source: sqlite3.Connection, target: sqlite3.Connection, table: Table) -> bool:
     """Add the rows that `target` lacks; returns whether all could be read and are sound."""
-    if _copy_rows(source, target, table, table.forwards):
+    query = table.select(OLDEST_FIRST)
+    if _copy_rows(source, target, table, query):
         return True
     # From the other end, up to where the damage is.
-    _copy_rows(source, target, table, f"{table.forwards} DESC")
+    _copy_rows(source, target, table, f"{query} DESC")
     return False
 
 
@@ -216,7 +218,7 @@ def _mend_agents(target: sqlite3.Connection, backup: sqlite3.Connection | None) 
         mended = older.get((agent.tenant, agent.id))
         if mended is None or not _is_rooted(mended, parents):
             mended = replace(agent, head=None, num_turns=0)
-        target.execute(AGENTS.insert, sealed(target, AGENTS, agent_row(mended)))
+        target.execute(AGENTS.put, sealed(target, AGENTS, agent_row(mended)))
     return len(cut)
 
 
@@ -224,7 +226,7 @@ def _agents(source: sqlite3.Connection) -> dict[_Key, Agent]:
     """Read the agents that are sound, up to where there is damage."""
     found: dict[_Key, Agent] = {}
     try:
-        for row in source.execute(AGENTS.forwards):
+        for row in source.execute(AGENTS.select(OLDEST_FIRST)):
             if _is_good(source, AGENTS, row):
                 agent = read_agent(opened(source, AGENTS, row))
                 found[agent.tenant, agent.id] = agent

@@ -70,39 +70,55 @@ class Table:
     """A table whose rows are the truth and end with their checksum.
 
     Attributes:
-        mutable: Columns that change after the row is written; the checksum leaves them out.
+        columns: All of them, in a row's order; the first `num_keys` are the key.
+        secret: Those that may be encrypted, by number.
+        mutable: Those that change after the row is written; the checksum leaves them out.
     """
 
     name: str
-    num_columns: int
+    columns: tuple[str, ...]
+    num_keys: int
+    secret: tuple[int, ...]
     mutable: range = range(0)
 
     @property
-    def insert(self) -> str:
+    def put(self) -> str:
         """Writes a row, in place of the one with its key."""
-        return self._write("REPLACE")
+        changed = ", ".join(f"{name} = EXCLUDED.{name}" for name in self.columns[self.num_keys :])
+        key = ", ".join(self.columns[: self.num_keys])
+        return f"{self._insert} ON CONFLICT ({key}) DO UPDATE SET {changed}"
 
     @property
     def fill(self) -> str:
         """Writes a row, unless there is one with its key."""
-        return self._write("IGNORE")
+        return f"{self._insert} ON CONFLICT DO NOTHING"
+
+    def select(self, rest: str) -> str:
+        """Reads rows."""
+        return " ".join(("SELECT", ", ".join(self.columns), "FROM", self.name, rest))
 
     @property
-    def forwards(self) -> str:
-        """Reads all rows, the oldest first."""
-        return " ".join(("SELECT * FROM", self.name, "ORDER BY rowid"))
-
-    def _write(self, conflict: str) -> str:
-        values = ",".join("?" * self.num_columns)
-        return " ".join(("INSERT OR", conflict, "INTO", self.name, f"VALUES ({values})"))
+    def _insert(self) -> str:
+        names, marks = ", ".join(self.columns), ", ".join("?" * len(self.columns))
+        return " ".join(("INSERT INTO", self.name, f"({names}) VALUES ({marks})"))
 
 
-TENANTS = Table("tenants", 3)
-AGENTS = Table("agents", 6)
-TURNS = Table("turns", 13, mutable=range(6, 10))
-REPLAYS = Table("replays", 5)
+TENANTS = Table("tenants", ("id", "salt", "crc"), 1, (1,))
+AGENTS = Table("agents", ("tenant", "id", "head", "last_used", "body", "crc"), 2, (4,))
+TURNS = Table(
+    "turns",
+    (
+        *("id", "tenant", "parent", "agent", "num_tokens", "created_at"),
+        *("root", "block", "pointer_tokens", "is_durable", "tokens", "body", "crc"),
+    ),
+    2,
+    (10, 11),
+    mutable=range(6, 10),
+)
+REPLAYS = Table("replays", ("tenant", "key", "tokens", "at", "crc"), 2, (2,))
 # Turns before agents: an agent is judged by the turns that are there.
 CHECKED_TABLES = (TENANTS, TURNS, AGENTS, REPLAYS)
+OLDEST_FIRST = "ORDER BY rowid"
 INSERT_PART = "INSERT OR REPLACE INTO parts VALUES (?,?,?,?,?,?,?,?)"
 
 

@@ -9,10 +9,6 @@ import sqlite3
 
 from semantic.adapters.outbound.cipher import Cipher, is_sealed
 from semantic.adapters.outbound.ledger.schema import (
-    AGENTS,
-    REPLAYS,
-    TENANTS,
-    TURNS,
     Row,
     Table,
     is_sound,
@@ -20,14 +16,7 @@ from semantic.adapters.outbound.ledger.schema import (
 )
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 
-# The columns that a row is found by, and those that are encrypted.
-_COLUMNS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    TENANTS.name: ((0,), (1,)),
-    AGENTS.name: ((0, 1), (4,)),
-    TURNS.name: ((0, 1), (10, 11)),
-    REPLAYS.name: ((0, 1), (2,)),
-}
-_PART_KEY, _PART_TOKENS = (0, 1), 5
+_PART_TOKENS = 5
 _TEXT, _BYTES = b"t", b"b"
 
 
@@ -42,10 +31,9 @@ def sealed(connection: sqlite3.Connection, table: Table, row: Row) -> Row:
     cipher = _cipher(connection)
     if cipher is None:
         return row
-    key, secret = _COLUMNS[table.name]
-    values = list(row[:-1])
-    for index in secret:
-        values[index] = cipher.seal(_packed(values[index]), _context(table.name, row, key, index))
+    key, values = row[: table.num_keys], list(row[:-1])
+    for index in table.secret:
+        values[index] = cipher.seal(_packed(values[index]), _context(table.name, key, index))
     return with_checksum(table, tuple(values))
 
 
@@ -57,12 +45,13 @@ def opened(connection: sqlite3.Connection, table: Table, row: Row) -> Row:
     """
     if not is_sound(table, row):
         return row
-    cipher, (key, secret) = _cipher(connection), _COLUMNS[table.name]
-    if not _is_as_expected(cipher, row[secret[-1]]) or cipher is None:
+    cipher = _cipher(connection)
+    _check_presence(cipher, row[table.secret[-1]])
+    if cipher is None:
         return row
-    values = list(row[:-1])
-    for index in secret:
-        context = _context(table.name, row, key, index)
+    key, values = row[: table.num_keys], list(row[:-1])
+    for index in table.secret:
+        context = _context(table.name, key, index)
         values[index] = _unpacked(_decrypted(cipher, values[index], context))
     return with_checksum(table, tuple(values))
 
@@ -72,8 +61,7 @@ def sealed_part(connection: sqlite3.Connection, row: Row) -> Row:
     cipher = _cipher(connection)
     if cipher is None:
         return row
-    context = _context("parts", row, _PART_KEY, _PART_TOKENS)
-    tokens = cipher.seal(row[_PART_TOKENS], context)
+    tokens = cipher.seal(row[_PART_TOKENS], _part_context(row))
     return (*row[:_PART_TOKENS], tokens, *row[_PART_TOKENS + 1 :])
 
 
@@ -84,10 +72,10 @@ def opened_part(connection: sqlite3.Connection, row: Row) -> Row:
         CachePersistenceError: the key is wrong or missing, or there should be none.
     """
     cipher = _cipher(connection)
-    if not _is_as_expected(cipher, row[_PART_TOKENS]) or cipher is None:
+    _check_presence(cipher, row[_PART_TOKENS])
+    if cipher is None:
         return row
-    context = _context("parts", row, _PART_KEY, _PART_TOKENS)
-    tokens = _decrypted(cipher, row[_PART_TOKENS], context)
+    tokens = _decrypted(cipher, row[_PART_TOKENS], _part_context(row))
     return (*row[:_PART_TOKENS], tokens, *row[_PART_TOKENS + 1 :])
 
 
@@ -95,8 +83,8 @@ def _cipher(connection: sqlite3.Connection) -> Cipher | None:
     return connection.cipher if isinstance(connection, LedgerConnection) else None
 
 
-def _is_as_expected(cipher: Cipher | None, value: object) -> bool:
-    """Whether a value is encrypted if and only if there is a key.
+def _check_presence(cipher: Cipher | None, value: object) -> None:
+    """See that a value is encrypted if and only if there is a key.
 
     Raises:
         CachePersistenceError: it is not so; nothing was changed.
@@ -112,7 +100,6 @@ def _is_as_expected(cipher: Cipher | None, value: object) -> bool:
             "the cache is not encrypted, and a key was given: choose a new --cache-dir (agents can "
             "be exported and imported), or leave the key out. Nothing was changed."
         )
-    return True
 
 
 def _decrypted(cipher: Cipher, value: bytes, context: bytes) -> bytes:
@@ -124,9 +111,13 @@ def _decrypted(cipher: Cipher, value: bytes, context: bytes) -> bytes:
         ) from error
 
 
-def _context(table: str, row: Row, key: tuple[int, ...], column: int) -> bytes:
+def _context(table: str, key: Row, column: int) -> bytes:
     """What a sealed value is, so that it counts nowhere else."""
-    return repr((table, *(row[index] for index in key), column)).encode("utf-8", "surrogatepass")
+    return repr((table, *key, column)).encode("utf-8", "surrogatepass")
+
+
+def _part_context(row: Row) -> bytes:
+    return _context("parts", row[:2], _PART_TOKENS)
 
 
 def _packed(value: str | bytes) -> bytes:

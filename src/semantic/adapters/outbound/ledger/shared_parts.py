@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import LiteralString
 
-from semantic.adapters.outbound.ledger.postgres import REACHED, PostgresLedger
+from semantic.adapters.outbound.ledger.postgres import PostgresLedger
 from semantic.adapters.outbound.ledger.schema import part_row, read_parts
+from semantic.adapters.outbound.ledger.statements import REACHED
 from semantic.domain.blocks import BlockName, BlockPart, PartKey
 from semantic.domain.spec import LayerKind
 
@@ -144,7 +145,7 @@ class SharedParts:
         """
         with self._ledger.transaction(is_synced=False) as connection:
             connection.execute(_EXPIRE)
-            connection.execute(_MARK, (float("inf"), unused_s))
+            connection.execute(_MARK, (unused_s,))
 
     def condemn(self, *, grace_s: float) -> list[tuple[PartKey, int]]:
         """Delete what was dead for so long; returns all whose objects are to go, with their bytes.

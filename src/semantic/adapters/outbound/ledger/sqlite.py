@@ -8,13 +8,12 @@ have the same ledger in memory.
 
 import sqlite3
 import threading
-import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from semantic.adapters.outbound.cipher import Cipher
 from semantic.adapters.outbound.ledger.files import (
@@ -33,37 +32,29 @@ from semantic.adapters.outbound.ledger.files import (
 )
 from semantic.adapters.outbound.ledger.rescue import Rescue
 from semantic.adapters.outbound.ledger.schema import (
-    REPLAYS,
-    TURNS,
     DamagedLedgerError,
     NewerLedgerError,
+    Row,
+    Table,
     check_tables,
     migrate,
     num_logged,
-    read_replay,
-    read_turn,
     set_num_logged,
     version_of,
 )
 from semantic.adapters.outbound.ledger.sealing import opened
 from semantic.adapters.outbound.ledger.statements import (
+    LedgerReadings,
     forget_unreachable,
     is_logged,
     is_of_index,
     make_change,
-    read_agents,
-    read_ancestry,
-    read_one_agent,
-    read_one_tenant,
-    read_place,
-    read_pointers,
     read_state,
-    read_turns,
 )
-from semantic.domain.agents import Agent, Pointer, Turn
-from semantic.domain.errors import CachePersistenceError, ConflictError
-from semantic.ports.storage import AdvanceHead, LedgerChange, LedgerState, Tenant, TurnPlace
+from semantic.domain.errors import CachePersistenceError
+from semantic.ports.storage import LedgerChange, LedgerState
 
+_T = TypeVar("_T")
 LEDGER_FILE, BACKUP_FILE, MARK_FILE = "ledger.db", "ledger.backup.db", "ledger.mark"
 _TIMEOUT_S = 5.0
 _LOG_BYTES = 2**24
@@ -93,51 +84,8 @@ class _CutLedgerError(Exception):
     """The ledger has seen less than its backup."""
 
 
-class _Leases:
-    """`LeasePort` of a ledger that one process has to itself: in memory, they end with it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._epoch = 0
-        self._held: dict[tuple[str, str], tuple[int, float]] = {}  # epoch, and until when
-
-    def acquire(self, key: tuple[str, str], ttl_s: float) -> int | None:
-        with self._lock:
-            now = time.monotonic()
-            if self._held.get(key, (0, now))[1] > now:
-                return None
-            self._epoch += 1
-            self._held[key] = (self._epoch, now + ttl_s)
-            return self._epoch
-
-    def renew(self, key: tuple[str, str], epoch: int, ttl_s: float) -> bool:
-        with self._lock:
-            if self._held.get(key, (0, 0.0))[0] != epoch:
-                return False
-            self._held[key] = (epoch, time.monotonic() + ttl_s)
-            return True
-
-    @contextmanager
-    def ended(self, changes: Sequence[LedgerChange]) -> Iterator[None]:
-        """End the leases of changes that are made inside, unless one of them is another's."""
-        moves = [c for c in changes if isinstance(c, AdvanceHead) and c.epoch is not None]
-        with self._lock:
-            for move in moves:
-                key = (move.agent.tenant, move.agent.id)
-                if self._held.get(key, (0, 0.0))[0] != move.epoch:
-                    raise ConflictError(f"agent {move.agent.id!r} was taken over meanwhile.")
-            yield
-            for move in moves:
-                del self._held[move.agent.tenant, move.agent.id]
-
-    def release(self, key: tuple[str, str], epoch: int) -> None:
-        with self._lock:
-            if self._held.get(key, (0, 0.0))[0] == epoch:
-                del self._held[key]
-
-
-class SqliteLedger:
-    """`LedgerPort` and `LeasePort` over one directory; safe on any thread once `load` is done."""
+class SqliteLedger(LedgerReadings):
+    """`LedgerPort` over one directory; safe on any thread once `load` is done."""
 
     def __init__(
         self,
@@ -164,7 +112,6 @@ class SqliteLedger:
         self._lock = threading.RLock()
         self._backup_lock = threading.Lock()
         self._opened: _Open | None = None
-        self._leases = _Leases()
 
     @classmethod
     def in_memory(cls) -> Self:
@@ -198,10 +145,7 @@ class SqliteLedger:
     def apply(self, changes: Sequence[LedgerChange], *, is_synced: bool) -> None:
         """Make changes in their order, all or none of them."""
         num_new = sum(map(is_logged, changes))
-        with (
-            self._leases.ended(changes),
-            self._transaction(is_synced=is_synced) as connection,
-        ):
+        with self._transaction(is_synced=is_synced) as connection:
             for change in changes:
                 make_change(connection, change)
             if num_new:
@@ -211,74 +155,11 @@ class SqliteLedger:
         if not all(is_of_index(change) for change in changes):
             self._current.num_changes += 1
 
-    def acquire(self, tenant: str, agent_id: str, *, ttl_s: float) -> int | None:
-        """Lease an agent; returns the epoch, None if another has it."""
-        return self._leases.acquire((tenant, agent_id), ttl_s)
-
-    def renew(self, tenant: str, agent_id: str, epoch: int, *, ttl_s: float) -> bool:
-        """Make a lease last on; False if it is over."""
-        return self._leases.renew((tenant, agent_id), epoch, ttl_s)
-
-    def release(self, tenant: str, agent_id: str, epoch: int) -> None:
-        """End a lease."""
-        self._leases.release((tenant, agent_id), epoch)
-
-    def tenant(self, tenant_id: str) -> Tenant | None:
-        """Read a tenant."""
-        with self._current.readers.lend() as connection:
-            return read_one_tenant(connection, tenant_id)
-
-    def agent(self, tenant: str, agent_id: str) -> Agent | None:
-        """Read an agent."""
-        with self._current.readers.lend() as connection:
-            return read_one_agent(connection, tenant, agent_id)
-
-    def agents(self, tenant: str) -> tuple[Agent, ...]:
-        """Read all agents of a tenant."""
-        with self._current.readers.lend() as connection:
-            return read_agents(connection, tenant)
-
-    def turn(self, tenant: str, turn_id: str) -> Turn | None:
-        """Read one turn; None if the tenant has none of that id."""
-        with self._current.readers.lend() as connection:
-            row = connection.execute(
-                "SELECT * FROM turns WHERE id = ? AND tenant = ?", (turn_id, tenant)
-            ).fetchone()
-            return read_turn(opened(connection, TURNS, row)) if row else None
-
-    def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
-        """Read where a turn ended, without what was said in it."""
-        with self._current.readers.lend() as connection:
-            return read_place(connection, tenant, turn_id)
-
-    def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
-        """Read the turns that led to `head`, the latest first, at most `limit`."""
-        with self._current.readers.lend() as connection:
-            return read_turns(connection, tenant, head, limit)
-
-    def ancestry(self, tenant: str, head: str, *, until: str = "") -> tuple[str, ...]:
-        """Read the ids of the turns that led to `head`, the latest first, down to `until`."""
-        with self._current.readers.lend() as connection:
-            return read_ancestry(connection, tenant, head, until)
-
-    def pointers(self) -> tuple[Pointer, ...]:
-        """Where all turns that an agent reaches end."""
-        with self._current.readers.lend() as connection:
-            return read_pointers(connection)
-
     def num_turns(self) -> int:
         """How many turns there are, also those that no agent reaches."""
         with self._current.readers.lend() as connection:
             (number,) = connection.execute("SELECT count(*) FROM turns").fetchone()
             return int(number)
-
-    def replay(self, tenant: str, key: bytes) -> tuple[int, ...] | None:
-        """Read the ids of a reply."""
-        with self._current.readers.lend() as connection:
-            row = connection.execute(
-                "SELECT * FROM replays WHERE tenant = ? AND key = ?", (tenant, key)
-            ).fetchone()
-            return read_replay(opened(connection, REPLAYS, row)) if row else None
 
     def forget_unreachable(self, *, before: float, replays_before: float) -> int:
         """Remove old turns that no agent reaches, and old replays; returns how many."""
@@ -318,6 +199,13 @@ class SqliteLedger:
                 opened, self._opened = self._opened, None
                 opened.readers.close()
                 opened.writer.close()
+
+    def _read(
+        self, query: str, values: Row, decode: Callable[[Row], _T], table: Table | None = None
+    ) -> list[_T]:
+        with self._current.readers.lend() as connection:
+            rows = connection.execute(query, values).fetchall()
+            return [decode(opened(connection, table, row) if table else row) for row in rows]
 
     @property
     def _current(self) -> _Open:

@@ -1,19 +1,29 @@
-"""What is asked of the ledger and done to it, as SQL. It opens no connection and no transaction."""
+"""What is asked of a ledger and done to it, as SQL. It opens no connection and no transaction.
+
+SQLite and PostgreSQL are asked the same, with a question mark for each value. What is done to them
+differs where rows do; `shared_change` says what does not.
+"""
 
 import sqlite3
-from typing import TypeAlias, assert_never
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import LiteralString, TypeAlias, TypeVar, assert_never
 
 from semantic.adapters.outbound.ledger.schema import (
     AGENTS,
     INSERT_PART,
+    OLDEST_FIRST,
     REPLAYS,
     TENANTS,
     TURNS,
+    Row,
+    Table,
     agent_row,
     part_row,
     read_agent,
     read_parts,
     read_pointer,
+    read_replay,
     read_tenant,
     read_turn,
     replay_row,
@@ -42,55 +52,142 @@ from semantic.ports.storage import (
     TurnPlace,
 )
 
+_T = TypeVar("_T")
 _IndexChange: TypeAlias = PutPart | DropPart | TouchParts | MarkIndexWhole
-_AgentChange: TypeAlias = PutTenant | PutAgent | AdvanceHead | DropAgent
+_LoggedChange: TypeAlias = PutTenant | PutAgent | AdvanceHead | DropAgent | PutTurn
 # UNION ends a walk that comes back to where it was, which only a damaged ledger can make it do.
 _WALK = """
 WITH RECURSIVE walk (id, parent) AS (
-    SELECT id, parent FROM turns WHERE id = :head AND tenant = :tenant
+    SELECT id, parent FROM turns WHERE id = ? AND tenant = ?
     UNION SELECT turns.id, turns.parent FROM walk
-        JOIN turns ON turns.id = walk.parent AND turns.tenant = :tenant
-    LIMIT :limit
+        JOIN turns ON turns.id = walk.parent AND turns.tenant = ?
+        WHERE walk.id <> ?
 )
-SELECT turns.* FROM walk CROSS JOIN turns ON turns.id = walk.id AND turns.tenant = :tenant
 """
-_ANCESTRY = """
-WITH RECURSIVE walk (id, parent) AS (
-    SELECT id, parent FROM turns WHERE id = :head AND tenant = :tenant
-    UNION SELECT turns.id, turns.parent FROM walk
-        JOIN turns ON turns.id = walk.parent AND turns.tenant = :tenant
-        WHERE walk.id <> :until
-)
-SELECT id, parent FROM walk
-"""
-_PLACE = "SELECT num_tokens, root, block, pointer_tokens FROM turns WHERE id = ? AND tenant = ?"
-_POINTERS = """
+_HEADS: LiteralString = """
 WITH RECURSIVE reached (id, tenant) AS (
     SELECT head, tenant FROM agents WHERE head IS NOT NULL
+"""
+_PARENTS: LiteralString = """
     UNION SELECT turns.parent, turns.tenant FROM reached
         JOIN turns ON turns.id = reached.id AND turns.tenant = reached.tenant
         WHERE turns.parent IS NOT NULL
 )
-SELECT DISTINCT root, block, pointer_tokens FROM reached
-    JOIN turns ON turns.id = reached.id AND turns.tenant = reached.tenant
-    WHERE block IS NOT NULL
 """
+REACHED: LiteralString = _HEADS + _PARENTS
 # A new turn keeps those before it: a client may yet continue from it.
-_FORGET_TURNS = """
-DELETE FROM turns WHERE (id, tenant) NOT IN (
-    WITH RECURSIVE reached (id, tenant) AS (
-        SELECT head, tenant FROM agents WHERE head IS NOT NULL
-        UNION SELECT id, tenant FROM turns WHERE created_at >= ?
-        UNION SELECT turns.parent, turns.tenant FROM reached
-            JOIN turns ON turns.id = reached.id AND turns.tenant = reached.tenant
-            WHERE turns.parent IS NOT NULL
-    )
-    SELECT id, tenant FROM reached
+REACHED_OR_NEW = " ".join(
+    (_HEADS, "UNION SELECT id, tenant FROM turns WHERE created_at >= ?", _PARENTS)
 )
-"""
+_POINTERS = " ".join(
+    (
+        REACHED,
+        "SELECT DISTINCT root, block, pointer_tokens FROM reached",
+        "JOIN turns ON turns.id = reached.id AND turns.tenant = reached.tenant",
+        "WHERE block IS NOT NULL",
+    )
+)
+_FORGET_TURNS = " ".join(
+    (
+        "DELETE FROM turns WHERE (id, tenant) NOT IN (",
+        REACHED_OR_NEW,
+        "SELECT id, tenant FROM reached)",
+    )
+)
 
 
 # -- readings -----------------------------------------------------------------------------------
+
+
+class LedgerReadings(ABC):
+    """The readings of `LedgerPort`. Safe on any thread, if `_read` is."""
+
+    @abstractmethod
+    def _read(
+        self, query: str, values: Row, decode: Callable[[Row], _T], table: Table | None = None
+    ) -> list[_T]:
+        """Ask the database.
+
+        Args:
+            query: With a question mark for each value.
+            values: In their order.
+            decode: Reads a row; may raise `DamagedLedgerError`.
+            table: Whose whole rows these are, if they are.
+
+        Raises:
+            CachePersistenceError: it cannot be read.
+        """
+
+    def tenant(self, tenant_id: str) -> Tenant | None:
+        """Read a tenant."""
+        return _first(
+            self._read(TENANTS.select("WHERE id = ?"), (tenant_id,), read_tenant, TENANTS)
+        )
+
+    def agent(self, tenant: str, agent_id: str) -> Agent | None:
+        """Read an agent."""
+        query = AGENTS.select("WHERE tenant = ? AND id = ?")
+        return _first(self._read(query, (tenant, agent_id), read_agent, AGENTS))
+
+    def agents(self, tenant: str) -> tuple[Agent, ...]:
+        """Read all agents of a tenant."""
+        return tuple(self._read(AGENTS.select("WHERE tenant = ?"), (tenant,), read_agent, AGENTS))
+
+    def turn(self, tenant: str, turn_id: str) -> Turn | None:
+        """Read one turn; None if the tenant has none of that id."""
+        query = TURNS.select("WHERE id = ? AND tenant = ?")
+        return _first(self._read(query, (turn_id, tenant), read_turn, TURNS))
+
+    def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
+        """Read where a turn ended, without what was said in it."""
+        query = (
+            "SELECT num_tokens, root, block, pointer_tokens FROM turns WHERE id = ? AND tenant = ?"
+        )
+        return _first(self._read(query, (turn_id, tenant), _read_place))
+
+    def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
+        """Read the turns that led to `head`, the latest first, at most `limit`."""
+        if limit <= 0:
+            return ()
+        query = _WALK + TURNS.select("WHERE tenant = ? AND id IN (SELECT id FROM walk LIMIT ?)")
+        values = (head, tenant, tenant, "", tenant, limit)
+        turns = {turn.id: turn for turn in self._read(query, values, read_turn, TURNS)}
+        log = _in_order(head, {turn.id: turn.parent for turn in turns.values()})
+        return tuple(turns[turn_id] for turn_id in log)
+
+    def ancestry(self, tenant: str, head: str, *, until: str = "") -> tuple[str, ...]:
+        """Read the ids of the turns that led to `head`, the latest first, down to `until`."""
+        query = " ".join((_WALK, "SELECT id, parent FROM walk"))
+        rows = self._read(query, (head, tenant, tenant, until), tuple[str, str | None])
+        return tuple(_in_order(head, dict(rows)))
+
+    def pointers(self) -> tuple[Pointer, ...]:
+        """Where all turns that an agent reaches end."""
+        return tuple(self._read(_POINTERS, (), read_pointer))
+
+    def replay(self, tenant: str, key: bytes) -> tuple[int, ...] | None:
+        """Read the ids of a reply."""
+        query = REPLAYS.select("WHERE tenant = ? AND key = ?")
+        return _first(self._read(query, (tenant, key), read_replay, REPLAYS))
+
+
+def _first(found: list[_T]) -> _T | None:
+    return found[0] if found else None
+
+
+def _read_place(row: Row) -> TurnPlace:
+    num_tokens, *place = row
+    return TurnPlace(num_tokens, None if place[1] is None else read_pointer(tuple(place)))
+
+
+def _in_order(head: str, parents: dict[str, str | None]) -> list[str]:
+    """The ids from `head` back; SQL promises no order."""
+    log: list[str] = []
+    next_id: str | None = head
+    while next_id is not None and next_id in parents:
+        log.append(next_id)
+        next_id = parents.pop(next_id)
+    return log
 
 
 def read_state(connection: sqlite3.Connection, problem: str) -> LedgerState:
@@ -99,97 +196,46 @@ def read_state(connection: sqlite3.Connection, problem: str) -> LedgerState:
     Raises:
         DamagedLedgerError: a row is not as it was written.
     """
+
+    def rows(table: Table) -> list[Row]:
+        found = connection.execute(table.select(OLDEST_FIRST))
+        return [opened(connection, table, row) for row in found]
+
     is_lost = connection.execute("SELECT value FROM facts WHERE name = 'is_index_lost'").fetchone()
+    parts = connection.execute("SELECT * FROM parts")
     return LedgerState(
-        tenants=tuple(
-            read_tenant(opened(connection, TENANTS, row))
-            for row in connection.execute(TENANTS.forwards)
-        ),
-        agents=tuple(
-            read_agent(opened(connection, AGENTS, row))
-            for row in connection.execute(AGENTS.forwards)
-        ),
-        parts=tuple(
-            read_parts(
-                opened_part(connection, row) for row in connection.execute("SELECT * FROM parts")
-            )
-        ),
+        tenants=tuple(map(read_tenant, rows(TENANTS))),
+        agents=tuple(map(read_agent, rows(AGENTS))),
+        parts=tuple(read_parts(opened_part(connection, row) for row in parts)),
         is_index_lost=is_lost != (0,),
         problem=problem,
     )
 
 
-def read_one_tenant(connection: sqlite3.Connection, tenant_id: str) -> Tenant | None:
-    """Read a tenant."""
-    row = connection.execute("SELECT * FROM tenants WHERE id = ?", (tenant_id,)).fetchone()
-    return read_tenant(opened(connection, TENANTS, row)) if row else None
-
-
-def read_one_agent(connection: sqlite3.Connection, tenant: str, agent_id: str) -> Agent | None:
-    """Read an agent."""
-    query = "SELECT * FROM agents WHERE tenant = ? AND id = ?"
-    row = connection.execute(query, (tenant, agent_id)).fetchone()
-    return read_agent(opened(connection, AGENTS, row)) if row else None
-
-
-def read_agents(connection: sqlite3.Connection, tenant: str) -> tuple[Agent, ...]:
-    """Read all agents of a tenant."""
-    rows = connection.execute("SELECT * FROM agents WHERE tenant = ?", (tenant,)).fetchall()
-    return tuple(read_agent(opened(connection, AGENTS, row)) for row in rows)
-
-
-def read_place(connection: sqlite3.Connection, tenant: str, turn_id: str) -> TurnPlace | None:
-    """Read where a turn ended, without what was said in it."""
-    row = connection.execute(_PLACE, (turn_id, tenant)).fetchone()
-    if row is None:
-        return None
-    num_tokens, *place = row
-    return TurnPlace(num_tokens, None if place[1] is None else read_pointer(tuple(place)))
-
-
-def read_turns(
-    connection: sqlite3.Connection, tenant: str, head: str, limit: int
-) -> tuple[Turn, ...]:
-    """Read the turns that led to `head`, the latest first, at most `limit`."""
-    if limit <= 0:
-        return ()
-    rows = connection.execute(_WALK, {"head": head, "tenant": tenant, "limit": limit})
-    turns = (read_turn(opened(connection, TURNS, row)) for row in rows.fetchall())
-    turns_by_id = {turn.id: turn for turn in turns}
-    # SQL promises no order.
-    log: list[Turn] = []
-    next_id: str | None = head
-    while next_id in turns_by_id:
-        turn = turns_by_id.pop(next_id)
-        log.append(turn)
-        next_id = turn.parent
-    return tuple(log)
-
-
-def read_ancestry(
-    connection: sqlite3.Connection, tenant: str, head: str, until: str
-) -> tuple[str, ...]:
-    """Read the ids of the turns that led to `head`, the latest first, down to `until`."""
-    named = {"head": head, "tenant": tenant, "until": until}
-    parents = dict(connection.execute(_ANCESTRY, named).fetchall())
-    log: list[str] = []
-    next_id: str | None = head
-    while next_id is not None and next_id in parents:
-        log.append(next_id)
-        next_id = parents.pop(next_id)
-    return tuple(log)
-
-
-def read_pointers(connection: sqlite3.Connection) -> tuple[Pointer, ...]:
-    """Read where all turns that an agent reaches end."""
-    return tuple(map(read_pointer, connection.execute(_POINTERS).fetchall()))
-
-
 # -- changes ------------------------------------------------------------------------------------
 
 
+def shared_change(
+    change: PutTenant | DropAgent | PutTurn | MarkDurable | Repoint | PutReplay,
+) -> tuple[str, Row, Table | None]:
+    """What makes a change in any database: a statement, its values, the table they are a row of."""
+    match change:
+        case PutTenant(tenant):
+            return TENANTS.fill, tenant_row(tenant), TENANTS
+        case PutTurn(tenant_id, turn):
+            return TURNS.put, turn_row(tenant_id, turn), TURNS
+        case PutReplay():
+            return REPLAYS.put, replay_row(change), REPLAYS
+        case DropAgent(tenant_id, agent_id):
+            return "DELETE FROM agents WHERE tenant = ? AND id = ?", (tenant_id, agent_id), None
+        case MarkDurable(turn_id):
+            return "UPDATE turns SET is_durable = 1 WHERE id = ?", (turn_id,), None
+        case Repoint(old, new):
+            return "UPDATE turns SET block = ? WHERE block = ?", (new, old), None
+
+
 def make_change(connection: sqlite3.Connection, change: LedgerChange) -> None:
-    """Make one change; mutates the ledger.
+    """Make one change in SQLite; mutates the ledger.
 
     Raises:
         ConflictError: an agent is not what it should be.
@@ -198,18 +244,17 @@ def make_change(connection: sqlite3.Connection, change: LedgerChange) -> None:
     match change:
         case PutPart() | DropPart() | TouchParts() | MarkIndexWhole():
             _change_index(connection, change)
-        case PutTenant() | PutAgent() | AdvanceHead() | DropAgent():
-            _change_agents(connection, change)
-        case PutTurn(tenant_id, turn):
-            connection.execute(TURNS.insert, sealed(connection, TURNS, turn_row(tenant_id, turn)))
-        case MarkDurable(turn_id):
-            connection.execute("UPDATE turns SET is_durable = 1 WHERE id = ?", (turn_id,))
-        case Repoint(old, new):
-            connection.execute("UPDATE turns SET block = ? WHERE block = ?", (new, old))
-        case PutReplay():
-            connection.execute(REPLAYS.insert, sealed(connection, REPLAYS, replay_row(change)))
+        case PutAgent(agent):
+            connection.execute(AGENTS.put, sealed(connection, AGENTS, agent_row(agent)))
+        case AdvanceHead(agent, before):
+            key = (agent.tenant, agent.id)
+            query = "SELECT head FROM agents WHERE tenant = ? AND id = ?"
+            if connection.execute(query, key).fetchone() != (before and (before.head,)):
+                raise ConflictError(f"agent {agent.id!r} moved to another turn meanwhile.")
+            make_change(connection, PutAgent(agent))
         case _:
-            assert_never(change)
+            statement, row, table = shared_change(change)
+            connection.execute(statement, sealed(connection, table, row) if table else row)
 
 
 def is_of_index(change: LedgerChange) -> bool:
@@ -219,7 +264,7 @@ def is_of_index(change: LedgerChange) -> bool:
 
 def is_logged(change: LedgerChange) -> bool:
     """Whether a change is of those that are counted, so that their loss is noticed."""
-    return isinstance(change, _AgentChange | PutTurn)
+    return isinstance(change, _LoggedChange)
 
 
 def forget_unreachable(connection: sqlite3.Connection, before: float, replays_before: float) -> int:
@@ -227,25 +272,6 @@ def forget_unreachable(connection: sqlite3.Connection, before: float, replays_be
     turns = connection.execute(_FORGET_TURNS, (before,))
     replays = connection.execute("DELETE FROM replays WHERE at < ?", (replays_before,))
     return turns.rowcount + replays.rowcount
-
-
-def _change_agents(connection: sqlite3.Connection, change: _AgentChange) -> None:
-    match change:
-        case PutTenant(tenant):
-            connection.execute(TENANTS.fill, sealed(connection, TENANTS, tenant_row(tenant)))
-        case PutAgent(agent):
-            connection.execute(AGENTS.insert, sealed(connection, AGENTS, agent_row(agent)))
-        case AdvanceHead(agent, before):
-            known = read_one_agent(connection, agent.tenant, agent.id)
-            expected = before.head if before else None
-            if (known is None) != (before is None) or (known and known.head != expected):
-                raise ConflictError(f"agent {agent.id!r} moved to another turn meanwhile.")
-            connection.execute(AGENTS.insert, sealed(connection, AGENTS, agent_row(agent)))
-        case DropAgent(tenant_id, agent_id):
-            key = (tenant_id, agent_id)
-            connection.execute("DELETE FROM agents WHERE tenant = ? AND id = ?", key)
-        case _:
-            assert_never(change)
 
 
 def _change_index(connection: sqlite3.Connection, change: _IndexChange) -> None:

@@ -385,7 +385,7 @@ def test_an_agent_that_cannot_be_made_does_not_stop_the_start(
     row = with_checksum(ledger_schema.AGENTS, (*broken[:4], broken[4].replace(old, new)))
     for name in ("ledger.db", "ledger.backup.db"):
         with closing(sqlite3.connect(directory / name)) as other, other:
-            other.execute(ledger_schema.AGENTS.insert, row)
+            other.execute(ledger_schema.AGENTS.put, row)
 
     with closing(SqliteLedger(directory)) as ledger:
         state = ledger.load()
