@@ -53,6 +53,34 @@ def test_text_survives_the_round_trip(tokenizer: HFTokenizer, text: str) -> None
     assert decode(tokenizer, tokenizer.encode(text)) == text
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_long_text_has_the_tokens_that_the_library_finds_in_it_whole(
+    tokenizer: HFTokenizer, reference: Tokenizer, seed: int
+) -> None:
+    fragments = [*TEXTS, "a", "word", "another", "I'll", "it's", "12", "<|im_end|>", "<|", "x\n"]
+    places = [i * (i + seed) for i in range(9999)]
+    text = "".join(("", " ", "  ", "\n")[n % 4] + fragments[n % len(fragments)] for n in places)
+    assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False).ids
+    text = text.replace("<|", "<")  # nothing special
+    whole = reference.encode("a" + text, add_special_tokens=False).ids
+    assert tokenizer.encode_plain("a" + text, is_start=True) == whole
+    assert tokenizer.encode_plain("\n" + text) == reference.encode("<|im_end|>\n" + text).ids[1:]
+
+
+def test_a_vocabulary_that_joins_words_encodes_texts_whole_and_to_their_end(tmp_path: Path) -> None:
+    merges = [("a", " "), ("a ", "a"), ("a a", " "), ("a a ", "a a")]
+    vocab = {token: i for i, token in enumerate(["a", " ", *map("".join, merges)])}
+    library = Tokenizer(models.BPE(vocab, merges))
+    library.decoder = decoders.Metaspace()
+    library.enable_truncation(7)
+    library.enable_padding(length=9)
+    library.save(str(tmp_path / "tokenizer.json"))
+    text = " ".join("a" * 20000)
+    library.no_truncation()
+    library.no_padding()
+    assert HFTokenizer(tmp_path).encode(text) == library.encode(text).ids
+
+
 def test_pieces_of_random_token_streams_join_to_the_full_decoding(
     tokenizer: HFTokenizer, reference: Tokenizer
 ) -> None:

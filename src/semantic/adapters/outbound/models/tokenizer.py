@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import date, datetime, time
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import jinja2
 from jinja2 import nodes
@@ -173,7 +173,8 @@ class HFTokenizer:
                 f"{directory} has no tokenizer.json; only fast tokenizers are supported.",
                 param="model",
             )
-        self._tokenizer = Tokenizer.from_file(str(path))
+        self._tokenizer = _load(path)
+        self._cut = _cutter(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token_id for token_id, token in added.items() if token.special}
         self.special_tokens = tuple(
@@ -182,7 +183,7 @@ class HFTokenizer:
             if token.special
         )
         self._special_ids = {token.text: token.id for token in self.special_tokens}
-        self._plain = _PlainEncoder(path, self.special_tokens)
+        self._plain = _PlainEncoder(path, self.special_tokens, self._cut)
         self._piece_bytes = _piece_decoder(self._tokenizer.decoder)
         config = _read_json(directory / "tokenizer_config.json")
         self._eos_ids = self._find_eos(config, _read_json(directory / "generation_config.json"))
@@ -215,7 +216,7 @@ class HFTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Tokenise; special tokens in the text become their ids, none is added."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return _joined_ids(self._tokenizer, self._cut(text))
 
     def encode_prompt(self, text: str) -> list[int]:
         """Tokenise a whole prompt, after the token that begins texts where there is one."""
@@ -263,8 +264,9 @@ class HFTokenizer:
 class _PlainEncoder:
     """The same vocabulary, blind to special tokens."""
 
-    def __init__(self, path: Path, special: Sequence[SpecialToken]) -> None:
-        self._tokenizer = Tokenizer.from_file(str(path))
+    def __init__(self, path: Path, special: Sequence[SpecialToken], cut: "Cutter") -> None:
+        self._cut = cut
+        self._tokenizer = _load(path)
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.add_tokens([AddedToken(_BEFORE, normalized=False)])
         # A vocabulary may have nothing but the unknown token for a character.
@@ -289,9 +291,62 @@ class _PlainEncoder:
         return [token for token in ids if token not in self._forbidden]
 
     def _ids(self, text: str, *, is_start: bool) -> list[int]:
-        if is_start:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
-        return self._tokenizer.encode(_BEFORE + text, add_special_tokens=False).ids[1:]
+        first, *others = self._cut(text)
+        pieces = [first if is_start else _BEFORE + first, *others]
+        return _joined_ids(self._tokenizer, pieces)[0 if is_start else 1 :]
+
+
+# -- long texts: encoded in pieces, side by side --------------------------------------------------
+
+_PIECE = 4096  # characters
+_WORDS = "the city lay where two rivers met and its people had always traded"
+_BETWEEN_WORDS = re.compile("(?<=[a-z])(?= [a-z])")
+_HAS_WORDS = re.compile("^ ?[a-z]|[a-z] [a-z]|[a-z]$")
+
+Cutter: TypeAlias = Callable[[str], list[str]]
+
+
+def _load(path: Path) -> Tokenizer:
+    """Read a tokenizer; what it says of lengths is about training, not about prompts."""
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _joined_ids(tokenizer: Tokenizer, pieces: list[str]) -> list[int]:
+    """Encode pieces of a text on all cores; other threads run meanwhile, as `encode` lets none."""
+    encoded = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+    return encoded[0].ids if len(encoded) == 1 else [id_ for each in encoded for id_ in each.ids]
+
+
+def _cutter(tokenizer: Tokenizer) -> Cutter:
+    """How to cut a text so that its pieces have the tokens that the whole has: between words.
+
+    That is right where a vocabulary is applied to each word with the space before it, whatever
+    stands around it; texts of other vocabularies are left whole.
+    """
+    added = tokenizer.get_added_tokens_decoder().values()
+    normalizer, splitter = tokenizer.normalizer, tokenizer.pre_tokenizer
+    is_kept = normalizer is None or normalizer.normalize_str(_WORDS) == _WORDS
+    words = splitter.pre_tokenize_str(_WORDS) if splitter is not None else []
+    starts = [start for _, (start, _) in words]
+    between = [match.start() for match in _BETWEEN_WORDS.finditer(_WORDS)]
+    is_by_words = is_kept and starts == [0, *between]
+    if not is_by_words or any(_HAS_WORDS.search(token.content) for token in added):
+        return lambda text: [text]
+    return _cut_between_words
+
+
+def _cut_between_words(text: str) -> list[str]:
+    pieces, start = [], 0
+    while len(text) - start > 2 * _PIECE:
+        cut = _BETWEEN_WORDS.search(text, start + _PIECE)
+        if cut is None:
+            break
+        pieces.append(text[start : cut.start()])
+        start = cut.start()
+    return [*pieces, text[start:]]
 
 
 def _read_json(path: Path) -> JsonObject:
