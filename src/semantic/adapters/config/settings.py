@@ -226,7 +226,7 @@ class Settings(BaseSettings):
         description="how long a step may take while others wait (default: 12 decode steps)",
     )
     batch_window_ms: float = Field(
-        5, ge=0, le=1000, description="an idle engine waits this for company"
+        5, ge=0, le=1000, description="an idle engine waits this for others being prepared"
     )
     max_queue: int = Field(256, ge=0, description="requests that may wait")
     ageing_s: float = Field(10, ge=0, description="a request that waited this goes first")

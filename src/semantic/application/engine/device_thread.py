@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeAlias, assert_never
 
@@ -57,7 +57,16 @@ EngineFactory: TypeAlias = Callable[
 
 
 class DeviceThread:
-    """Runs an engine on a thread of its own. All public methods are safe on any thread."""
+    """Runs an engine on a thread of its own. All public methods are safe on any thread.
+
+    Attributes:
+        limits: Those in force; see `reconfigure`.
+        state: Where the model is.
+        detail: What is being loaded, or why it failed.
+        model: The loaded one; None until it is ready.
+        longest_sequence: Tokens of prompt and reply that fit in memory; 0 until a model is ready.
+        is_draining: Whoever sets it has new work refused, while what runs may end.
+    """
 
     def __init__(
         self,
@@ -84,7 +93,7 @@ class DeviceThread:
         """
         self._load = load
         self._make_engine = make_engine
-        self._limits = limits
+        self.limits = limits
         self._emit = emit
         self._hang_timeout_s = hang_timeout_s
         self._counts = (telemetry or NoTelemetry()).counts.engine
@@ -93,51 +102,23 @@ class DeviceThread:
         self._taken: deque[Command] = deque()
         self._lock = threading.RLock()  # a signal's handler may run inside it
         self._live: set[str] = set()
-        self._state = ModelState.LOADING
-        self._detail = "starting"
-        self._model: LoadedModel | None = None
-        self._longest_sequence = 0
+        self._num_expected = 0
+        self.state = ModelState.LOADING
+        self.detail = "starting"
+        self.model: LoadedModel | None = None
+        self.longest_sequence = 0
         self._busy_since: float | None = None
         self._idle_since = time.monotonic()
         self._exchange: Exchange | None = None  # the thread's own: what it drains for
         self._drain_until = 0.0
         self._num_cut = 0
         self._state_before_hang = ModelState.READY
-        self.is_draining = False  # whoever sets it has new work refused, while what runs may end
+        self.is_draining = False
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="semantic-device", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="semantic-watchdog", daemon=True)
 
     # -- any thread -----------------------------------------------------------------------------
-
-    @property
-    def limits(self) -> EngineLimits:
-        """The limits in force."""
-        return self._limits
-
-    @property
-    def state(self) -> ModelState:
-        """Where the model is."""
-        with self._lock:
-            return self._state
-
-    @property
-    def detail(self) -> str:
-        """What is being loaded, or why it failed."""
-        with self._lock:
-            return self._detail
-
-    @property
-    def model(self) -> LoadedModel | None:
-        """The loaded model; None until it is ready."""
-        with self._lock:
-            return self._model
-
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens of prompt and reply that fit in memory; 0 until the model is ready."""
-        with self._lock:
-            return self._longest_sequence
 
     @property
     def num_live(self) -> int:
@@ -164,17 +145,28 @@ class DeviceThread:
             DrainingError: the server is shutting down.
         """
         with self._lock:
-            if self._model is not None and self._state is ModelState.READY:
-                return self._model
-            if self._state is ModelState.STOPPED:
+            if self.model is not None and self.state is ModelState.READY:
+                return self.model
+            if self.state is ModelState.STOPPED:
                 raise DrainingError("the server is shutting down.", retry_after_s=5)
-            if self._state is ModelState.FAILED:
-                raise ModelSwapError(f"no model is served: {self._detail}")
-            if self._state is ModelState.HUNG:
+            if self.state is ModelState.FAILED:
+                raise ModelSwapError(f"no model is served: {self.detail}")
+            if self.state is ModelState.HUNG:
                 raise ModelSwapError("the device does not answer.", retry_after_s=30)
-            if self._state is ModelState.UNLOADED:
+            if self.state is ModelState.UNLOADED:
                 raise ModelSwapError("no model is loaded.", retry_after_s=2)
-            raise ModelSwapError(f"the model is loading: {self._detail}.", retry_after_s=2)
+            raise ModelSwapError(f"the model is loading: {self.detail}.", retry_after_s=2)
+
+    @contextlib.contextmanager
+    def expecting(self) -> Iterator[None]:
+        """Say that a request is being prepared; those who are submitted meanwhile wait for it."""
+        with self._lock:
+            self._num_expected += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_expected -= 1
 
     def submit(self, job: AnyJob, model: LoadedModel | None = None) -> None:
         """Queue a job; its events, the last of them final, go to the sink.
@@ -188,9 +180,9 @@ class DeviceThread:
             DrainingError: the server is shutting down.
             OverloadedError: the queue is full.
         """
-        limit = self._limits.max_batch_size + self._limits.max_queue
+        limit = self.limits.max_batch_size + self.limits.max_queue
         with self._lock:
-            if self.ready_model() is not (model or self._model):
+            if self.ready_model() is not (model or self.model):
                 raise ModelSwapError("the model was swapped meanwhile.", retry_after_s=1)
             if self.is_draining:
                 raise DrainingError("the server takes no new work.", retry_after_s=5)
@@ -213,7 +205,7 @@ class DeviceThread:
 
     def reconfigure(self, limits: EngineLimits) -> None:
         """Use other limits from the next step on."""
-        self._limits = limits
+        self.limits = limits
         self._commands.put(Reconfigure(limits))
 
     def resize(self, nbytes: int) -> Future[None]:
@@ -240,9 +232,9 @@ class DeviceThread:
         """
         exchange = Exchange(load, drain_s)
         with self._lock:
-            if self._state is ModelState.STOPPED:
+            if self.state is ModelState.STOPPED:
                 raise DrainingError("the server is shutting down.", retry_after_s=5)
-            if self._model is not None:
+            if self.model is not None:
                 self._set_state(ModelState.SWAPPING, f"{len(self._live)} requests are ending")
             self._commands.put(exchange)
         return exchange.done
@@ -283,7 +275,7 @@ class DeviceThread:
             model = exchange.load(lambda step: self._set_state(ModelState.LOADING, step))
             try:
                 engine = self._make_engine(
-                    model, self._limits, self._hand_out, lambda: self._commands.put(Wake())
+                    model, self.limits, self._hand_out, lambda: self._commands.put(Wake())
                 )
             except BaseException:
                 model.backend.shutdown()
@@ -297,7 +289,7 @@ class DeviceThread:
             return None
         self._load = exchange.load
         with self._lock:
-            self._model, self._longest_sequence = model, engine.longest_sequence
+            self.model, self.longest_sequence = model, engine.longest_sequence
             self._idle_since = time.monotonic()
         self._set_state(ModelState.READY, "ready")
         exchange.done.set_result(self._num_cut)
@@ -305,7 +297,7 @@ class DeviceThread:
 
     def _serve(self, engine: BlockPoolBatchEngine | None) -> Exchange | None:
         """Run an engine, if there is one, until its model is exchanged; None at the end."""
-        if engine is None or (model := self._model) is None:
+        if engine is None or (model := self.model) is None:
             return self._await_exchange()
         self._exchange, backend = None, model.backend
         try:
@@ -313,7 +305,7 @@ class DeviceThread:
                 pass
             self._close(engine)
             with self._lock:
-                self._model = None
+                self.model = None
             del engine, model  # so that the backend can return what only they referred to
             backend.shutdown()
         except Exception as error:  # noqa: BLE001 - the thread ends, and everyone is answered
@@ -397,8 +389,7 @@ class DeviceThread:
         if not engine.has_work:
             if not self._taken:
                 self._await_command(None)
-            # Requests that are sent together start together.
-            self._is_stopping.wait(self._limits.batch_window_ms / 1000)
+            self._await_company()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._taken.append(self._commands.get_nowait())
@@ -439,8 +430,14 @@ class DeviceThread:
             done.set_exception(error)
             return
         with self._lock:
-            self._longest_sequence = engine.longest_sequence
+            self.longest_sequence = engine.longest_sequence
         done.set_result(None)
+
+    def _await_company(self) -> None:
+        """Let requests that are sent together start together, unless that takes too long."""
+        until = time.monotonic() + self.limits.batch_window_ms / 1000
+        while self._num_expected and (left := until - time.monotonic()) > 0:
+            self._await_command(left)
 
     def _await_command(self, timeout_s: float | None) -> None:
         with contextlib.suppress(queue.Empty):
@@ -467,11 +464,11 @@ class DeviceThread:
 
     def _set_state(self, state: ModelState, detail: str) -> None:
         with self._lock:
-            if self._state is not ModelState.STOPPED:
-                self._state, self._detail = state, detail
+            if self.state is not ModelState.STOPPED:
+                self.state, self.detail = state, detail
 
     def _recover(self) -> None:
-        if self._state is ModelState.HUNG:
+        if self.state is ModelState.HUNG:
             _log.warning("the device answers again")
             self._set_state(self._state_before_hang, "ready")
 
@@ -489,9 +486,9 @@ class DeviceThread:
         with self._lock:
             if self._busy_since != since:
                 return  # it answered just now
-            if self._state is not ModelState.HUNG:
+            if self.state is not ModelState.HUNG:
                 self._counts.hangs += 1
-                self._state_before_hang = self._state
+                self._state_before_hang = self.state
             self._set_state(ModelState.HUNG, problem)
         waiting = self._fail_live(BackendError(f"{problem}."))
         if waiting:

@@ -40,7 +40,7 @@ class EngineLimits:
         target_step_ms: While someone decodes, prompts get about as many tokens as fit this time.
             None is twelve times what a step without prompts takes: the prompt then takes little
             longer than alone, whatever the device.
-        batch_window_ms: How long an idle engine waits for company after a first request.
+        batch_window_ms: How long an idle engine waits at most for others that are being prepared.
         max_queue: Requests that may wait.
         default_max_tokens: Length of a reply when a request does not say; None is all that fits.
         ageing_s: See the module.

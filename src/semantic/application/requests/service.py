@@ -126,12 +126,13 @@ class InferenceService:
         claim = self._busy.claim(principal.tenant)
         try:
             # A long prompt takes a while to tokenise; other streams go on meanwhile.
-            prepared = await self._threads.run(
-                self._preparation.prepare, request, principal, model, claim
-            )
+            with self._device.expecting():
+                prepared = await self._threads.run(
+                    self._preparation.prepare, request, principal, model, claim
+                )
+                if self.learn is not None:
+                    await self._threads.run(self.learn, prepared.job.root, prepared.job.tokens)
             prepared.job.trace.received = received
-            if self.learn is not None:
-                await self._threads.run(self.learn, prepared.job.root, prepared.job.tokens)
             ticket.charge(prepared.identity.agent_id, len(prepared.job.tokens))
             reply = self._submit(prepared, claim)
             reply.on_end(ticket.end)

@@ -346,13 +346,24 @@ def test_a_backend_is_shut_down_when_all_else_of_its_model_is_gone() -> None:
 
 
 def test_requests_sent_together_start_together() -> None:
-    with device(limits=EngineLimits(batch_window_ms=400)) as made:
-        made.submit("a")
-        threading.Event().wait(0.05)
+    with device(limits=EngineLimits(batch_window_ms=60000)) as made:
+        with made.thread.expecting():
+            made.submit("a")
+            assert not eventually(lambda: bool(made.backend.steps), 0.1)
         made.submit("b", "other")
         for name in ("a", "b"):
             made.final(name)
         assert len(made.backend.steps[0].chunks) == 2
+
+
+def test_a_request_waits_for_another_no_longer_than_it_may_and_alone_not_at_all() -> None:
+    with device(limits=EngineLimits(batch_window_ms=60000)) as made:
+        made.submit("a")
+        made.final("a")
+        made.thread.reconfigure(EngineLimits(batch_window_ms=20))
+        with made.thread.expecting():
+            made.submit("b")
+            made.final("b")
 
 
 def test_limits_can_be_changed() -> None:
