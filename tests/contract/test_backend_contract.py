@@ -61,7 +61,7 @@ def test_full_attention_state_takes_the_bytes_that_spec_and_traits_say(
     (parts,) = begin(backend, 0, prompt(20)).seal(16)
     sizes = [part.nbytes for part in parts if part.kind is LayerKind.FULL]
     bits = backend.traits.state_bits
-    assert all(size == backend.spec.full_bytes(16, bits) for size in sizes)
+    assert all(size == backend.spec.kind_bytes(LayerKind.FULL, 16, bits) for size in sizes)
 
 
 # -- batches and chunks -------------------------------------------------------------------------

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.integration
 def test_the_geometry_asks_for_832_mb_and_not_for_3_gb() -> None:
     spec = spec_of("Gemma 3 12B")
     assert spec.bytes_per_context(8192) == 832 * 2**20
-    assert spec.bytes_per_token() * 8192 == 3 * 2**30
+    assert spec.bytes_per_context(1) * 8192 == 3 * 2**30
 
 
 def test_what_rests_is_what_the_geometry_asks_for(tmp_path: Path) -> None:

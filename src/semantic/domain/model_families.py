@@ -66,10 +66,10 @@ class LayerSpec:
             if not is_used and value != 0:
                 raise ValueError(f"a {self.kind.value} layer has no {name}, but it is {value}")
 
-    @property
-    def elements_per_token(self) -> int:
-        """Numbers that one token adds; 0 for a STATE layer."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
+    def elements(self, num_tokens: int) -> int:
+        """Numbers that are kept of so many tokens."""
+        num_kept = min(num_tokens, self.window or num_tokens)
+        return self.state_elements + num_kept * self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +226,8 @@ def _mamba(attributes: ConfigAttributes) -> LayerSpec:
     return LayerSpec(LayerKind.STATE, state_elements=convolution + recurrent)
 
 
-def _hybrid_everywhere(_attributes: ConfigAttributes, _index: int) -> str:
-    return _HYBRID
-
-
-def _full_everywhere(_attributes: ConfigAttributes, _index: int) -> str:
-    return _FULL
+def _everywhere(layer_type: str) -> Callable[[ConfigAttributes, int], str]:
+    return lambda _attributes, _index: layer_type
 
 
 def _sliding_if_set(attributes: ConfigAttributes, _index: int) -> str:
@@ -313,7 +309,7 @@ _GEMMA3 = _Family(
     },
 )
 _FAMILIES: Mapping[str, _Family] = {
-    "llama": _Family(_full_everywhere),
+    "llama": _Family(_everywhere(_FULL)),
     "mistral": _Family(_sliding_if_set, defaults={"num_key_value_heads": 8}),
     "qwen2": _Family(_sliding_if_used),
     "qwen3": _Family(_sliding_if_used, defaults={"head_dim": 128}),
@@ -338,15 +334,15 @@ _FAMILIES: Mapping[str, _Family] = {
             "sliding_window_pattern": 2,
         },
     ),
-    "deepseek_v2": _Family(_full_everywhere, {_FULL: _expanded_mla}),
-    "deepseek_v3": _Family(_full_everywhere, {_FULL: _latent_mla}),
+    "deepseek_v2": _Family(_everywhere(_FULL), {_FULL: _expanded_mla}),
+    "deepseek_v3": _Family(_everywhere(_FULL), {_FULL: _latent_mla}),
     "qwen3_next": _Family(
         _linear_by_interval,
         {_FULL: _full, _LINEAR: _gated_delta},
         {"num_key_value_heads": 2, "head_dim": 256, "full_attention_interval": 4},
     ),
     "falcon_h1": _Family(
-        _hybrid_everywhere,
+        _everywhere(_HYBRID),
         {_FULL: _full, _MAMBA: _mamba},
         {"mamba_d_conv": 4, "mamba_d_state": 256, "mamba_n_groups": 1, "mamba_expand": 2},
         parts={_HYBRID: (_MAMBA, _FULL)},

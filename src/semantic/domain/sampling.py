@@ -8,14 +8,11 @@ import hashlib
 import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from semantic.domain.errors import InvalidRequestError
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1024
-
-_T = TypeVar("_T")
 
 
 class FinishReason(enum.Enum):
@@ -69,21 +66,9 @@ class SamplingParams:
 
     def with_defaults(self, defaults: "SamplingDefaults") -> "SamplingParams":
         """Take a model's defaults where the request says nothing."""
-
-        def chosen(name: str, own: _T, default: _T | None) -> _T:
-            return own if default is None or name not in self.unset else default
-
-        return replace(
-            self,
-            temperature=chosen("temperature", self.temperature, defaults.temperature),
-            top_p=chosen("top_p", self.top_p, defaults.top_p),
-            top_k=chosen("top_k", self.top_k, defaults.top_k),
-            min_p=chosen("min_p", self.min_p, defaults.min_p),
-            repetition_penalty=chosen(
-                "repetition_penalty", self.repetition_penalty, defaults.repetition_penalty
-            ),
-            unset=frozenset(),
-        )
+        chosen = {name: getattr(defaults, name) for name in self.unset}
+        known = {name: value for name, value in chosen.items() if value is not None}
+        return replace(self, **known, unset=frozenset())
 
     def __post_init__(self) -> None:
         _require(self.temperature, 0, 100, "temperature")
@@ -186,6 +171,20 @@ class StopRules:
         return token in self.token_ids or (token in eos_ids and not self.ignore_eos)
 
 
+def num_undecided(text: str, markers: Sequence[str]) -> int:
+    """How many characters at the end may be the beginning of a marker.
+
+    Example:
+        >>> num_undecided("see <to", ("<tool_call>",))
+        3
+    """
+    longest = max(map(len, markers), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(marker.startswith(text[-size:]) for marker in markers):
+            return size
+    return 0
+
+
 class StopMatcher:
     """Finds stop strings in a text that arrives in pieces.
 
@@ -203,7 +202,6 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._most_held = max(map(len, self._stops), default=0) - 1
         self._held = ""
         self.stop: str | None = None
 
@@ -227,10 +225,7 @@ class StopMatcher:
         if found:
             start, self.stop = min(found, key=lambda match: (match[0] + len(match[1]), match[0]))
             return start
-        for size in range(min(len(buffer), self._most_held), 0, -1):
-            if any(stop.startswith(buffer[-size:]) for stop in self._stops):
-                return len(buffer) - size
-        return len(buffer)
+        return len(buffer) - num_undecided(buffer, self._stops)
 
 
 def uniform(seed: int, position: int) -> float:

@@ -60,7 +60,7 @@ class ModelCacheSpec:
         ...     "num_attention_heads": 9, "num_key_value_heads": 3,
         ...     "vocab_size": 49152, "max_position_embeddings": 8192,
         ... })
-        >>> spec.num_full, spec.bytes_per_token(), spec.bytes_per_context(1000, bits=8)
+        >>> spec.num_layers, spec.bytes_per_context(1), spec.bytes_per_context(1000, bits=8)
         (30, 23040, 11520000)
 
         Raises:
@@ -83,11 +83,6 @@ class ModelCacheSpec:
         return len(self.layers)
 
     @property
-    def num_full(self) -> int:
-        """Layers that need every token."""
-        return len(self._of_kind(LayerKind.FULL))
-
-    @property
     def num_window(self) -> int:
         """Layers that need the last tokens only."""
         return len(self._of_kind(LayerKind.WINDOW))
@@ -107,17 +102,18 @@ class ModelCacheSpec:
         """The longest window of all layers; 0 without WINDOW layers."""
         return max((layer.window for layer in self.layers), default=0)
 
-    def bytes_per_token(self, bits: int = 16) -> int:
-        """What one more token adds while no window has wrapped."""
-        return _to_bytes(sum(layer.elements_per_token for layer in self.layers), bits)
-
     def bytes_per_context(self, num_tokens: int, bits: int = 16) -> int:
-        """What a context of so many tokens takes at rest: the sum of its three parts."""
-        return (
-            self.full_bytes(num_tokens, bits)
-            + self.window_bytes(num_tokens, bits)
-            + self.state_bytes(bits)
-        )
+        """What a context of so many tokens takes at rest."""
+        return sum(self.kind_bytes(kind, num_tokens, bits) for kind in LayerKind)
+
+    def kind_bytes(self, kind: LayerKind, num_tokens: int, bits: int = 16) -> int:
+        """One kind of layers' part of that, packed, and rounded up to whole bytes."""
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens must not be negative, but is {num_tokens}")
+        if bits not in _BITS:
+            raise ValueError(f"bits must be one of {_BITS}, not {bits}")
+        elements = sum(layer.elements(num_tokens) for layer in self._of_kind(kind))
+        return -(-elements * bits // 8)
 
     def tokens_within(self, nbytes: int, bits: int = 16) -> int:
         """The longest context that takes no more than so many bytes; 0 if none does."""
@@ -125,38 +121,8 @@ class ModelCacheSpec:
         fitting = bisect_right(lengths, nbytes, key=lambda n: self.bytes_per_context(n, bits))
         return max(0, fitting - 1)
 
-    def full_bytes(self, num_tokens: int, bits: int = 16) -> int:
-        """The FULL layers' part: every token."""
-        _check_tokens(num_tokens)
-        layers = self._of_kind(LayerKind.FULL)
-        return _to_bytes(sum(layer.elements_per_token * num_tokens for layer in layers), bits)
-
-    def window_bytes(self, num_tokens: int, bits: int = 16) -> int:
-        """The WINDOW layers' part: at most the last ``window`` tokens of each."""
-        _check_tokens(num_tokens)
-        layers = self._of_kind(LayerKind.WINDOW)
-        return _to_bytes(
-            sum(layer.elements_per_token * min(num_tokens, layer.window) for layer in layers), bits
-        )
-
-    def state_bytes(self, bits: int = 16) -> int:
-        """The STATE layers' part: the same for every length."""
-        return _to_bytes(sum(layer.state_elements for layer in self.layers), bits)
-
     def _of_kind(self, kind: LayerKind) -> list[LayerSpec]:
         return [layer for layer in self.layers if layer.kind is kind]
-
-
-def _check_tokens(num_tokens: int) -> None:
-    if num_tokens < 0:
-        raise ValueError(f"num_tokens must not be negative, but is {num_tokens}")
-
-
-def _to_bytes(elements: int, bits: int) -> int:
-    """Bytes of elements packed one after the other, rounded up."""
-    if bits not in _BITS:
-        raise ValueError(f"bits must be one of {_BITS}, not {bits}")
-    return -(-elements * bits // 8)
 
 
 @dataclass(frozen=True, slots=True)

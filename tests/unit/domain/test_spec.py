@@ -150,9 +150,9 @@ def test_real_models(config: Config, pattern: str, bytes_per_token: int) -> None
 
     assert kinds(spec) == pattern
     assert spec.num_layers == len(pattern)
-    assert (spec.num_full, spec.num_window, spec.num_state) == tuple(map(pattern.count, "FWS"))
-    assert spec.bytes_per_token() == bytes_per_token
-    assert spec.bytes_per_token(bits=8) == bytes_per_token // 2
+    assert (spec.num_window, spec.num_state) == (pattern.count("W"), pattern.count("S"))
+    for bits, expected in ((16, bytes_per_token), (8, bytes_per_token // 2)):
+        assert spec.bytes_per_context(1, bits) - spec.bytes_per_context(0, bits) == expected
 
 
 def test_llama_spec_in_full() -> None:
@@ -172,8 +172,8 @@ def test_gemma3_12b_at_8k_is_512_and_320_megabytes() -> None:
 
     assert spec.model_type == "gemma3_text"
     assert spec.layers[0] == LayerSpec(LayerKind.WINDOW, 8, 256, 256, 1024)
-    assert spec.full_bytes(8192) == 512 * MIB
-    assert spec.window_bytes(8192) == 320 * MIB
+    assert spec.kind_bytes(LayerKind.FULL, 8192) == 512 * MIB
+    assert spec.kind_bytes(LayerKind.WINDOW, 8192) == 320 * MIB
     assert spec.bytes_per_context(8192) == 832 * MIB
     assert spec.bytes_per_context(8192, bits=8) == 416 * MIB
 
@@ -190,14 +190,13 @@ def test_gpt_oss_alternates_without_a_list_too() -> None:
 
     assert read(bare) == read(GPT_OSS_20B)
     assert read(bare).layers[0] == LayerSpec(LayerKind.WINDOW, 8, 64, 64, 128)
-    assert read(bare).window_bytes(100_000) == 3 * MIB
+    assert read(bare).kind_bytes(LayerKind.WINDOW, 100_000) == 3 * MIB
 
 
 def test_deepseek_v2_keeps_expanded_heads_and_v3_the_latent() -> None:
     assert read(DEEPSEEK_V2_LITE).layers[0] == LayerSpec(LayerKind.FULL, 16, 192, 128)
     assert read(DEEPSEEK_V2).layers[0] == LayerSpec(LayerKind.FULL, 128, 192, 128)
     assert read(DEEPSEEK_V3).layers[0] == LayerSpec(LayerKind.FULL, 1, 512, 64)
-    assert read(DEEPSEEK_V3).layers[0].elements_per_token == 576
 
 
 def test_falcon_h1_keeps_a_state_and_keys_side_by_side() -> None:
@@ -208,8 +207,8 @@ def test_falcon_h1_keeps_a_state_and_keys_side_by_side() -> None:
         LayerSpec(LayerKind.STATE, state_elements=convolution + recurrent),
         LayerSpec(LayerKind.FULL, 2, 128, 128),
     )
-    assert (spec.num_state, spec.num_full) == (24, 24)
-    assert spec.bytes_per_token() == 24 * 2 * 2 * 128 * 2
+    assert kinds(spec) == "SF" * 24
+    assert spec.kind_bytes(LayerKind.FULL, 1) == 24 * 2 * 2 * 128 * 2
     expanded = {**FALCON_H1_1B, "mamba_d_ssm": None, "mamba_expand": 2, "mamba_n_heads": 64}
     assert read(expanded).layers[0].state_elements == 3 * (4096 + 2 * 256) + 4096 * 256
 
@@ -220,8 +219,7 @@ def test_qwen3_next_state_does_not_grow() -> None:
 
     assert spec.layers[0] == LayerSpec(LayerKind.STATE, state_elements=convolution + recurrent)
     assert spec.layers[3] == LayerSpec(LayerKind.FULL, 2, 256, 256)
-    assert spec.state_bytes() == 36 * 548864 * 2
-    assert spec.bytes_per_context(0) == spec.state_bytes()
+    assert spec.bytes_per_context(0) == 36 * 548864 * 2
 
 
 @pytest.mark.parametrize(
@@ -436,12 +434,11 @@ def test_a_spec_that_makes_no_sense() -> None:
 def test_negative_tokens_and_odd_bits_are_refused() -> None:
     spec = ModelCacheSpec("tiny", (FULL_LAYER,), 10, 10)
 
-    for method in (spec.bytes_per_context, spec.full_bytes, spec.window_bytes):
-        with pytest.raises(ValueError, match="num_tokens must not be negative"):
-            method(-1)
+    with pytest.raises(ValueError, match="num_tokens must not be negative"):
+        spec.bytes_per_context(-1)
     for bits in (0, 3, -8, 64):
         with pytest.raises(ValueError, match="bits must be one of"):
-            spec.bytes_per_token(bits)
+            spec.bytes_per_context(1, bits)
 
 
 def test_half_bytes_are_rounded_up_once_per_part() -> None:
@@ -449,10 +446,9 @@ def test_half_bytes_are_rounded_up_once_per_part() -> None:
     state = LayerSpec(LayerKind.STATE, state_elements=7)
     spec = ModelCacheSpec("tiny", (FULL_LAYER, FULL_LAYER, window, state), 10, 10, block_tokens=3)
 
-    assert spec.bytes_per_token(bits=4) == 8  # 15 numbers
-    assert spec.full_bytes(3, bits=4) == 15  # 30 numbers
-    assert spec.window_bytes(3, bits=4) == 3  # 5 numbers
-    assert spec.state_bytes(bits=4) == 4  # 7 numbers
+    assert spec.kind_bytes(LayerKind.FULL, 3, bits=4) == 15  # 30 numbers
+    assert spec.kind_bytes(LayerKind.WINDOW, 3, bits=4) == 3  # 5 numbers
+    assert spec.kind_bytes(LayerKind.STATE, 3, bits=4) == 4  # 7 numbers
     assert spec.bytes_per_context(3, bits=4) == 22
 
 
@@ -499,17 +495,9 @@ def test_no_longer_context_fits_the_same_bytes(
     assert longest == spec.max_context or spec.bytes_per_context(longest + 1, bits) > nbytes
 
 
-@given(any_specs, lengths, widths)
-def test_a_context_is_the_sum_of_its_parts(spec: ModelCacheSpec, length: int, bits: int) -> None:
-    parts = spec.full_bytes(length, bits), spec.window_bytes(length, bits), spec.state_bytes(bits)
-
-    assert spec.bytes_per_context(length, bits) == sum(parts)
-    assert spec.num_full + spec.num_window + spec.num_state == spec.num_layers
-
-
 @given(specs(full_layers), lengths, st.sampled_from([8, 16, 32]))
 def test_full_layers_grow_by_the_token(spec: ModelCacheSpec, length: int, bits: int) -> None:
-    assert spec.bytes_per_context(length, bits) == length * spec.bytes_per_token(bits)
+    assert spec.bytes_per_context(length, bits) == length * spec.bytes_per_context(1, bits)
 
 
 @given(specs(window_layers), st.integers(0, 10**6), widths)
@@ -517,5 +505,5 @@ def test_windows_are_capped(spec: ModelCacheSpec, extra: int, bits: int) -> None
     narrowest = min(layer.window for layer in spec.layers)
     widest = max(layer.window for layer in spec.layers)
 
-    assert spec.window_bytes(widest + extra, bits) == spec.window_bytes(widest, bits)
-    assert spec.window_bytes(narrowest, 8) == narrowest * spec.bytes_per_token(8)
+    assert spec.bytes_per_context(widest + extra, bits) == spec.bytes_per_context(widest, bits)
+    assert spec.bytes_per_context(narrowest, 8) == narrowest * spec.bytes_per_context(1, 8)

@@ -15,7 +15,7 @@ from semantic.application.parsing.call_syntax import (
     StreamedCall,
 )
 from semantic.application.parsing.json_arguments import JsonArguments
-from semantic.application.parsing.splitter import Splitter, num_undecided
+from semantic.application.parsing.splitter import Splitter
 from semantic.domain.chat import ToolSpec
 from semantic.domain.events import (
     Event,
@@ -25,6 +25,7 @@ from semantic.domain.events import (
     ToolCallStarted,
 )
 from semantic.domain.reply_format import CALL_MARKERS, ToolFormat
+from semantic.domain.sampling import num_undecided
 
 
 class CallNumbers:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 
 from semantic.application.parsing.call_splitter import CallNumbers
 from semantic.application.parsing.json_arguments import JsonArguments
-from semantic.application.parsing.splitter import Splitter, find_first, num_undecided
+from semantic.application.parsing.splitter import Splitter, find_first
 from semantic.domain.chat import ToolSpec
 from semantic.domain.events import Event, ThinkingDelta, ThinkingEnded
 from semantic.domain.reply_format import Harmony
+from semantic.domain.sampling import num_undecided
 
 _HEADERS = (Harmony.START, Harmony.CHANNEL)
 _ENDS = (Harmony.END, Harmony.CALL, Harmony.RETURN)

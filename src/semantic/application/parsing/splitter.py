@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from semantic.domain.events import Event, ScoredToken, TextDelta, ThinkingDelta, ThinkingEnded
 from semantic.domain.reply_format import Markers
+from semantic.domain.sampling import num_undecided
 
 
 class PendingText:
@@ -67,20 +68,6 @@ def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
     found = [(text.find(marker), -len(marker), marker) for marker in markers]
     hits = [hit for hit in found if hit[0] >= 0]
     return (min(hits)[0], min(hits)[2]) if hits else None
-
-
-def num_undecided(text: str, markers: Sequence[str]) -> int:
-    """How many characters at the end may be the beginning of a marker.
-
-    Example:
-        >>> num_undecided("see <to", ("<tool_call>",))
-        3
-    """
-    longest = max((len(marker) for marker in markers), default=1) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(marker.startswith(text[-size:]) for marker in markers):
-            return size
-    return 0
 
 
 class _Place(enum.Enum):
