@@ -107,9 +107,9 @@ def agents_bytes(spec: ModelCacheSpec, lengths: Sequence[int], num_shared: int) 
 
 def computed_bytes(spec: ModelCacheSpec, lengths: Sequence[int], num_shared: int = 0) -> int:
     """What the geometry asks for: full layers share the head, windows are each agent's own."""
-    full = sum(spec.full_bytes(length - num_shared) for length in lengths)
-    windows = sum(spec.window_bytes(length) for length in lengths)
-    return full + spec.full_bytes(num_shared) + windows
+    full = sum(spec.kind_bytes(LayerKind.FULL, length - num_shared) for length in lengths)
+    windows = sum(spec.kind_bytes(LayerKind.WINDOW, length) for length in lengths)
+    return full + spec.kind_bytes(LayerKind.FULL, num_shared) + windows
 
 
 def padded_bytes(spec: ModelCacheSpec, lengths: Sequence[int]) -> int:
@@ -169,7 +169,7 @@ def agents_that_fit(
         budget: In bytes.
         has_windows: Whether window layers keep their window only, as here, and not every token.
     """
-    nbytes = spec.bytes_per_context(length) if has_windows else spec.bytes_per_token() * length
+    nbytes = spec.bytes_per_context(length) if has_windows else spec.bytes_per_context(1) * length
     return int(budget / (nbytes * resting_bits(bits) / 16))
 
 

@@ -168,7 +168,7 @@ def measure(report: Report) -> None:
     tree_flatten = runtime.import_library("mlx.utils").tree_flatten
     weight_bytes = sum(w.nbytes for _, w in tree_flatten(loaded.model.parameters()))
     itemsize = loaded.model.model.norm.weight.dtype.size
-    token_bytes = loaded.spec.bytes_per_token(bits=8 * itemsize)
+    token_bytes = loaded.spec.bytes_per_context(1, bits=8 * itemsize)
     speed = bandwidth(SHAPES[options.shape][-1])
     tuned = make_model(options.shape)
     tuning.tune(tuned.model)  # as a model is loaded

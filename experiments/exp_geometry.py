@@ -47,10 +47,11 @@ def geometry(found: Findings) -> None:
     for name, config in CONFIGS.items():
         spec = spec_of(name)
         layers = library_layers(config)
+        num_full = sum(layer.kind is LayerKind.FULL for layer in spec.layers)
         text = (
-            f"{spec.num_layers} layers ({spec.num_full} full, {spec.num_window} window), "
+            f"{spec.num_layers} layers ({num_full} full, {spec.num_window} window), "
             f"{spec.layers[0].num_kv_heads} KV heads of {spec.layers[0].key_dim}, "
-            f"{spec.bytes_per_token()} bytes a token"
+            f"{spec.bytes_per_context(1)} bytes a token"
         )
         found.check(name, text, is_passed=layers == expected_layers(spec))
     found.skip("weights of mlx-community", "they are tens of GB and a hub away; configs suffice")

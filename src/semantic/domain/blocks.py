@@ -139,7 +139,7 @@ def block_end(start: int, block_tokens: int, boundaries: Sequence[int] = ()) -> 
     return min([start + block_tokens, *(b for b in boundaries if b > start)])
 
 
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
     """Length of the longest common prefix.
 
     Example:
@@ -147,10 +147,10 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
         2
     """
     stride, start, end = 512, 0, min(len(left), len(right))
-    # Whole slices are compared in C; only the one that differs is walked.
-    while start < end and left[start : start + stride] == right[start : start + stride]:
-        start += stride
-    for index in range(start, end):
-        if left[index] != right[index]:
-            return index
-    return end
+    # Slices are compared in C; where they differ, shorter ones are.
+    while stride and start < end:
+        if left[start : start + stride] == right[start : start + stride]:
+            start += stride
+        else:
+            stride //= 2
+    return min(start, end)

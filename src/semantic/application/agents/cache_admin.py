@@ -87,17 +87,11 @@ class _Reach:
             name = node.parent
         first, nbytes = self._passed.get(name, (None, 0))
         for node in reversed(way):
-            first, own = first or node, _size(node)
+            first, own = first or node, max(node.memory_bytes, node.disk_bytes)
             nbytes += own
             self.num_bytes += own
             self._passed[node.name] = first, nbytes
         return first, nbytes
-
-
-def _size(node: BlockNode) -> int:
-    """Bytes of a block, which may come and go meanwhile."""
-    memory = sum([payload.nbytes for payload in tuple(node.payloads.values())])
-    return max(memory, sum([part.nbytes for part in tuple(node.files.values())]))
 
 
 class CacheService:

@@ -86,9 +86,8 @@ def _view(node: BlockNode) -> BlockView:
         parent=node.parent,
         start=node.start,
         num_tokens=node.num_tokens,
-        # Copied first: other threads bring parts and take them away.
-        memory_bytes=sum(payload.nbytes for payload in tuple(node.payloads.values())),
-        disk_bytes=sum(part.nbytes for part in tuple(node.files.values())),
+        memory_bytes=node.memory_bytes,
+        disk_bytes=node.disk_bytes,
         last_used=node.last_used,
         is_pinned=node.num_pins > 0,
     )

@@ -18,6 +18,7 @@ from semantic.domain.blocks import (
     BlockName,
     BlockPart,
     PartKey,
+    common_prefix,
     packed_block_name,
 )
 from semantic.domain.spec import LayerKind
@@ -77,13 +78,13 @@ class BlockNode:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of its parts in memory."""
-        return sum(payload.nbytes for payload in self.payloads.values())
+        """Bytes of its parts in memory, which other threads may bring and take away meanwhile."""
+        return sum([payload.nbytes for payload in tuple(self.payloads.values())])
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of its files."""
-        return sum(part.nbytes for part in self.files.values())
+        """Bytes of its files, which other threads may write and delete meanwhile."""
+        return sum([part.nbytes for part in tuple(self.files.values())])
 
     def part(self, kind: LayerKind) -> BlockPart:
         """Describe a part that is to be written."""
@@ -126,13 +127,13 @@ class _Siblings:
 
         In sorted order that is a neighbour of where `rest` would stand.
         """
-        place = bisect_left(self.ordered, rest)
+        place, wanted = bisect_left(self.ordered, rest), memoryview(rest).cast("I")
         best: tuple[BlockNode, int] | None = None
         for step in (-1, 1):
             index = place - 1 if step < 0 else place
             while 0 <= index < len(self.ordered):
                 tokens = self.ordered[index]
-                num_shared = _common_tokens(tokens, rest)
+                num_shared = common_prefix(memoryview(tokens).cast("I"), wanted)
                 if not num_shared or (best is not None and num_shared <= best[1]):
                     break
                 if self.by_tokens[tokens].has(LayerKind.FULL):
@@ -379,18 +380,3 @@ class BlockIndex:
                     end, last = node.end, node
         nodes = self.chain(last.name) if last is not None else ()
         return Match(tuple(nodes), end, tuple(b for b in boundaries if b.end <= end))
-
-
-def _common_tokens(left: bytes, right: bytes) -> int:
-    """Leading tokens that are equal."""
-    low, high = 0, min(len(left), len(right)) // TOKEN_BYTES
-    if left[: high * TOKEN_BYTES] == right[: high * TOKEN_BYTES]:
-        return high
-    # Halving compares slices in C; a walk would compare them in Python.
-    while high - low > 1:
-        middle = (low + high) // 2
-        if left[: middle * TOKEN_BYTES] == right[: middle * TOKEN_BYTES]:
-            low = middle
-        else:
-            high = middle
-    return low

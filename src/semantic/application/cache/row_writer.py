@@ -65,11 +65,7 @@ class RowWriter:
 
     def apply(self) -> None:
         """Write what was taken; what cannot be written now is kept for the next time."""
-        safe = self._turns.take()
-        rows, self._unwritten = (
-            [*self._unwritten, *([_Rows(tuple(safe), None)] if safe else [])],
-            [],
-        )
+        rows, self._unwritten = [*self._unwritten, _Rows(self._turns.take(), None)], []
         try:
             self._write(rows)
         except ValueError:
@@ -143,9 +139,9 @@ class _UnsafeTurns:
             case _:
                 return
 
-    def take(self) -> list[MarkDurable]:
+    def take(self) -> tuple[MarkDurable, ...]:
         """Marks for the turns that are safe once what was noted so far is written."""
         safe = [turn for turn, pointer in self._waiting.items() if self._is_on_disk(pointer)]
         for turn_id in safe:
             del self._waiting[turn_id]
-        return [MarkDurable(turn_id) for turn_id in safe]
+        return tuple(MarkDurable(turn_id) for turn_id in safe)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.engine.embedding import EmbeddingJob, EmbeddingQueue
-from semantic.application.engine.kv_reuse import PrefixSharing, TakeOver
+from semantic.application.engine.kv_reuse import PrefixSharing
 from semantic.application.engine.memory import WorkingMemory
 from semantic.application.engine.request import (
     Clock,
@@ -260,7 +260,7 @@ class BlockPoolBatchEngine:
         """Open a waiting request in the backend; False if memory is short."""
         while True:
             source = self._sharing.choose(generation, self._scheduler.running)
-            taken = source.seq if isinstance(source, TakeOver) else None
+            taken = source.seq if source and source.is_taken_over else None
             seq = SequenceId(next(self._sequence_ids)) if taken is None else taken
             if self._memory.admit(seq, len(generation.tokens)):
                 break

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from semantic.application.cache.restore_plan import RestorePlan
 from semantic.application.cache.store import AgentCacheStore
@@ -29,27 +28,16 @@ _MAX_FAILED_RESTORES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class TakeOver:
-    """Go on with an idle copy, cut back to what is shared."""
+class OpenSource:
+    """An open sequence whose first tokens a request can start from.
+
+    Attributes:
+        is_taken_over: It is idle, and goes on as the request's, cut back; if not, it is copied.
+    """
 
     seq: SequenceId
     num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForkFrom:
-    """Copy the beginning of an open sequence."""
-
-    seq: SequenceId
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Load sealed blocks, or nothing."""
-
-
-Source: TypeAlias = TakeOver | ForkFrom | Load
+    is_taken_over: bool = False
 
 
 class PrefixSharing:
@@ -112,9 +100,9 @@ class PrefixSharing:
                 return True
         return False
 
-    def choose(self, generation: Generation, running: Sequence[Generation]) -> Source:
-        """Find the source that spares a request most work."""
-        best: Source = Load()
+    def choose(self, generation: Generation, running: Sequence[Generation]) -> OpenSource | None:
+        """Find the sequence that spares a request most work; None if sealed blocks spare more."""
+        best: OpenSource | None = None
         plan = self._plan(generation)
         self._store.use(plan.parts)  # room for the sequence is made at others' expense
         num_tokens = plan.end
@@ -123,33 +111,30 @@ class PrefixSharing:
             copy, num_tokens = idle
             is_whole = num_tokens == len(copy.tokens)
             is_own = copy.agent == generation.job.agent and self.can_cut_anywhere
-            source = TakeOver if is_whole or is_own else ForkFrom
-            best = source(copy.seq, num_tokens)
+            best = OpenSource(copy.seq, num_tokens, is_taken_over=is_whole or is_own)
         for other in running:
             shared = min(generation.num_shared(other.job.root, other.tokens), other.num_computed)
-            is_nearer = isinstance(best, Load) and 0 < shared == num_tokens
+            is_nearer = best is None and 0 < shared == num_tokens
             if other is not generation and (shared > num_tokens or is_nearer):
                 num_tokens = shared
-                best = ForkFrom(other.seq, shared)
+                best = OpenSource(other.seq, shared)
         return best
 
-    def open(self, generation: Generation, source: Source) -> None:
-        """Open a sequence from a source; a load is finished by `advance`. Mutates it.
+    def open(self, generation: Generation, source: OpenSource | None) -> None:
+        """Open a sequence from another, or from blocks, which `advance` loads. Mutates it.
 
         Raises:
             InvalidRequestError: the backend refuses its tokens.
         """
         plan = self._plan(generation)  # blocks may have been evicted to make room
-        if isinstance(source, TakeOver):
+        if source is not None and source.is_taken_over:
             self._idle.remove(source.seq)
             reached = self._backend.truncate(source.seq, source.num_tokens)
             if reached == source.num_tokens:
                 self._resume_hot(generation, reached, plan)
                 return
             self._backend.close(source.seq)
-        elif isinstance(source, ForkFrom) and self._backend.fork(
-            source.seq, generation.seq, source.num_tokens
-        ):
+        elif source and self._backend.fork(source.seq, generation.seq, source.num_tokens):
             self._resume_hot(generation, source.num_tokens, plan)
             return
         self._begin_restore(generation, plan)

@@ -5,6 +5,7 @@ restore. A request that needs room closes the oldest of them first. On the engin
 """
 
 import sys
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -186,10 +187,6 @@ class WorkingMemory:
 
     def longest_that_fits(self) -> int:
         """Tokens of the longest sequence that fits if it is alone."""
+        lengths = range(1, self._backend.spec.max_context + 1)
         total = self._store.usage().total
-        low, high = 0, self._backend.spec.max_context
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self._backend.bytes_for([middle]) <= total
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+        return bisect_right(lengths, total, key=lambda length: self._backend.bytes_for([length]))

@@ -217,7 +217,7 @@ class ModelRegistry:
                 stays_s = self.policy.min_residence_s - (time.monotonic() - self._since)
                 if stays_s > 0:
                     return f"{self._current.id} stays for {stays_s:.0f} s before {wanted.id} comes"
-            self._begin(wanted, self.policy.drain_s)
+            self._begin(wanted)
             return self._progress()
 
     def model_for(self, name: str) -> LoadedModel:
@@ -289,7 +289,7 @@ class ModelRegistry:
             self._require_settled()
             if self._device.state is ModelState.READY and entry.id == self._current.id:
                 return _done(SwapReport(entry.id, entry.id))
-            return self._begin(entry, self.policy.drain_s if drain_s is None else drain_s).done
+            return self._begin(entry, drain_s).done
 
     def load(self, name: str) -> Future[SwapReport]:
         """Load a model where none is; empty is the one that was served last.
@@ -319,7 +319,7 @@ class ModelRegistry:
             self._require_settled()
             if self._device.state is ModelState.UNLOADED:
                 return _done(SwapReport(None, None))
-            return self._begin(None, self.policy.drain_s if drain_s is None else drain_s).done
+            return self._begin(None, drain_s).done
 
     def _fetchable(self, name: str) -> ModelEntry:
         if self._names.is_any(name) or name == self._current.id:
@@ -335,8 +335,8 @@ class ModelRegistry:
         if self._device.state in (ModelState.LOADING, ModelState.HUNG, ModelState.STOPPED):
             self._device.ready_model()
 
-    def _begin(self, target: ModelEntry | None, drain_s: float) -> _Job:
-        job = _Job(target, drain_s)
+    def _begin(self, target: ModelEntry | None, drain_s: float | None = None) -> _Job:
+        job = _Job(target, self.policy.drain_s if drain_s is None else drain_s)
         self._job = job
         self._jobs.put(job)
         return job
@@ -369,7 +369,7 @@ class ModelRegistry:
         with self._lock:
             is_ready = self._job is None and self._device.state is ModelState.READY
             if limit_s and is_ready and self._device.idle_s > limit_s:
-                self._begin(None, self.policy.drain_s)
+                self._begin(None)
 
     def _perform(self, job: _Job) -> None:
         try:

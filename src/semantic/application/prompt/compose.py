@@ -133,7 +133,7 @@ class Composer:
             for index, message in enumerate(request.messages[:num_leading])
         ]
         if functions and not self._traits.has_tools:
-            texts.insert(0, _introduction(functions))
+            texts.insert(0, _INTRODUCTION.format(tools="\n".join(map(_line, functions))))
             functions = ()
         head = _joined(texts, _PARAGRAPH)
         tools = _ToolIndex.of(request)
@@ -220,13 +220,15 @@ class Composer:
         if result.is_error and not text.lower().startswith("error"):
             text = f"Error: {text}"
         if not self._traits.has_tools:
-            return TemplateMessage("user", _result_text(text))
+            return TemplateMessage("user", f"<tool_response>\n{text}\n</tool_response>")
         name = self._special.guard(tools.callees.get(result.tool_use_id, ""))
         return TemplateMessage("tool", text, call_id=self._id(result.tool_use_id), name=name)
 
     def _announced(self, name: str, tools: _ToolIndex) -> str:
         found = tools.specs.get(name)
-        return _announcement(self._function(found)) if found else self._special.guard(name)
+        if found is None:
+            return self._special.guard(name)
+        return f"<tools>\n{_line(self._function(found))}\n</tools>"
 
     # -- its parts ------------------------------------------------------------------------------
 
@@ -253,8 +255,11 @@ class Composer:
         return self._described(tool.name, tool.description, json.dumps(tool.parameters))
 
     def _describe(self, name: str, description: str, parameters: str) -> JsonObject:
-        tool = ToolSpec(name, description, json.loads(parameters))
-        return self._special.guard_object(_function_of(tool))
+        """Describe a tool as templates expect it; its schema's keys may come in any order."""
+        schema = json.loads(parameters) or {"type": "object", "properties": {}}
+        return self._special.guard_object(
+            {"name": name, "description": description, "parameters": in_schema_order(schema)}
+        )
 
     def _id(self, given: str) -> str:
         if not self._traits.wants_short_ids:
@@ -307,35 +312,10 @@ def _joined(texts: Iterator[str] | Sequence[str], separator: str) -> str:
 # -- how tools are written down ---------------------------------------------------------------
 
 
-def _function_of(tool: ToolSpec) -> JsonObject:
-    """Describe a tool as templates expect it; the order of its schema's keys does not matter."""
-    empty: JsonObject = {"type": "object", "properties": {}}
-    return {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": in_schema_order(tool.parameters or empty),
-    }
-
-
-def _introduction(functions: Sequence[JsonObject]) -> str:
-    """Tell a model which functions there are and how to call them."""
-    return _INTRODUCTION.format(tools="\n".join(map(_line, functions)))
-
-
-def _announcement(function: JsonObject) -> str:
-    """Tell a model of one more function in the midst of a conversation."""
-    return f"<tools>\n{_line(function)}\n</tools>"
-
-
 def call_text(name: str, arguments: JsonValue) -> str:
     """Write a call the model made."""
     call = _line({"name": name, "arguments": arguments})
     return f"{_CALL.start}\n{call}\n{_CALL.end}"
-
-
-def _result_text(text: str) -> str:
-    """Write what a call returned."""
-    return f"<tool_response>\n{text}\n</tool_response>"
 
 
 def _line(value: JsonObject) -> str:

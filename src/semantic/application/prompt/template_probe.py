@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 
+from semantic.domain.blocks import common_prefix
 from semantic.domain.chat import JsonObject, JsonValue
 from semantic.domain.errors import InvalidRequestError
 from semantic.ports.text import TokenizerPort
@@ -89,12 +90,7 @@ def lost_generation_prompt(
     a, b, c = _user("probeask"), _assistant("probesaid"), _user("probeagain")
     prompt = ask.text((a,), is_thinking=is_thinking, add_generation_prompt=True)
     later = ask.text((a, b, c), is_thinking=is_thinking)
-    num_kept = 0
-    for one, other in zip(prompt, later, strict=False):
-        if one != other:
-            break
-        num_kept += 1
-    return prompt[num_kept:]
+    return prompt[common_prefix(prompt, later) :]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,14 @@ prompt is taken out when it is known, its reply when it has ended; tokens that w
 back then. So a bucket can be overdrawn by what runs already, and the next request waits longer.
 """
 
+import itertools
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from semantic.domain.access import Allowance, KeyRing, LimitKind, Rate
+from semantic.domain.access import LIMIT_KINDS, Allowance, KeyRing, LimitKind, Rate
 from semantic.domain.agents import LOCAL_TENANT, Principal, Reuse
 from semantic.domain.errors import AuthenticationError, InvalidRequestError, RateLimitedError
 from semantic.domain.events import Failed, Finished
@@ -148,14 +149,10 @@ class RateLimits:
     def _filled(self, scopes: list[_Scope]) -> Iterator[tuple[_Scope, LimitKind, Bucket]]:
         """The buckets of those limits that there are, as full as they are now."""
         now = self._now()
-        for scope in scopes:
-            limits: tuple[tuple[LimitKind, int | None], ...] = (
-                ("requests", scope.rate.requests),
-                ("tokens", scope.rate.tokens),
-            )
-            for kind, per_minute in limits:
-                if per_minute is not None:
-                    yield scope, kind, self._bucket((*scope.key, kind), per_minute, now)
+        for scope, kind in itertools.product(scopes, LIMIT_KINDS):
+            per_minute = getattr(scope.rate, kind)
+            if per_minute is not None:
+                yield scope, kind, self._bucket((*scope.key, kind), per_minute, now)
 
     def _bucket(self, key: tuple[str, ...], per_minute: int, now: float) -> Bucket:
         bucket = self._buckets.get(key)
