@@ -1,0 +1,274 @@
+"""All protocols on the starter model, with a template that opens thinking: what was computed stays.
+
+The model is small, and held to what is asked for; forks, tiers and files change no word.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pydantic
+import pytest
+
+from semantic.application.prompt.renderer import render
+from semantic.domain.chat import ChatRequest, Message, Role
+from tests.http_server import RunningServer, make_settings, run_server
+from tests.integration.test_anthropic_sdk import prompt_tokens
+from tests.integration.test_direct_api import events_of, get, make, post, say
+
+pytestmark = pytest.mark.integration
+
+MODEL = "thinker"
+TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.reasoning_content -%}
+{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' -}}
+{%- endif -%}
+{{- message.content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' + ('<think>\\n' if enable_thinking else '') -}}
+{%- endif -%}
+"""
+PARIS = "What is the capital of France? Answer in one sentence."
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {"name": "get_weather", "description": "The weather of a city"}
+
+
+@pytest.fixture(scope="module")
+def running(
+    starter_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    home = tmp_path_factory.mktemp("home")
+    model = home / MODEL
+    model.mkdir()
+    for file in starter_model_dir.iterdir():
+        if file.name != "tokenizer_config.json":
+            (model / file.name).symlink_to(file)
+    config = json.loads((starter_model_dir / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    with run_server(make_settings(home, backend="torch", model=str(model))) as server:
+        yield server
+
+
+# -- OpenAI -----------------------------------------------------------------------------------
+
+
+def respond(client: openai.OpenAI, text: Any, **given: Any) -> Any:
+    return client.responses.create(model=MODEL, input=text, **{"temperature": 0, **given})
+
+
+def cached(response: Any) -> int:
+    return int(response.usage.input_tokens_details.cached_tokens)
+
+
+def test_a_conversation_by_response_ids(openai_client: openai.OpenAI) -> None:
+    first = respond(openai_client, PARIS)
+    assert "Paris" in first.output_text
+    more = "And of Italy? Answer in one sentence."
+    second = respond(openai_client, more, previous_response_id=first.id)
+    assert "Rome" in second.output_text
+    assert cached(second) >= first.usage.total_tokens - 1
+
+
+def test_a_tool_loop_as_items(openai_client: openai.OpenAI) -> None:
+    tool = {"type": "function", **WEATHER, "parameters": CITY, "strict": True}
+    asked: Any = {"tools": [tool], "store": False}
+    history: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+    required: Any = {"tool_choice": "required", "parallel_tool_calls": False}
+    first = respond(openai_client, history, **required, **asked)
+    (call,) = first.output
+    assert call.type == "function_call"
+    assert json.loads(call.arguments)["city"] in ("Paris", "Rome")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    history += [call.to_dict(), result]
+    second = respond(openai_client, history, max_output_tokens=30, **asked)
+    assert cached(second) >= first.usage.total_tokens - 1
+
+
+def test_a_reply_that_was_begun_is_the_same_prompts_and_is_replayed(
+    openai_client: openai.OpenAI, running: RunningServer
+) -> None:
+    begun: Any = [
+        {"role": "user", "content": PARIS},
+        {"role": "assistant", "content": "The capital of France is the"},
+    ]
+    usual: Any = {"model": MODEL, "temperature": 0, "max_tokens": 6}
+    first: Any = openai_client.chat.completions.create(messages=begun, **usual)
+    text = first.choices[0].message.content
+    assert text
+    model = running.server.device.ready_model()
+    asked = ChatRequest(model.id, (Message.of(Role.USER, PARIS),))
+    written = model.tokenizer.encode_plain(begun[1]["content"])
+    tokens = [*render(asked, model.tokenizer).tokens, *written]
+    fresh = openai_client.completions.create(prompt=tokens, **usual)
+    assert fresh.choices[0].text == text
+    begun[1]["content"] += text
+    begun.append({"role": "user", "content": "And of Italy?"})
+    second: Any = openai_client.chat.completions.create(messages=begun, **usual)
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.total_tokens - 1
+
+
+def test_it_is_sampled_as_its_authors_advise(openai_client: openai.OpenAI) -> None:
+    made = openai_client.responses.create(model=MODEL, input=PARIS, max_output_tokens=1)
+    assert (made.temperature, made.top_p) == (0.2, 0.9)
+
+
+def test_a_schema_is_kept(openai_client: openai.OpenAI) -> None:
+    class Answer(pydantic.BaseModel):
+        city: str
+        is_capital: bool
+
+    messages: Any = [{"role": "user", "content": "Is Paris the capital of France?"}]
+    chat = openai_client.chat.completions.parse(
+        model=MODEL, messages=messages, response_format=Answer, max_tokens=60
+    )
+    assert chat.choices[0].message.parsed is not None
+
+
+def test_a_raw_prompt_is_continued(openai_client: openai.OpenAI) -> None:
+    reply = openai_client.completions.create(
+        model=MODEL, prompt="The capital of France is", temperature=0, max_tokens=4
+    )
+    assert "Paris" in reply.choices[0].text
+
+
+# -- Anthropic --------------------------------------------------------------------------------
+
+
+def create(client: anthropic.Anthropic, messages: Any, **changes: Any) -> Any:
+    given = {"model": MODEL, "max_tokens": 24, "extra_body": {"temperature": 0}, **changes}
+    with client.messages.stream(messages=messages, **given) as stream:
+        return stream.get_final_message()
+
+
+def goes_on(client: anthropic.Anthropic, messages: Any, content: Any, **changes: Any) -> Any:
+    """A first reply, and one to what follows it; what is reused of the first is checked."""
+    first = create(client, messages, **changes)
+    changes.pop("tool_choice", None)
+    told = content(first) if callable(content) else content
+    more = [
+        *messages,
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": told},
+    ]
+    second = create(client, more, **changes)
+    count = client.messages.count_tokens(
+        model=MODEL,
+        messages=more,
+        **{name: changes[name] for name in ("system", "tools", "thinking") if name in changes},
+    )
+    assert count.input_tokens == prompt_tokens(second)
+    return first, second
+
+
+def test_a_conversation_continues_where_it_ended(anthropic_client: anthropic.Anthropic) -> None:
+    asked = [{"role": "user", "content": PARIS}]
+    first, second = goes_on(anthropic_client, asked, "And of Spain?", system="You are terse.")
+    assert first.content[0].text
+    reused = prompt_tokens(first) + first.usage.output_tokens - 1
+    assert second.usage.cache_read_input_tokens >= reused
+
+
+def test_thinking_ends_with_its_budget_and_comes_back(
+    anthropic_client: anthropic.Anthropic,
+) -> None:
+    thinking: Any = {"type": "enabled", "budget_tokens": 12}
+    asked = [{"role": "user", "content": "Tell me a long story about a dog."}]
+    first, second = goes_on(
+        anthropic_client, asked, "Are you sure?", thinking=thinking, max_tokens=60
+    )
+    thought, said = first.content
+    assert (thought.type, said.type) == ("thinking", "text")
+    assert "</think>" not in thought.thinking
+    # The marker is no token of its own in this vocabulary.
+    num_thought = first.usage.output_tokens_details.thinking_tokens
+    assert 12 < num_thought <= 12 + len("\n</think>")
+    assert second.usage.cache_read_input_tokens >= prompt_tokens(first)
+
+
+def test_a_call_of_a_tool_and_its_result(anthropic_client: anthropic.Anthropic) -> None:
+    choice = {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}
+    asked = [{"role": "user", "content": "Is it raining in Rome?"}]
+
+    def told(reply: Any) -> list[dict[str, str]]:
+        (call,) = reply.content
+        assert call.type == "tool_use"
+        assert call.input["city"] in ("Paris", "Rome")
+        return [{"type": "tool_result", "tool_use_id": call.id, "content": "It rains."}]
+
+    tools = [{**WEATHER, "input_schema": CITY}]
+    first, second = goes_on(
+        anthropic_client, asked, told, tools=tools, tool_choice=choice, max_tokens=80
+    )
+    assert first.stop_reason == "tool_use"
+    reused = prompt_tokens(first) + first.usage.output_tokens - 1
+    assert second.usage.cache_read_input_tokens >= reused
+
+
+# -- the agent API ----------------------------------------------------------------------------
+
+SYSTEM = "You are a helpful assistant. You know about geography and answer in one sentence. " * 6
+SECOND = "And which river runs through it?"
+
+
+@pytest.fixture
+def agent(http: httpx.Client) -> Iterator[dict[str, Any]]:
+    """An agent after its first turn, whose state nobody else's is."""
+    number = len(get(http, "/v1/cache/blocks")["blocks"])
+    make(http, id="a", system=f"{number}. {SYSTEM}")
+    first = say(http, "a", PARIS, max_tokens=12, ignore_eos=False)
+    assert "Paris" in first["text"]
+    yield {**get(http, "/v1/agents/a"), "turn_id": first["turn_id"]}
+    for made in get(http, "/v1/agents")["data"]:
+        http.delete(f"/v1/agents/{made['id']}")
+
+
+def test_a_fork_reuses_everything_and_says_the_same(
+    http: httpx.Client, agent: dict[str, Any]
+) -> None:
+    post(http, "/v1/agents/a/fork", ids=["b", "c"])
+    replies = [say(http, name, SECOND) for name in ("b", "c", "a")]
+    assert len({reply["text"] for reply in replies}) == 1
+    assert all(reply["usage"]["cached_tokens"] >= agent["tokens"] - 1 for reply in replies)
+    assert get(http, "/v1/agents/a")["turns"] == 2
+    assert "reused" in get(http, "/v1/agents/a/explain")["summary"]
+    assert get(http, "/v1/cache")["dedup_ratio"] > 1.5
+
+
+def test_from_disk_from_nothing_and_from_memory_say_the_same(
+    http: httpx.Client, agent: dict[str, Any]
+) -> None:
+    states, replies = [], []
+    for place in ("disk", "cold"):
+        evicted = post(http, "/v1/agents/a/evict", to=place)["state"]
+        states.append((evicted["tier"], evicted["memory_bytes"]))
+        replies.append(say(http, "a", SECOND))
+        post(http, "/v1/agents/a/rewind", turn_id=agent["turn_id"])
+    replies.append(say(http, "a", SECOND))
+    assert states == [("warm", 0), ("cold", 0)]
+    assert len({reply["text"] for reply in replies}) == 1
+    assert replies[0]["reuse"]["disk"] + replies[0]["reuse"]["pool"] >= agent["tokens"] - 1
+    assert replies[0]["reuse"]["hot"] == 0
+    assert events_of(http.post("/v1/cache/verify"))[-1]["bad"] == 0
+
+
+def test_a_file_brings_the_state_along(http: httpx.Client, agent: dict[str, Any]) -> None:
+    content = http.get("/v1/agents/a/export").content
+    expected = say(http, "a", SECOND)
+    http.delete("/v1/agents/a")
+    taken = http.post("/v1/agents/import", params={"id": "b"}, content=content).json()
+    reply = say(http, "b", SECOND)
+    assert taken["tokens"] == agent["tokens"]
+    assert reply["text"] == expected["text"]
+    assert reply["usage"]["cached_tokens"] >= agent["tokens"] - 1
