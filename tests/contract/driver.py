@@ -19,6 +19,7 @@ from semantic.ports.backend import (
     SequenceId,
     Step,
 )
+from semantic.ports.text import TokenizerPort
 
 GREEDY = SamplingParams(temperature=0)
 NUM_REPLY = 6
@@ -98,6 +99,13 @@ class Run:
         """Go on alone until the reply is long enough."""
         finish([self], num_reply)
         return self.reply
+
+    def say(self, tokenizer: TokenizerPort, max_tokens: int = 40) -> str:
+        """Go on alone until the reply ends; returns its text."""
+        while not tokenizer.eos_ids.intersection(self.reply) and len(self.reply) < max_tokens:
+            advance([self])
+        said = (token for token in self.reply if token not in tokenizer.eos_ids)
+        return b"".join(map(tokenizer.token_bytes, said)).decode()
 
 
 def begin(

@@ -17,19 +17,13 @@ from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.models.fingerprint import fingerprint
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.blocks import BlockNamespace, BlockPart, block_name, pack_tokens
-from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import LayerKind
-from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, Sampled, SequenceId, Step
+from tests.contract.driver import begin
+from tests.integration.test_starter_on_backends import RECORDED
 
 pytestmark = pytest.mark.integration
 
-# As in test_starter_on_torch.py: what the library answers, greedily.
-RECORDED = {
-    "What is the capital of France? Answer in one sentence.": "The capital of France is Paris.",
-    "What is 2 + 2? Answer with one number.": "The answer is 4.",
-}
 NUM_READ = 24
-SOURCE, RESTORED = SequenceId(0), SequenceId(1)
 
 
 @pytest.fixture(scope="module")
@@ -96,28 +90,13 @@ def answer(
     rested = prompt[:-1]
     root = BlockNamespace(fingerprint(directory, None), kv_format).root()
     part = BlockPart(root, block_name(root, rested), root, LayerKind.FULL, 0, pack_tokens(rested))
-    backend.open(SOURCE, prompt)
-    backend.collect(backend.launch(Step((Chunk(SOURCE, 0, tuple(rested)),))))
-    payload = backend.payload(backend.snapshot(SOURCE, 0, len(rested), LayerKind.FULL))
-    backend.close(SOURCE)
+    source = begin(backend, 0, prompt)
+    ((payload,),) = source.seal(len(rested))
+    backend.close(source.seq)
     written = SafetensorsCache(scratch, KVCodec(kv_format)).write(part, payload, is_synced=False)
     assert (written.nbytes < payload.nbytes) == (kv_format != "raw")
-    backend.open(RESTORED, prompt)
-    backend.load(RESTORED, [SafetensorsCache(scratch).read(written)], len(rested))
-    text = greedy_text(backend, tokenizer, prompt)
-    backend.close(RESTORED)
+    run = begin(backend, 1, prompt)
+    run.load([(SafetensorsCache(scratch).read(written),)])
+    text = run.say(tokenizer)
+    backend.close(run.seq)
     return text
-
-
-def greedy_text(backend: ListeningBackend, tokenizer: HFTokenizer, prompt: list[int]) -> str:
-    """Go on where the restored state ends: at the prompt's last token."""
-    draw = Draw(SamplingParams(temperature=0, seed=0), len(prompt))
-    chunk, reply = Chunk(RESTORED, len(prompt) - 1, (prompt[-1],), draw), b""
-    for length in range(len(prompt), len(prompt) + 40):
-        (row,) = backend.collect(backend.launch(Step((chunk,)))).rows
-        assert isinstance(row, Sampled)
-        if row.token in tokenizer.eos_ids:
-            break
-        reply += tokenizer.token_bytes(row.token)
-        chunk = Chunk(RESTORED, length, LAST_SAMPLED, draw)
-    return reply.decode()

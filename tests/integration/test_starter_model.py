@@ -19,24 +19,19 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", 
 
 
 @pytest.fixture(scope="session")
-def imported(starter_model_dir: Path) -> Path:
-    return starter_model_dir
+def tokenizer(starter_model_dir: Path) -> Any:
+    return AutoTokenizer.from_pretrained(starter_model_dir)
 
 
 @pytest.fixture(scope="session")
-def tokenizer(imported: Path) -> Any:
-    return AutoTokenizer.from_pretrained(imported)
-
-
-@pytest.fixture(scope="session")
-def model(imported: Path) -> Iterator[Any]:
-    loaded = load_grouped(imported, torch.float32, "sdpa", is_kept=False)
+def model(starter_model_dir: Path) -> Iterator[Any]:
+    loaded = load_grouped(starter_model_dir, torch.float32, "sdpa", is_kept=False)
     with torch.inference_mode():
         yield loaded.eval()
 
 
-def test_the_directory_holds_what_a_downloaded_one_holds(imported: Path) -> None:
-    assert {path.name for path in imported.iterdir()} == {
+def test_the_directory_holds_what_a_downloaded_one_holds(starter_model_dir: Path) -> None:
+    assert {path.name for path in starter_model_dir.iterdir()} == {
         ".imported",
         "config.json",
         "generation_config.json",
@@ -46,28 +41,14 @@ def test_the_directory_holds_what_a_downloaded_one_holds(imported: Path) -> None
     }
 
 
-def test_transformers_reads_the_configuration_as_it_was_trained(imported: Path) -> None:
-    config = AutoConfig.from_pretrained(imported)
+def test_transformers_reads_the_configuration_as_it_was_trained(starter_model_dir: Path) -> None:
+    config = AutoConfig.from_pretrained(starter_model_dir)
     assert config.rope_parameters == {"rope_theta": 100000.0, "rope_type": "default"}
     assert (config.num_hidden_layers, config.hidden_size) == (30, 576)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (9, 3, 64)
     assert (config.rms_norm_eps, config.max_position_embeddings) == (1e-5, 8192)
     assert config.dtype == torch.bfloat16
     assert config.tie_word_embeddings
-
-
-def test_it_answers_a_question(model: Any, tokenizer: Any) -> None:
-    question = "What is the capital of France? Answer in one sentence."
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}],
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
-    reply = model.generate(**prompt, do_sample=False, max_new_tokens=32)[0]
-    new = reply[prompt["input_ids"].shape[1] :]
-    assert tokenizer.decode(new, skip_special_tokens=True) == "The capital of France is Paris."
-    assert new[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
 def test_english_is_far_likelier_than_chance(model: Any, tokenizer: Any) -> None:
@@ -80,7 +61,9 @@ def test_english_is_far_likelier_than_chance(model: Any, tokenizer: Any) -> None
     assert loss < math.log(49152) / 3
 
 
-def test_weights_are_those_of_the_file_and_take_no_more_room(model: Any, imported: Path) -> None:
+def test_weights_are_those_of_the_file_and_take_no_more_room(
+    model: Any, starter_model_dir: Path
+) -> None:
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(starter_gguf()).tensors}
     weights = {
         "token_embd.weight": model.get_input_embeddings().weight,
@@ -90,17 +73,19 @@ def test_weights_are_those_of_the_file_and_take_no_more_room(model: Any, importe
         expected = gguf.dequantize(tensors[name].data, tensors[name].tensor_type)
         # A scale has eight significant bits.
         np.testing.assert_allclose(found.numpy(), expected, atol=np.abs(expected).max() / 2**7)
-    size = (imported / "model.safetensors").stat().st_size
+    size = (starter_model_dir / "model.safetensors").stat().st_size
     assert size < 1.01 * starter_gguf().stat().st_size
 
 
-def test_every_id_decodes_and_every_special_token_is_one_id(imported: Path, tokenizer: Any) -> None:
+def test_every_id_decodes_and_every_special_token_is_one_id(
+    starter_model_dir: Path, tokenizer: Any
+) -> None:
     assert len(tokenizer) == 49152
     for token in SPECIAL_TOKENS:
         (token_id,) = tokenizer.encode(token)
         assert tokenizer.decode([token_id]) == token
         assert tokenizer.decode([token_id], skip_special_tokens=True) == ""
-    ids = json.loads((imported / "generation_config.json").read_text())
+    ids = json.loads((starter_model_dir / "generation_config.json").read_text())
     assert ids.items() >= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}.items()
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
 

@@ -1,4 +1,4 @@
-"""The starter model on the torch backend, its weights in full and as the server keeps them."""
+"""The starter model on torch, its weights in full and as the server keeps them, and on MLX."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,10 @@ from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import ModelCacheSpec
-from semantic.ports.backend import LAST_SAMPLED, Chunk, Draw, Sampled, SequenceId, Step
+from semantic.ports.backend import Chunk, Draw, ModelBackendPort
+from tests.contract.conftest import make_mlx, require_mlx
+from tests.contract.driver import begin, finish, sampled, step
+from tests.contract.models import TinyModel
 from tests.number_formats import HAS_BFLOAT16, needs_bfloat16
 
 pytestmark = pytest.mark.integration
@@ -43,9 +46,12 @@ def backend(starter_model_dir: Path) -> Iterator[TorchBackend]:
     made.shutdown()
 
 
+def spec_of(directory: Path) -> ModelCacheSpec:
+    return ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
+
+
 def make_backend(directory: Path, options: TorchOptions) -> TorchBackend:
-    config = json.loads((directory / "config.json").read_text())
-    return TorchBackend(directory, ModelCacheSpec.from_config(config), options)
+    return TorchBackend(directory, spec_of(directory), options)
 
 
 @pytest.fixture(scope="module")
@@ -65,19 +71,10 @@ def prompt_of(tokenizer: HFTokenizer, question: str) -> list[int]:
 
 
 def greedy_text(backend: TorchBackend, tokenizer: HFTokenizer, prompt: list[int]) -> str:
-    draw = Draw(SamplingParams(temperature=0, seed=0), len(prompt))
-    seq, reply = SequenceId(0), b""
-    backend.open(seq, prompt)
-    chunk = Chunk(seq, 0, tuple(prompt), draw)
-    for length in range(len(prompt), len(prompt) + 40):
-        (row,) = backend.collect(backend.launch(Step((chunk,)))).rows
-        assert isinstance(row, Sampled)
-        if row.token in tokenizer.eos_ids:
-            break
-        reply += tokenizer.token_bytes(row.token)
-        chunk = Chunk(seq, length, LAST_SAMPLED, draw)
-    backend.close(seq)
-    return reply.decode()
+    run = begin(backend, 0, prompt)
+    text = run.say(tokenizer)
+    backend.close(run.seq)
+    return text
 
 
 def library_text(library: Any, tokenizer: HFTokenizer, prompt: list[int]) -> str:
@@ -102,16 +99,14 @@ def test_greedy_text_is_the_librarys(
 def top_logprobs(backend: TorchBackend, tokens: list[int]) -> Iterator[tuple[int, int, float]]:
     """Place, token and log-probability of the likeliest after every 17 tokens and at the end."""
     draw = Draw(SamplingParams(temperature=0, seed=0, top_logprobs=5), len(tokens))
-    seq = SequenceId(1)
-    backend.open(seq, tokens)
+    run = begin(backend, 1, tokens)
     for start in range(0, len(tokens), 17):
-        chunk = Chunk(seq, start, tuple(tokens[start : start + 17]), draw)
-        (row,) = backend.collect(backend.launch(Step((chunk,)))).rows
-        assert isinstance(row, Sampled)
-        assert row.logprob is not None
-        for token, logprob in row.logprob.top:
-            yield start + chunk.num_tokens - 1, token, logprob
-    backend.close(seq)
+        chunk = Chunk(run.seq, start, tuple(tokens[start : start + 17]), draw)
+        logprob = sampled(*step(backend, chunk)).logprob
+        assert logprob is not None
+        for token, value in logprob.top:
+            yield start + chunk.num_tokens - 1, token, value
+    backend.close(run.seq)
 
 
 def library_logprobs(library: Any, tokens: list[int]) -> torch.Tensor:
@@ -192,3 +187,22 @@ def test_quantised_weights_give_nearly_the_probabilities_of_full_ones(
         found = top_logprobs(quantised, tokens)
         off += [abs(logprob - float(expected[last, token])) for last, token, logprob in found]
     assert mean(off) < (0.01 if library.dtype == torch.float32 else 0.2)
+
+
+# -- on MLX ---------------------------------------------------------------------------------------
+
+
+def test_the_same_text_on_mlx_as_on_torch_in_float32(
+    starter_model_dir: Path, tokenizer: HFTokenizer
+) -> None:
+    require_mlx()
+    prompts = [prompt_of(tokenizer, question) for question in ("Name a colour.", "Count to three.")]
+
+    def replies(backend: ModelBackendPort) -> list[list[int]]:
+        runs = [begin(backend, seq, prompt) for seq, prompt in enumerate(prompts)]
+        finish(runs, 4)
+        backend.shutdown()
+        return [run.reply for run in runs]
+
+    expected = replies(make_backend(starter_model_dir, TorchOptions(dtype="float32")))
+    assert replies(make_mlx(TinyModel(starter_model_dir, spec_of(starter_model_dir)))) == expected
