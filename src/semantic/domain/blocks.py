@@ -145,12 +145,17 @@ def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
     Example:
         >>> common_prefix([1, 2, 3], [1, 2, 4, 5])
         2
+        >>> common_prefix([1, 2, 3], (1, 2))
+        2
     """
     stride, start, end = 512, 0, min(len(left), len(right))
     # Slices are compared in C; where they differ, shorter ones are.
-    while stride and start < end:
+    while stride > 1 and start < end:
         if left[start : start + stride] == right[start : start + stride]:
             start += stride
         else:
             stride //= 2
+    # One by one at last: a list and a tuple of the same are not equal.
+    while start < end and left[start] == right[start]:
+        start += 1
     return min(start, end)
