@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantic.domain.agents import LOCAL_TENANT, Agent, Principal, Quota, Reuse
+from semantic.domain.agents import Agent, Principal, Quota, Reuse
 from semantic.domain.chat import ServiceClass
 from semantic.domain.errors import InvalidRequestError
 
@@ -52,27 +52,7 @@ def test_weights_are_positive(weight: float) -> None:
         assert refused.value.param == "weight"
 
 
-def test_everyone_is_local_unless_said_otherwise() -> None:
-    assert Principal().tenant == agent().tenant == LOCAL_TENANT
-
-
 # -- the latest turn --------------------------------------------------------------------------
-
-
-def test_advancing_returns_the_agent_that_follows() -> None:
-    before = agent()
-
-    after = before.advance("t1", at=7.0).advance("t2", at=8.0)
-
-    assert (after.head, after.num_turns, after.last_used) == ("t2", 2, 8.0)
-    assert (before.head, before.num_turns) == (None, 0)
-
-
-def test_rewinding_moves_the_head_back() -> None:
-    later = agent().advance("t1", at=6.0).advance("t2", at=7.0)
-
-    assert later.rewind("t1", 1, at=9.0) == replace(agent().advance("t1", at=6.0), last_used=9.0)
-    assert later.rewind(None, 0, at=9.0).head is None
 
 
 def test_a_fork_inherits_everything_but_id_pin_and_times() -> None:

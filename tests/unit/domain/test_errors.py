@@ -3,12 +3,7 @@ import re
 import pytest
 
 from semantic.domain import errors
-from semantic.domain.errors import (
-    ContextLengthError,
-    InvalidRequestError,
-    PoolExhaustedError,
-    SemanticError,
-)
+from semantic.domain.errors import ContextLengthError, SemanticError
 
 pytestmark = pytest.mark.unit
 
@@ -33,22 +28,6 @@ def test_the_tree_is_as_drawn() -> None:
 def test_every_error_says_what_it_means(error: type[SemanticError]) -> None:
     assert issubclass(error, SemanticError)
     assert error.__doc__
-
-
-def test_an_error_carries_its_message_and_when_to_try_again() -> None:
-    error = PoolExhaustedError("memory is full", retry_after_s=2.5)
-
-    assert str(error) == error.message == "memory is full"
-    assert error.retry_after_s == 2.5
-    assert PoolExhaustedError("memory is full").retry_after_s is None
-
-
-def test_a_wrong_request_names_the_field_and_is_not_worth_repeating() -> None:
-    error = InvalidRequestError("no such role", param="messages[0].role")
-
-    assert error.param == "messages[0].role"
-    assert error.retry_after_s is None
-    assert InvalidRequestError("nonsense").param is None
 
 
 def test_a_prompt_too_long_on_its_own() -> None:

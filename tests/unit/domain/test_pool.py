@@ -47,82 +47,35 @@ def idle_order(pool: BlockPool) -> list[PartKey]:
 # -- construction and readings ----------------------------------------------------------------
 
 
-def test_a_new_pool_is_empty(pool: BlockPool) -> None:
-    assert pool.usage() == PoolUsage(total=100, held=0, idle=0, working=0, num_blocks=0)
-    assert pool.spec == SPEC
-    assert pool.put({}) == []
-    assert pool.keys() == set()
-
-
 def test_a_negative_budget_is_refused() -> None:
     with pytest.raises(ValueError, match="budget_bytes must not be negative, got -1"):
         BlockPool(SPEC, -1)
 
 
 @pytest.mark.parametrize(
-    "percent, level",
+    "total, held, working, level",
     [
-        (0, Pressure.LOW),
-        (79, Pressure.LOW),
-        (80, Pressure.ELEVATED),
-        (89, Pressure.ELEVATED),
-        (90, Pressure.HIGH),
-        (99, Pressure.HIGH),
-        (100, Pressure.FULL),
+        (100, 0, 0, Pressure.LOW),  # what is idle can go
+        (100, 40, 39, Pressure.LOW),
+        (1000, 500, 299, Pressure.LOW),  # not rounded up
+        (100, 40, 40, Pressure.ELEVATED),
+        (100, 89, 0, Pressure.ELEVATED),
+        (100, 90, 0, Pressure.HIGH),
+        (100, 0, 99, Pressure.HIGH),
+        (100, 50, 50, Pressure.FULL),
+        (0, 0, 0, Pressure.FULL),
     ],
 )
-def test_pressure_levels(pool: BlockPool, percent: int, level: Pressure) -> None:
-    pool.reserve(percent)
-    assert pool.usage().pressure is level
-    pool.release(percent)
-
-    pool.put({key(1): percent})
-    pool.hold(key(1))
-    assert pool.usage().pressure is level
-
-
-def test_pressure_levels_are_not_rounded_up() -> None:
-    usage = PoolUsage(total=1000, held=500, idle=0, working=299, num_blocks=1)
-
-    assert usage.pressure is Pressure.LOW
-
-
-def test_idle_blocks_are_no_pressure(pool: BlockPool) -> None:
-    pool.put(dict.fromkeys(map(key, range(10)), 10))
-
-    usage = pool.usage()
-    assert (usage.used, usage.available) == (100, 0)
-    assert usage.pressure is Pressure.LOW
-
-
-def test_a_pool_without_budget_is_full() -> None:
-    pool = BlockPool(SPEC, 0)
-
-    assert pool.usage().pressure is Pressure.FULL
-    with pytest.raises(PoolExhaustedError):
-        pool.reserve(1)
-    pool.check_integrity()
+def test_pressure_is_what_cannot_be_had_by_evicting(
+    total: int, held: int, working: int, level: Pressure
+) -> None:
+    idle = total - held - working
+    usage = PoolUsage(total, held, idle, working, num_blocks=1)
+    assert usage.pressure is level
+    assert (usage.used, usage.available) == (total, 0)
 
 
 # -- parts and working bytes: what `test_pool_machine` does at random, once in words ------------
-
-
-def test_a_part_is_held_until_it_was_let_go_as_often(pool: BlockPool) -> None:
-    put_each(pool, A)
-    pool.hold(A)
-    pool.hold(A)
-    pool.let_go(A)
-    assert pool.usage() == PoolUsage(total=100, held=10, idle=0, working=0, num_blocks=1)
-    assert pool.discard([A, ABSENT]) == []
-    pool.let_go(A)
-    assert pool.discard([A, A, ABSENT]) == [A]
-
-
-def test_what_a_part_follows_does_not_make_room_for_it(pool: BlockPool) -> None:
-    put_each(pool, *OLD)
-    assert pool.put({NEW: 10}, chain=[A, C]) == [B]
-    # The end of the chain goes before what it follows.
-    assert idle_order(pool) == [*OLD[3:], NEW, C, A]
 
 
 def test_what_is_refused_says_why_and_changes_nothing(pool: BlockPool) -> None:
