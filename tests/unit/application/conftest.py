@@ -31,3 +31,9 @@ def make_rig() -> Iterator[MakeRig]:
     yield make
     for rig in made:
         rig.close()
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig) -> MemoryRig:
+    """One of the usual size."""
+    return make_rig()

@@ -263,6 +263,11 @@ class MemoryRig:
         self.limits = limits or self.limits
         self._start()
 
+    def pin(self, name: str, *, is_pinned: bool = True) -> None:
+        """Pin an agent, or let it go again."""
+        self.agents.update(LOCAL_TENANT, name, lambda agent: replace(agent, is_pinned=is_pinned))
+        self.upkeep.refresh_pins()
+
     # -- what an engine does --------------------------------------------------------------------
 
     def recall(self, tokens: Sequence[int]) -> tuple[int, BlockName, int]:

@@ -9,7 +9,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
 from semantic.application.agents.ledger import AgentLedger
@@ -120,15 +119,8 @@ class Upkeep:
             is_cold=is_cold,
         )
 
-    def pin(self, agent: Agent, *, is_pinned: bool) -> None:
-        """Keep an agent's state on disk whatever the budget, or let it go again."""
-        self._agents.update(
-            agent.tenant, agent.id, lambda known: replace(known, is_pinned=is_pinned)
-        )
-        self.refresh_pins()
-
     def refresh_pins(self) -> None:
-        """Pin what pinned agents reach by now."""
+        """Keep on disk, whatever the budget, what pinned agents reach by now, and nothing else."""
         pinned = [agent for agent in self._agents.recent() if agent.is_pinned]
         if not pinned and not self._has_pins:
             return

@@ -1,7 +1,6 @@
 """What is done beside serving: tiers, garbage, verification, warm starts and old boundaries."""
 
 import threading
-from dataclasses import replace
 
 import pytest
 
@@ -32,8 +31,7 @@ def where(rig: MemoryRig, name: str) -> StateView:
 # -- tiers --------------------------------------------------------------------------------------
 
 
-def test_an_agent_is_hot_then_warm_then_cold(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_an_agent_is_hot_then_warm_then_cold(rig: MemoryRig) -> None:
     rig.talk("ann", list(range(10)))
     found = where(rig, "ann")
     assert (found.tier, found.memory_tokens, found.disk_tokens) == (Tier.HOT, 10, 10)
@@ -49,8 +47,7 @@ def test_an_agent_is_hot_then_warm_then_cold(make_rig: MakeRig) -> None:
     assert rig.agents.tokens(who(rig, "ann")) == list(range(10))
 
 
-def test_an_agent_whose_first_block_is_gone_is_cold(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_an_agent_whose_first_block_is_gone_is_cold(rig: MemoryRig) -> None:
     rig.talk("ann", list(range(10)))
     rig.flush()
     rig.upkeep.evict(who(rig, "ann"))
@@ -60,8 +57,7 @@ def test_an_agent_whose_first_block_is_gone_is_cold(make_rig: MakeRig) -> None:
     assert where(rig, "ann").tier is Tier.COLD
 
 
-def test_what_others_said_after_it_is_no_part_of_an_agent(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_what_others_said_after_it_is_no_part_of_an_agent(rig: MemoryRig) -> None:
     rig.talk("ann", HEAD)
     rig.talk("bob", [*HEAD, 1, 2])  # in the same block
     found = where(rig, "ann")
@@ -69,8 +65,7 @@ def test_what_others_said_after_it_is_no_part_of_an_agent(make_rig: MakeRig) -> 
     assert where(rig, "bob").memory_tokens == 8
 
 
-def test_eviction_spares_what_others_share(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_eviction_spares_what_others_share(rig: MemoryRig) -> None:
     rig.talk("ann", [*HEAD, 1, 2, 3, 4])
     rig.talk("bob", [*HEAD, 5, 6])
     rig.upkeep.evict(who(rig, "ann"), is_cold=True)
@@ -79,8 +74,7 @@ def test_eviction_spares_what_others_share(make_rig: MakeRig) -> None:
     assert rig.recall([*HEAD, 5, 6, 7])[0] == len(HEAD) + 2
 
 
-def test_what_is_left_of_an_agent_is_no_garbage(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_what_is_left_of_an_agent_is_no_garbage(rig: MemoryRig) -> None:
     rig.talk("ann", list(range(10)))
     rig.flush()
     rig.upkeep.evict(who(rig, "ann"))
@@ -92,8 +86,7 @@ def test_what_is_left_of_an_agent_is_no_garbage(make_rig: MakeRig) -> None:
     assert (found.tier, found.disk_tokens, found.num_tokens) == (Tier.WARM, 8, 10)
 
 
-def test_what_is_not_on_disk_is_not_evicted_to_it(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_what_is_not_on_disk_is_not_evicted_to_it(rig: MemoryRig) -> None:
     rig.files.is_full = True
     rig.talk("ann", list(range(10)))
     rig.flush()
@@ -114,10 +107,9 @@ def test_without_a_disk_eviction_makes_cold(make_rig: MakeRig) -> None:
 # -- pins ---------------------------------------------------------------------------------------
 
 
-def test_pins_follow_an_agent_and_survive_a_restart(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_pins_follow_an_agent_and_survive_a_restart(rig: MemoryRig) -> None:
     rig.talk("ann", list(range(10)))
-    rig.upkeep.pin(who(rig, "ann"), is_pinned=True)
+    rig.pin("ann")
     rig.talk("ann", list(range(18)))
     rig.upkeep.tick()
     assert all(node.num_pins == 1 for node in rig.store.nodes())
@@ -126,15 +118,14 @@ def test_pins_follow_an_agent_and_survive_a_restart(make_rig: MakeRig) -> None:
     rig.upkeep.stop(10)
     assert len(rig.store.nodes()) == 5
     assert all(node.num_pins == 1 for node in rig.store.nodes())
-    rig.upkeep.pin(who(rig, "ann"), is_pinned=False)
+    rig.pin("ann", is_pinned=False)
     assert not any(node.num_pins for node in rig.store.nodes())
 
 
 # -- garbage ------------------------------------------------------------------------------------
 
 
-def test_what_no_agent_reaches_goes_when_it_is_old(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_what_no_agent_reaches_goes_when_it_is_old(rig: MemoryRig) -> None:
     rig.talk("ann", [*HEAD, 1, 2])
     rig.talk("bob", [*HEAD, 3, 4])
     rig.agents.delete(LOCAL_TENANT, "bob")
@@ -148,8 +139,7 @@ def test_what_no_agent_reaches_goes_when_it_is_old(make_rig: MakeRig) -> None:
     assert where(rig, "ann").disk_tokens == 8
 
 
-def test_what_is_being_read_is_not_garbage(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_what_is_being_read_is_not_garbage(rig: MemoryRig) -> None:
     rig.talk("ann", [1, 2, 3, 4])
     rig.flush()
     rig.upkeep.evict(who(rig, "ann"))
@@ -175,8 +165,7 @@ def test_anonymous_state_without_a_disk_is_kept_while_it_is_young(make_rig: Make
     assert rig.recall([1, 2, 3, 4, 5])[0] == 0
 
 
-def test_verification_drops_what_is_bad_and_it_is_made_anew(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_verification_drops_what_is_bad_and_it_is_made_anew(rig: MemoryRig) -> None:
     rig.talk("ann", list(range(12)))
     rig.flush()
     middle = next(node for node in rig.store.nodes() if node.start == 4)
@@ -192,8 +181,7 @@ def test_verification_drops_what_is_bad_and_it_is_made_anew(make_rig: MakeRig) -
     assert where(rig, "ann").disk_tokens == 13
 
 
-def test_what_is_discarded_while_it_is_read_counts_once(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_what_is_discarded_while_it_is_read_counts_once(rig: MemoryRig) -> None:
     rig.talk("ann", list(range(12)))
     rig.flush()
     rig.upkeep.evict(who(rig, "ann"))
@@ -212,8 +200,7 @@ def test_what_is_discarded_while_it_is_read_counts_once(make_rig: MakeRig) -> No
 # -- starts -------------------------------------------------------------------------------------
 
 
-def test_files_without_rows_and_rows_without_files_are_reconciled(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_files_without_rows_and_rows_without_files_are_reconciled(rig: MemoryRig) -> None:
     rig.talk("ann", list(range(8)))
     rig.flush()
     lost, gone = sorted(rig.ledger.parts.values(), key=lambda part: part.start)
@@ -229,8 +216,7 @@ def test_files_without_rows_and_rows_without_files_are_reconciled(make_rig: Make
     assert rig.recall(list(range(9)))[0] == 4
 
 
-def test_a_stop_does_not_wait_for_files_to_be_compared(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_a_stop_does_not_wait_for_files_to_be_compared(rig: MemoryRig) -> None:
     rig.talk("ann", list(range(8)))
     rig.flush()
     rig.ledger.index.is_index_lost = True
@@ -262,8 +248,7 @@ def test_a_warm_start_reads_the_latest_agents_within_its_share(make_rig: MakeRig
     assert rig.store.usage().used <= rig.limits.memory // 4
 
 
-def test_a_turn_after_a_restart_is_known_to_be_used(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_a_turn_after_a_restart_is_known_to_be_used(rig: MemoryRig) -> None:
     rig.talk("ann", list(range(8)))
     rig.flush()
     assert {part.last_used for part in rig.ledger.parts.values()} == {rig.now[0]}
@@ -336,8 +321,7 @@ def test_boundaries_of_a_turn_that_is_not_logged_yet_are_kept(make_rig: MakeRig)
     assert rig.recall([*longer, 1])[0] == len(longer)
 
 
-def test_a_check_that_a_stop_cuts_short_finds_nothing_bad(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_a_check_that_a_stop_cuts_short_finds_nothing_bad(rig: MemoryRig) -> None:
     rig.talk("ann", list(range(10)))
     rig.flush()
     checking = rig.upkeep.verify()
@@ -382,7 +366,7 @@ def torn(make_rig: MakeRig) -> tuple[MemoryRig, TornLedger]:
     rig = make_rig(ledger=ledger)
     for name, start in (("ann", 0), ("bob", 50)):
         rig.talk(name, list(range(start, start + 10)))
-        rig.agents.update(LOCAL_TENANT, name, lambda agent: replace(agent, is_pinned=True))
+        rig.pin(name)
     rig.flush()
     ledger.torn = who(rig, "ann").head
     return rig, ledger

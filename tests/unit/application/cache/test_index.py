@@ -17,6 +17,11 @@ pytestmark = pytest.mark.unit
 SPEC = fake_spec(block_tokens=4)
 
 
+@pytest.fixture
+def index() -> BlockIndex:
+    return BlockIndex()
+
+
 def add(
     index: BlockIndex, tokens: Sequence[int], parent: BlockNode | None = None, *, full: bool = True
 ) -> BlockNode:
@@ -33,16 +38,14 @@ def matched(index: BlockIndex, tokens: Sequence[int]) -> tuple[list[BlockName], 
     return [node.name for node in match.nodes], match.end
 
 
-def test_a_chain_is_followed_and_its_last_block_sliced() -> None:
-    index = BlockIndex()
+def test_a_chain_is_followed_and_its_last_block_sliced(index: BlockIndex) -> None:
     first = add(index, [1, 2, 3, 4])
     second = add(index, [5, 6, 7, 8], first)
     assert matched(index, [1, 2, 3, 4, 5, 6, 9]) == ([first.name, second.name], 6)
     assert matched(index, [9]) == ([], 0)
 
 
-def test_every_way_is_followed_not_only_the_longest_first_block() -> None:
-    index = BlockIndex()
+def test_every_way_is_followed_not_only_the_longest_first_block(index: BlockIndex) -> None:
     long = add(index, [1, 2, 3, 4])
     add(index, [0, 0, 0, 0], long)
     short = add(index, [1, 2, 3])
@@ -50,8 +53,7 @@ def test_every_way_is_followed_not_only_the_longest_first_block() -> None:
     assert matched(index, [1, 2, 3, 4, 5, 6, 7]) == ([short.name, rest.name], 7)
 
 
-def test_what_has_no_full_state_is_a_boundary_and_no_way() -> None:
-    index = BlockIndex()
+def test_what_has_no_full_state_is_a_boundary_and_no_way(index: BlockIndex) -> None:
     boundary = add(index, [1, 2], full=False)
     block = add(index, [1, 2, 3, 4])
     match = index.match(ROOT, pack_tokens([1, 2, 3, 4, 5]), 4)
@@ -60,16 +62,14 @@ def test_what_has_no_full_state_is_a_boundary_and_no_way() -> None:
     assert index.match(ROOT, pack_tokens([1, 2, 9]), 4).boundaries == (boundary,)
 
 
-def test_a_whole_block_is_preferred_to_a_slice_of_a_longer_one() -> None:
-    index = BlockIndex()
+def test_a_whole_block_is_preferred_to_a_slice_of_a_longer_one(index: BlockIndex) -> None:
     short = add(index, [1, 2])
     add(index, [1, 2, 3, 4])
     add(index, [7], short)
     assert matched(index, [1, 2, 5]) == ([short.name], 2)
 
 
-def test_what_is_touched_goes_last_and_its_chain_after_it() -> None:
-    index = BlockIndex()
+def test_what_is_touched_goes_last_and_its_chain_after_it(index: BlockIndex) -> None:
     first = add(index, [1, 2, 3, 4])
     second = add(index, [5], first)
     other = add(index, [9])
@@ -78,8 +78,7 @@ def test_what_is_touched_goes_last_and_its_chain_after_it() -> None:
     assert (first.last_used, other.last_used) == (5.0, 0.0)
 
 
-def test_known_ages_make_the_order() -> None:
-    index = BlockIndex()
+def test_known_ages_make_the_order(index: BlockIndex) -> None:
     young, old = add(index, [1]), add(index, [2])
     child = add(index, [3], old)
     young.last_used = 2.0
@@ -87,8 +86,7 @@ def test_known_ages_make_the_order() -> None:
     assert list(index) == [child, old, young]
 
 
-def test_bytes_on_disk_are_counted_by_root() -> None:
-    index = BlockIndex()
+def test_bytes_on_disk_are_counted_by_root(index: BlockIndex) -> None:
     node = add(index, [1])
     part = replace(node.part(LayerKind.FULL), nbytes=10)
     index.put_file(node, part)
@@ -100,8 +98,7 @@ def test_bytes_on_disk_are_counted_by_root() -> None:
     index.check_integrity()
 
 
-def test_tails_are_those_nothing_follows() -> None:
-    index = BlockIndex()
+def test_tails_are_those_nothing_follows(index: BlockIndex) -> None:
     tail, cut = add(index, [1]), add(index, [1, 2])
     add(index, [8], cut)
     block = add(index, [1, 2, 3, 4])
@@ -112,8 +109,7 @@ def test_tails_are_those_nothing_follows() -> None:
     assert index.extension_of(block) is None
 
 
-def test_a_removed_node_may_come_back_under_what_followed_it() -> None:
-    index = BlockIndex()
+def test_a_removed_node_may_come_back_under_what_followed_it(index: BlockIndex) -> None:
     first = add(index, [1, 2, 3, 4])
     second = add(index, [5], first)
     index.remove(first)

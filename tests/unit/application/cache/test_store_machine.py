@@ -172,7 +172,7 @@ class AgentLives(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.said)))
         agent = self.rig.agents.get(LOCAL_TENANT, name)
         self.rig.flush()
-        self.rig.upkeep.pin(agent, is_pinned=True)
+        self.rig.pin(name)
         turn = self.rig.agents.turn(LOCAL_TENANT, agent.head or "")
         block = turn.pointer.block if turn and turn.pointer else ROOT
         chain = self.rig.store.chain(block)
@@ -181,7 +181,7 @@ class AgentLives(RuleBasedStateMachine):
         self.rig.flush()
         for node, kind in pinned:
             assert kind in node.files, "a pinned file went"
-        self.rig.upkeep.pin(agent, is_pinned=False)
+        self.rig.pin(name, is_pinned=False)
         assert not any(node.num_pins for node in self.rig.store.nodes())
 
     @precondition(lambda self: self.said)

@@ -63,8 +63,7 @@ def test_what_does_not_fit_the_queue_is_offered_again(make_rig: MakeRig) -> None
     assert rig.store.usage().held == 0
 
 
-def test_a_block_is_recalled_while_it_waits_to_be_written(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_a_block_is_recalled_while_it_waits_to_be_written(rig: MemoryRig) -> None:
     rig.files.write_gate.clear()
     rig.seal(list(range(8)))
     assert rig.recall(list(range(9)))[0] == 8
@@ -80,8 +79,7 @@ def test_a_block_that_waits_to_be_written_is_not_evicted(make_rig: MakeRig) -> N
     assert rig.seal([99] * 4)[1] == 4
 
 
-def test_a_full_disk_costs_durability_and_is_tried_again(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_a_full_disk_costs_durability_and_is_tried_again(rig: MemoryRig) -> None:
     rig.files.is_full = True
     turn = rig.talk("ann", list(range(9)))
     rig.flush()
@@ -107,8 +105,7 @@ def test_blocks_that_found_no_room_in_the_queue_are_written_at_the_end(make_rig:
     assert rig.ledger.ended == ["backed up", "closed"]
 
 
-def test_closing_with_much_to_write_keeps_the_turns(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_closing_with_much_to_write_keeps_the_turns(rig: MemoryRig) -> None:
     rig.files.write_gate.clear()
     turn = rig.talk("ann", list(range(9)))
     assert not rig.disk.close(0.02)
@@ -120,8 +117,7 @@ def test_closing_with_much_to_write_keeps_the_turns(make_rig: MakeRig) -> None:
     assert isinstance(late.exception(1), CachePersistenceError)
 
 
-def test_a_closed_disk_reads_nothing(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_a_closed_disk_reads_nothing(rig: MemoryRig) -> None:
     rig.seal(list(range(4)))
     rig.flush()
     (node,) = rig.store.nodes()
@@ -135,8 +131,7 @@ def test_a_closed_disk_reads_nothing(make_rig: MakeRig) -> None:
 # -- the ledger ---------------------------------------------------------------------------------
 
 
-def test_a_busy_ledger_loses_nothing_and_keeps_the_order(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_a_busy_ledger_loses_nothing_and_keeps_the_order(rig: MemoryRig) -> None:
     rig.ledger.is_busy = True
     done = [rig.disk.change(PutAgent(replace(agent("bob"), num_turns=n))) for n in range(3)]
     turn, committed = rig.agents.commit(LOCAL_TENANT, "ann", exchange_of([1, 2], [3]))
@@ -152,8 +147,7 @@ def test_a_busy_ledger_loses_nothing_and_keeps_the_order(make_rig: MakeRig) -> N
     assert rig.ledger.turn(LOCAL_TENANT, turn.id) == turn
 
 
-def test_a_row_that_cannot_be_stored_takes_no_other_along(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_a_row_that_cannot_be_stored_takes_no_other_along(rig: MemoryRig) -> None:
     bad = PutReplay("local", b"key", (1,), 1.0)
     rig.ledger.unstorable = bad
     good, broken, last = (
@@ -164,8 +158,7 @@ def test_a_row_that_cannot_be_stored_takes_no_other_along(make_rig: MakeRig) -> 
     assert {a.id for a in rig.ledger.load().agents} == {"ann", "bob"}
 
 
-def test_who_no_longer_waits_does_not_stop_the_writer(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_who_no_longer_waits_does_not_stop_the_writer(rig: MemoryRig) -> None:
     rig.files.write_gate.clear()
     rig.seal([1])
     assert rig.disk.change(PutAgent(agent("ann"))).cancel()
@@ -174,8 +167,7 @@ def test_who_no_longer_waits_does_not_stop_the_writer(make_rig: MakeRig) -> None
     assert [a.id for a in rig.ledger.load().agents] == ["ann"]
 
 
-def test_an_index_row_is_written_for_each_file_and_taken_back(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_an_index_row_is_written_for_each_file_and_taken_back(rig: MemoryRig) -> None:
     rig.seal(list(range(8)))
     rig.flush()
     assert set(rig.ledger.parts) == set(rig.files.files)
@@ -196,8 +188,7 @@ def is_durable(rig: MemoryRig, turn: Turn) -> bool:
     return found.is_durable
 
 
-def test_a_turn_that_was_repointed_becomes_durable(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_a_turn_that_was_repointed_becomes_durable(rig: MemoryRig) -> None:
     rig.files.write_gate.clear()
     first = rig.talk("ann", [1, 2])
     rig.talk("ann", [1, 2, 3, 4, 5])
@@ -209,8 +200,7 @@ def test_a_turn_that_was_repointed_becomes_durable(make_rig: MakeRig) -> None:
     assert rig.store.get(found.pointer.block) is not None
 
 
-def test_a_tails_file_stays_until_what_it_went_into_is_on_disk(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_a_tails_file_stays_until_what_it_went_into_is_on_disk(rig: MemoryRig) -> None:
     turn = rig.talk("ann", [1, 2])
     (tail,) = stored(rig)
     rig.files.is_full = True
@@ -333,8 +323,7 @@ def test_what_could_not_make_room_stays(make_rig: MakeRig) -> None:
     assert "nothing may be evicted" in rig.disk.problem
 
 
-def test_what_could_not_make_room_in_a_tenants_share_stays(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_what_could_not_make_room_in_a_tenants_share_stays(rig: MemoryRig) -> None:
     others, pinned = sealed(rig, 1, 1), sealed(rig, 2, 3)
     rig.restart(RigLimits(disk=DiskLimits(10**7, 10**6, tenant_bytes=lambda _: ROOM)))
     for node in rig.store.nodes():
@@ -399,8 +388,7 @@ def test_a_ledger_that_outgrows_the_budget_keeps_turns_and_files(tmp_path: Path)
 # -- reading ------------------------------------------------------------------------------------
 
 
-def test_small_files_do_not_make_large_ones_look_slow(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_small_files_do_not_make_large_ones_look_slow(rig: MemoryRig) -> None:
     assert rig.disk.seconds_to_read(10**9) == 0
     rig.seal(list(range(8)))
     rig.flush()
@@ -422,8 +410,7 @@ def test_readings_that_pay_for_a_connection_say_nothing() -> None:
         assert (cost.seconds_to_read(10**9) > 0) is is_judged
 
 
-def test_what_takes_longer_to_read_than_to_compute_is_computed(make_rig: MakeRig) -> None:
-    rig = make_rig()
+def test_what_takes_longer_to_read_than_to_compute_is_computed(rig: MemoryRig) -> None:
     tokens = list(range(8))
     rig.seal(tokens)
     rig.flush()
@@ -437,10 +424,7 @@ def test_what_takes_longer_to_read_than_to_compute_is_computed(make_rig: MakeRig
     assert rig.store.worth_reading(ROOT, plan, 1e-30).end == 4
 
 
-def test_closing_while_parts_wait_to_be_read_ends_and_loses_none_of_them(
-    make_rig: MakeRig,
-) -> None:
-    rig = make_rig()
+def test_closing_while_parts_wait_to_be_read_ends_and_loses_none_of_them(rig: MemoryRig) -> None:
     rig.talk("ann", list(range(400)))
     rig.flush()
     ann = rig.agents.get(LOCAL_TENANT, "ann")

@@ -109,6 +109,11 @@ class Setting:
         return rows[0] == rows[1]
 
 
+@pytest.fixture
+def setting() -> Setting:
+    return Setting()
+
+
 def is_ready(restore: Restore) -> bool:
     return restore.is_ready
 
@@ -127,8 +132,7 @@ def loaded_end(restore: Restore) -> int:
     return loaded.end
 
 
-def test_parts_are_loaded_as_they_come_and_in_order() -> None:
-    setting = Setting()
+def test_parts_are_loaded_as_they_come_and_in_order(setting: Setting) -> None:
     restore = setting.restore()
     assert not is_ready(restore)
     setting.arrive(1)
@@ -142,8 +146,7 @@ def test_parts_are_loaded_as_they_come_and_in_order() -> None:
     assert setting.goes_on()
 
 
-def test_a_call_loads_at_most_about_so_many_bytes() -> None:
-    setting = Setting()
+def test_a_call_loads_at_most_about_so_many_bytes(setting: Setting) -> None:
     setting.arrive(0, 1, 2)
     restore = setting.restore()
     assert [restore.advance(setting.backend, 1) for _ in range(3)] == [False, False, True]
@@ -161,8 +164,7 @@ def test_state_comes_last_and_is_waited_for() -> None:
     assert restore.advance(setting.backend, 10**9)
 
 
-def test_where_tokens_came_from() -> None:
-    setting = Setting()
+def test_where_tokens_came_from(setting: Setting) -> None:
     setting.arrive(0)
     restore = setting.restore()
     setting.arrive(1, 2)
@@ -171,8 +173,7 @@ def test_where_tokens_came_from() -> None:
     assert (reuse.pool, reuse.disk, reuse.computed) == (4, 8, 3)
 
 
-def test_what_was_read_ahead_for_it_came_from_disk() -> None:
-    setting = Setting()
+def test_what_was_read_ahead_for_it_came_from_disk(setting: Setting) -> None:
     setting.arrive(0, 1, 2)
     restore = setting.restore({setting.keys[1]})
     assert restore.advance(setting.backend, 10**9)
@@ -183,8 +184,7 @@ def test_what_was_read_ahead_for_it_came_from_disk() -> None:
 # -- room ---------------------------------------------------------------------------------------
 
 
-def test_with_room_for_one_it_goes_on_one_by_one() -> None:
-    setting = Setting()
+def test_with_room_for_one_it_goes_on_one_by_one(setting: Setting) -> None:
     setting.source.room = 1
     restore = setting.restore()
     for place in range(3):
@@ -196,8 +196,7 @@ def test_with_room_for_one_it_goes_on_one_by_one() -> None:
     assert setting.source.is_idle
 
 
-def test_without_room_it_is_starved_and_asks_again() -> None:
-    setting = Setting()
+def test_without_room_it_is_starved_and_asks_again(setting: Setting) -> None:
     setting.source.room = 0
     restore = setting.restore()
     assert not restore.advance(setting.backend, 10**9)
@@ -238,8 +237,7 @@ def test_only_a_little_is_held_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(setting.source.held) == setting.keys[1:]
 
 
-def test_closed_in_the_middle_it_lets_go_of_everything() -> None:
-    setting = Setting()
+def test_closed_in_the_middle_it_lets_go_of_everything(setting: Setting) -> None:
     setting.arrive(0)
     restore = setting.restore()
     assert not restore.advance(setting.backend, 10**9)
@@ -251,8 +249,7 @@ def test_closed_in_the_middle_it_lets_go_of_everything() -> None:
 # -- failures -----------------------------------------------------------------------------------
 
 
-def test_the_part_that_could_not_be_read_is_the_suspect() -> None:
-    setting = Setting()
+def test_the_part_that_could_not_be_read_is_the_suspect(setting: Setting) -> None:
     restore = setting.restore()
     setting.arrive(0, 2)
     setting.fail(1, OSError("gone"))
@@ -261,8 +258,7 @@ def test_the_part_that_could_not_be_read_is_the_suspect() -> None:
     assert restore.suspect_parts == [setting.plan.parts[1]]
 
 
-def test_parts_that_the_backend_refuses_are_all_suspects() -> None:
-    setting = Setting()
+def test_parts_that_the_backend_refuses_are_all_suspects(setting: Setting) -> None:
     setting.source.payloads[setting.keys[1]] = setting.source.payloads[setting.keys[0]]
     setting.arrive(0, 1, 2)
     restore = setting.restore()
@@ -272,8 +268,7 @@ def test_parts_that_the_backend_refuses_are_all_suspects() -> None:
     assert restore.suspect_parts == list(setting.plan.parts[1:])
 
 
-def test_a_cancelled_read_is_a_failure() -> None:
-    setting = Setting()
+def test_a_cancelled_read_is_a_failure(setting: Setting) -> None:
     restore = setting.restore()
     setting.source.held[setting.keys[0]].future.cancel()
     with pytest.raises(CacheCorruptionError):

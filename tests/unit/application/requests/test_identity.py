@@ -1,7 +1,7 @@
 """Whose turn it is: named, hinted at, known by content, or nobody's yet."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -58,31 +58,32 @@ class Town:
         return [turn.tokens for turn in reversed(turns)]
 
 
-def test_a_name_decides() -> None:
-    town = Town()
+@pytest.fixture
+def town() -> Town:
+    return Town()
+
+
+def test_a_name_decides(town: Town) -> None:
     assert town.who(HEAD, AgentHint(agent_id="coder")) == Identity("coder", is_anonymous=False)
     assert town.who(HEAD, AgentHint(session="s.1")) == Identity("s.1", is_anonymous=False)
     both = AgentHint(agent_id="coder", session="s", client_key="k")
     assert town.who(HEAD, both).agent_id == "coder"
 
 
-def test_a_session_that_cannot_be_an_id_still_names_one_agent() -> None:
-    town = Town()
+def test_a_session_that_cannot_be_an_id_still_names_one_agent(town: Town) -> None:
     names = {town.who(HEAD, AgentHint(session="a b/c")).agent_id for _ in range(2)}
     assert [name[:8] for name in names] == ["session-"]
     assert names != {town.who(HEAD, AgentHint(session="a b/d")).agent_id}
 
 
-def test_a_named_agent_that_is_busy_is_not_disturbed() -> None:
-    town = Town()
+def test_a_named_agent_that_is_busy_is_not_disturbed(town: Town) -> None:
     town.busy = {"coder"}
     identity = town.who(HEAD, AgentHint(agent_id="coder"))
     assert identity.agent_id != "coder"
     assert identity.is_anonymous
 
 
-def test_sub_agents_under_one_session_are_told_apart_by_their_heads() -> None:
-    town = Town()
+def test_sub_agents_under_one_session_are_told_apart_by_their_heads(town: Town) -> None:
     hint = AgentHint(client_key="session-7")
     lead = town.talk([1, 2, 3, 10], [11], hint)
     helper = town.talk([4, 5, 6, 10], [11], hint)
@@ -93,16 +94,26 @@ def test_sub_agents_under_one_session_are_told_apart_by_their_heads() -> None:
     assert town.talk([4, 5, 6, 10, 11, 12], [13], hint) == helper
 
 
-def test_who_goes_on_with_a_conversation_is_who_had_it() -> None:
-    town = Town()
-    agent = town.talk([*HEAD, 10], [11])
-    assert town.talk([*HEAD, 10, 11, 20], [21]) == agent
-    assert town.talk([*HEAD, 10, 11, 20, 21, 30], [31]) == agent
-    assert town.log(agent) == [(*HEAD, 10, 11), (20, 21), (30, 31)]
+ON = ([*HEAD, 10], 11), ([*HEAD, 10, 11, 20], 21), ([*HEAD, 10, 11, 20, 21, 30], 31)
 
 
-def test_two_agents_that_share_a_whole_prefix_stay_two() -> None:
-    town = Town()
+@pytest.mark.parametrize(
+    "said, log",
+    [
+        (ON, [(*HEAD, 10, 11), (20, 21), (30, 31)]),
+        ((*ON[:2], (ON[1][0], 22)), [(*HEAD, 10, 11), (20, 22)]),
+        ((*ON, ([*HEAD, 10, 11, 40], 41)), [(*HEAD, 10, 11), (40, 41)]),
+    ],
+    ids=["goes on", "tries again", "goes back"],
+)
+def test_who_goes_on_with_a_conversation_or_goes_back_in_it_is_who_had_it(
+    town: Town, said: Sequence[tuple[list[int], int]], log: list[tuple[int, ...]]
+) -> None:
+    (agent,) = {town.talk(prompt, [reply]) for prompt, reply in said}
+    assert town.log(agent) == log
+
+
+def test_two_agents_that_share_a_whole_prefix_stay_two(town: Town) -> None:
     first = town.talk([*HEAD, 10], [11])
     second = town.talk([*HEAD, 10], [12])
     assert first != second
@@ -110,25 +121,7 @@ def test_two_agents_that_share_a_whole_prefix_stay_two() -> None:
     assert town.talk([*HEAD, 10, 12, 20], [21]) == second
 
 
-def test_a_retry_takes_the_agent_back_one_turn() -> None:
-    town = Town()
-    agent = town.talk([*HEAD, 10], [11])
-    town.talk([*HEAD, 10, 11, 20], [21])
-    assert town.talk([*HEAD, 10, 11, 20], [22]) == agent
-    assert town.log(agent) == [(*HEAD, 10, 11), (20, 22)]
-
-
-def test_a_client_that_went_back_takes_its_agent_along() -> None:
-    town = Town()
-    agent = town.talk([*HEAD, 10], [11])
-    town.talk([*HEAD, 10, 11, 20], [21])
-    town.talk([*HEAD, 10, 11, 20, 21, 30], [31])
-    assert town.talk([*HEAD, 10, 11, 40], [41]) == agent
-    assert town.log(agent) == [(*HEAD, 10, 11), (40, 41)]
-
-
-def test_if_the_agent_is_busy_a_fork_goes_back() -> None:
-    town = Town()
+def test_if_the_agent_is_busy_a_fork_goes_back(town: Town) -> None:
     agent = town.talk([*HEAD, 10], [11])
     town.talk([*HEAD, 10, 11, 20], [21])
     town.busy = {agent}
@@ -138,22 +131,19 @@ def test_if_the_agent_is_busy_a_fork_goes_back() -> None:
     assert town.log(agent) == [(*HEAD, 10, 11), (20, 21)]
 
 
-def test_a_title_request_beside_a_conversation_is_another_agent() -> None:
-    town = Town()
+def test_a_title_request_beside_a_conversation_is_another_agent(town: Town) -> None:
     agent = town.talk([*HEAD, 10], [11])
     title = town.talk([50, 51, 52, 10], [60])
     assert title != agent
     assert town.talk([*HEAD, 10, 11, 20], [21]) == agent
 
 
-def test_a_shared_head_alone_tells_nobody() -> None:
-    town = Town()
+def test_a_shared_head_alone_tells_nobody(town: Town) -> None:
     agent = town.talk([1, 2], [3])  # ends exactly where the head of the next prompt does
     assert town.who([1, 2, 3, 10]).agent_id != agent
 
 
-def test_of_two_that_said_the_same_the_idle_one_used_last_goes_on() -> None:
-    town = Town()
+def test_of_two_that_said_the_same_the_idle_one_used_last_goes_on(town: Town) -> None:
     first = town.talk([*HEAD, 10], [11])
     town.busy = {first}
     second = town.talk([*HEAD, 10], [11])
@@ -163,24 +153,21 @@ def test_of_two_that_said_the_same_the_idle_one_used_last_goes_on() -> None:
     assert town.who([*HEAD, 10, 11, 20]).agent_id == first
 
 
-def test_tenants_do_not_meet() -> None:
-    town = Town()
+def test_tenants_do_not_meet(town: Town) -> None:
     agent = town.talk([*HEAD, 10], [11])
     claim = town.requests.claim("other")
     other = town.identities.identify("other", AgentHint(), [*HEAD, 10, 11, 20], 3, claim)
     assert other.agent_id != agent
 
 
-def test_after_a_restart_the_latest_turn_is_still_known() -> None:
-    town = Town()
+def test_after_a_restart_the_latest_turn_is_still_known(town: Town) -> None:
     agent = town.talk([*HEAD, 10], [11])
     town.talk([*HEAD, 10, 11, 20], [21])
     town.identities = Identities(town.agents)
     assert town.who([*HEAD, 10, 11, 20, 21, 30]).agent_id == agent
 
 
-def test_who_was_deleted_is_not_found() -> None:
-    town = Town()
+def test_who_was_deleted_is_not_found(town: Town) -> None:
     agent = town.talk([*HEAD, 10], [11])
     town.agents.delete("local", agent)
     assert town.who([*HEAD, 10, 11, 20]).agent_id != agent
@@ -190,8 +177,7 @@ def names(identities: Iterable[Identity]) -> set[str]:
     return {identity.agent_id for identity in identities}
 
 
-def test_nobody_is_a_new_one_each_time() -> None:
-    town = Town()
+def test_nobody_is_a_new_one_each_time(town: Town) -> None:
     assert len(names(town.who([*HEAD, 10]) for _ in range(3))) == 3
 
 
@@ -211,8 +197,7 @@ def test_whoever_waited_for_its_turn_is_its_agent_beside_others() -> None:
     assert town.who(HEAD, AgentHint(agent_id="coder")).agent_id == "coder"
 
 
-def test_a_fork_is_made_when_its_turn_is_logged() -> None:
-    town = Town()
+def test_a_fork_is_made_when_its_turn_is_logged(town: Town) -> None:
     agent = town.talk([*HEAD, 10], [11])
     town.busy = {agent}
     fork = town.who([*HEAD, 10, 11, 40]).fork
@@ -261,8 +246,7 @@ def test_agents_that_could_not_be_learnt_are_learnt_later(gated: GatedLedger) ->
     assert town.who([*HEAD, 10, 11, 20]).agent_id == agent
 
 
-def test_agents_that_all_said_the_same_are_not_remembered_without_end() -> None:
-    town = Town()
+def test_agents_that_all_said_the_same_are_not_remembered_without_end(town: Town) -> None:
     for _ in range(300):
         town.talk([*HEAD, 10], [11], AgentHint(client_key="one"))
     assert town.identities.num_known == 1
