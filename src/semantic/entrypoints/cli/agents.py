@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
+from rich.console import Group
 from rich.progress import Progress
 from rich.text import Text
 from rich.tree import Tree
 
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.client import Json, ServerClient, file_pieces
-from semantic.entrypoints.cli.flags import AsJson, print_json, with_server
+from semantic.entrypoints.cli.flags import Answer, AsJson, print_json, with_server
 from semantic.entrypoints.cli.screen import (
     age,
     agents_table,
@@ -49,31 +49,23 @@ def list_agents(
     *,
     prefix: Annotated[str | None, typer.Option(help="only ids that begin so")] = None,
     label: Annotated[str | None, typer.Option(help="only those with this NAME:VALUE")] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """List agents, the most recently used first."""
     wanted = {"prefix": prefix, "label": label}
     query = {name: value for name, value in wanted.items() if value is not None}
     with working("reading agents"):
         agents = list(client.pages("/v1/agents", "after", **query))
-    if as_json:
-        print_json(agents)
-    elif agents:
-        console().print(agents_table(agents))
-    else:
-        console().print("no agents; `semantic chat NAME` makes one")
+    none = "no agents; `semantic chat NAME` makes one"
+    return Answer(agents, agents_table(agents) if agents else none)
 
 
 @agents_app.command()
 @with_server
-def show(client: ServerClient, agent: AgentId, *, as_json: AsJson = False) -> None:
+def show(client: ServerClient, agent: AgentId) -> Answer:
     """Show one agent: its settings, where its state is, what its latest turn reused."""
     found = client.call("GET", f"/v1/agents/{agent}")
     why = client.call("GET", f"/v1/agents/{agent}/explain")
-    if as_json:
-        print_json({**found, "explanation": why})
-        return
-    state, screen = found["state"], console()
+    state = found["state"]
     rows = {
         "agent": found["id"],
         "tier": tier(state["tier"]),
@@ -92,8 +84,7 @@ def show(client: ServerClient, agent: AgentId, *, as_json: AsJson = False) -> No
     made = table("", "~")
     for name, value in rows.items():
         made.add_row(Text(name, "dim"), value)
-    screen.print(made)
-    screen.print(escape(why["summary"]))
+    return Answer({**found, "explanation": why}, Group(made, Text(why["summary"])))
 
 
 @agents_app.command()
@@ -104,27 +95,21 @@ def log(
     *,
     graph: Annotated[bool, typer.Option("--graph", help="with the forks that share turns")] = False,
     limit: Annotated[int, typer.Option("-n", "--limit", help="so many turns")] = 20,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Show an agent's turns, the latest first; with --graph as a tree, the oldest first."""
     if graph:
         with working("reading turns of all agents"):
             turns, heads = _family(client, agent)
-        if as_json:
-            print_json({"turns": list(turns.values()), "heads": heads})
-        else:
-            console().print(turn_tree(turns, heads, agent))
-        return
+        found = {"turns": list(turns.values()), "heads": heads}
+        return Answer(found, turn_tree(turns, heads, agent))
     page = client.call("GET", f"/v1/agents/{agent}/turns", params={"limit": min(limit, 100)})
-    if as_json:
-        print_json(page["data"])
-        return
-    screen = console()
+    lines = []
     for turn in page["data"]:
         asked, replied = _turn_texts(turn)
         line = Text(turn["id"], "yellow").append(f"  {age(turn['created_at'])} ago  ", "dim")
-        screen.print(line.append(reuse_bar(turn["reuse"])))
-        screen.print(Text(f"  > {asked}\n  < {replied}", no_wrap=True, overflow="ellipsis"))
+        said = Text(f"  > {asked}\n  < {replied}", no_wrap=True, overflow="ellipsis")
+        lines += [line.append(reuse_bar(turn["reuse"])), said]
+    return Answer(page["data"], Group(*lines))
 
 
 @agents_app.command()
@@ -136,18 +121,13 @@ def fork(
     *,
     number: Annotated[int, typer.Option("-n", help="so many, with names drawn")] = 1,
     turn: Annotated[str | None, typer.Option(help="from this turn, not the latest")] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Give an agent's conversation further names; nothing is copied or computed."""
     body: Json = {"ids": names} if names else {"n": number}
     if turn:
         body["turn_id"] = turn
     made = client.call("POST", f"/v1/agents/{agent}/fork", json=body)["data"]
-    if as_json:
-        print_json(made)
-    else:
-        for one in made:
-            typer.echo(one["id"])
+    return Answer(made, "\n".join(one["id"] for one in made))
 
 
 @agents_app.command()
@@ -156,17 +136,13 @@ def rewind(
     client: ServerClient,
     agent: AgentId,
     turn: Annotated[str, typer.Argument(help="a turn's id, or how many turns to go back")] = "1",
-    *,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Go back to an earlier turn; what came after stays in the log for a while."""
     found = client.call(
         "POST", f"/v1/agents/{agent}/rewind", json={"turn_id": find_turn(client, agent, turn)}
     )
-    if as_json:
-        print_json(found)
-    else:
-        typer.echo(f"{agent} is at turn {found['turns']}, {found['head'] or 'before the first'}")
+    head = found["head"] or "before the first"
+    return Answer(found, f"{agent} is at turn {found['turns']}, {head}")
 
 
 @agents_app.command("rm")
@@ -199,8 +175,7 @@ def export_agent(
     ] = None,
     *,
     force: Annotated[bool, typer.Option("--force", help="replace a file that is there")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Write an agent, with its turns and its KV cache, into one file."""
     target = file or Path(f"{agent}.tar")
     if target.exists() and not force:
@@ -215,10 +190,8 @@ def export_agent(
     finally:
         part.unlink(missing_ok=True)
     nbytes = target.stat().st_size
-    if as_json:
-        print_json({"agent": agent, "file": str(target), "bytes": nbytes})
-    else:
-        typer.echo(f"{target}: {size(nbytes)}")
+    written = {"agent": agent, "file": str(target), "bytes": nbytes}
+    return Answer(written, f"{target}: {size(nbytes)}")
 
 
 @agents_app.command("import")
@@ -229,8 +202,7 @@ def import_agent(
     *,
     agent_id: Annotated[str | None, typer.Option("--id", help="another name for it")] = None,
     messages_only: Annotated[bool, typer.Option("--messages-only", help="leave state out")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Read an agent from a file that `export` wrote."""
     query: Json = {"messages_only": str(messages_only).lower()}
     if agent_id:
@@ -240,13 +212,8 @@ def import_agent(
             file_pieces(file), total=-(-file.stat().st_size // 2**20), description="importing"
         )
         found = client.upload("/v1/agents/import", iter(pieces), **query)
-    if as_json:
-        print_json(found)
-    else:
-        typer.echo(
-            f"{found['id']}: at turn {found['turns']:,}; state {found['import_state']} "
-            f"({found['import_reason']})"
-        )
+    state = f"state {found['import_state']} ({found['import_reason']})"
+    return Answer(found, f"{found['id']}: at turn {found['turns']:,}; {state}")
 
 
 def _progress() -> Progress:

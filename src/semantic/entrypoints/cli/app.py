@@ -13,7 +13,7 @@ from semantic.domain.errors import SemanticError
 from semantic.entrypoints.cli.agents import agents_app
 from semantic.entrypoints.cli.chat import chat
 from semantic.entrypoints.cli.doctor import doctor
-from semantic.entrypoints.cli.flags import AsJson, with_settings
+from semantic.entrypoints.cli.flags import Answer, with_settings
 from semantic.entrypoints.cli.keys import keys_app
 from semantic.entrypoints.cli.launch import launch
 from semantic.entrypoints.cli.models import models_app
@@ -127,20 +127,20 @@ def shard(
 
 @cache_app.command()
 @with_settings("cache_dir", "home")
-def stats(settings: Settings, *, as_json: AsJson = False) -> int:
+def stats(settings: Settings) -> Answer:
     """Say how many agents, turns and files a cache directory holds."""
-    return _cache("stats", settings, as_json=as_json)
+    return _cache("stats", settings)
 
 
 @cache_app.command()
 @with_settings("cache_dir", "home")
-def verify(settings: Settings, *, as_json: AsJson = False) -> int:
+def verify(settings: Settings) -> Answer:
     """Read every file and every turn and compare them with their checksums.
 
     Bad files are moved to quarantine: what they held is computed anew when it is needed. A damaged
     ledger is restored from its backup. The exit status is 1 if anything was bad.
     """
-    return _cache("verify", settings, as_json=as_json)
+    return _cache("verify", settings)
 
 
 @cache_app.command()
@@ -156,29 +156,26 @@ def gc(
             f"(default: the setting orphan_ttl_h, {Settings.model_fields['orphan_ttl_h'].default})",
         ),
     ] = None,
-    as_json: AsJson = False,
-) -> int:
+) -> Answer:
     """Delete the KV cache and turns that no agent reaches, and old bad files."""
-    return _cache("gc", settings, orphan_age_h, as_json=as_json)
+    return _cache("gc", settings, orphan_age_h)
 
 
 @cache_app.command()
 @with_settings("home")
-def export_key(settings: Settings, *, as_json: AsJson = False) -> int:
+def export_key(settings: Settings) -> Answer:
     """Print the key that this installation signs exported agents with.
 
     It goes into the setting trusted_export_keys of another server. It is a secret: whoever has it
     can sign in this one's name.
     """
-    return _cache("export-key", settings, as_json=as_json)
+    return _cache("export-key", settings)
 
 
-def _cache(
-    action: str, settings: Settings, orphan_age_h: float | None = None, *, as_json: bool
-) -> int:
+def _cache(action: str, settings: Settings, orphan_age_h: float | None = None) -> Answer:
     from semantic.entrypoints.cli.cache import run_cache
 
-    return run_cache(action, settings, orphan_age_h, as_json=as_json)
+    return run_cache(action, settings, orphan_age_h)
 
 
 for command in (chat, top, bench, doctor, launch):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-import typer
 from rich.status import Status
 
 from semantic.adapters.config.settings import Settings
@@ -28,17 +27,15 @@ from semantic.domain.errors import (
     InvalidRequestError,
 )
 from semantic.entrypoints.cli.client import Json
-from semantic.entrypoints.cli.flags import print_json
+from semantic.entrypoints.cli.flags import Answer
 from semantic.entrypoints.cli.screen import size, working
 from semantic.ports.storage import DropPart, LedgerChange, LedgerState, MarkIndexWhole, PutPart
 
 _SHORT = 12
 
 
-def run_cache(
-    action: str, settings: Settings, orphan_age_h: float | None = None, *, as_json: bool = False
-) -> int:
-    """Do one of the commands, print what it found, and return the exit status.
+def run_cache(action: str, settings: Settings, orphan_age_h: float | None = None) -> Answer:
+    """Do one of the commands.
 
     Raises:
         InvalidRequestError: there is no such directory, it is no cache, or a server has it.
@@ -46,8 +43,7 @@ def run_cache(
     """
     if action == "export-key":
         key = own_key(settings.export_key_file).hex()
-        _print({"key": key}, [key], as_json=as_json)
-        return 0
+        return Answer({"key": key}, key)
     directory = settings.effective_cache_dir
     if not (directory / LEDGER_FILE).exists() and not (directory / "blocks").is_dir():
         raise InvalidRequestError(
@@ -71,8 +67,8 @@ def run_cache(
         else:
             age_h = settings.orphan_ttl_h if orphan_age_h is None else orphan_age_h
             found = cache.collect(time.time() - age_h * 3600)
-    _print(found, cache.lines, as_json=as_json)
-    return 1 if found.get("bad") or not found.get("ledger_sound", True) else 0
+    is_bad = bool(found.get("bad")) or not found.get("ledger_sound", True)
+    return Answer(found, "\n".join(cache.lines), status=int(is_bad))
 
 
 @dataclass(slots=True)
@@ -258,13 +254,6 @@ class _Cache:
         changes: list[LedgerChange] = [DropPart(key) for key in known if key not in there]
         changes += [PutPart(part) for part in parts if part.key not in known]
         self.ledger.apply([*changes, MarkIndexWhole()], is_synced=False)
-
-
-def _print(found: Json, lines: Sequence[str], *, as_json: bool) -> None:
-    if as_json:
-        print_json(found)
-    else:
-        typer.echo("\n".join(lines))
 
 
 def _count(number: int, noun: str) -> str:

@@ -19,9 +19,9 @@ from rich.text import Text
 from semantic import __version__
 from semantic.adapters.config.settings import Settings
 from semantic.entrypoints.cli.client import ServerClient, ServerError
-from semantic.entrypoints.cli.flags import AsJson, print_json, with_settings
+from semantic.entrypoints.cli.flags import Answer, with_settings
 from semantic.entrypoints.cli.launch import CLIENTS, INSTALL
-from semantic.entrypoints.cli.screen import console, size, table, working
+from semantic.entrypoints.cli.screen import size, table, working
 
 _GOOD = {"ok": "green", "note": "yellow", "bad": "red"}
 _PROBE_BYTES = 64 * 2**20
@@ -43,18 +43,15 @@ class Finding:
 
 
 @with_settings("home", "cache_dir", "host", "port", "model", "backend")
-def doctor(settings: Settings, *, as_json: AsJson = False) -> int:
+def doctor(settings: Settings) -> Answer:
     """Look at device, kernels, memory, disk, port, model and clients, and say what to do."""
     with working("looking around"):
         findings = list(examine(settings))
-    if as_json:
-        print_json([asdict(finding) for finding in findings])
-    else:
-        made = table("", "", "~", "~")
-        for one in findings:
-            made.add_row(Text(one.level, _GOOD[one.level]), one.what, one.found, one.advice)
-        console().print(made)
-    return 1 if any(finding.level == "bad" for finding in findings) else 0
+    made = table("", "", "~", "~")
+    for one in findings:
+        made.add_row(Text(one.level, _GOOD[one.level]), one.what, one.found, one.advice)
+    is_bad = any(finding.level == "bad" for finding in findings)
+    return Answer([asdict(finding) for finding in findings], made, status=int(is_bad))
 
 
 def examine(settings: Settings) -> Iterator[Finding]:

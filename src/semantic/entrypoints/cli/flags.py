@@ -6,16 +6,51 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
+from rich.console import RenderableType
 
 from semantic.adapters.config.settings import Settings, load_settings, misspelled
 from semantic.entrypoints.cli.client import DEFAULT_URL, Json, ServerClient
+from semantic.entrypoints.cli.screen import console
 
-Command: TypeAlias = Callable[..., int | None]
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a command found: `value` for scripts, as JSON, or `shown` to people.
+
+    Attributes:
+        note: Told to people beside it, on standard error.
+        status: The exit status.
+    """
+
+    value: object
+    shown: RenderableType = ""
+    note: str = ""
+    status: int = 0
+
+    def print(self, *, as_json: bool) -> int:
+        """Print it; returns the exit status."""
+        if as_json:
+            print_json(self.value)
+            return self.status
+        if not isinstance(self.shown, str):
+            console().print(self.shown)
+        elif self.shown:
+            typer.echo(self.shown)
+        if self.note:
+            typer.echo(self.note, err=True)
+        return self.status
+
+
+# One that returns an answer has a flag for JSON.
+Command: TypeAlias = Callable[..., Answer | int | None]
 
 
 def with_settings(*names: str) -> Callable[[Command], Command]:
@@ -64,17 +99,20 @@ def _with_flags(
     prepare: Callable[[Json], AbstractContextManager[object]],
 ) -> Command:
     """Wrap a command so that typer sees more flags; `prepare` makes one value of them."""
-    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    signature = inspect.signature(command, eval_str=True)
+    _, *own = signature.parameters.values()
+    has_answer = signature.return_annotation is Answer
+    if has_answer:
+        own.append(inspect.Parameter("as_json", _KEYWORD, default=False, annotation=AsJson))
 
     def run(**options: Any) -> int | None:
+        is_json = has_answer and options.pop("as_json")
         with prepare(options) as prepared:
-            return command(prepared, **options)
+            answer = command(prepared, **options)
+        return answer.print(as_json=is_json) if isinstance(answer, Answer) else answer
 
     run.__doc__, run.__name__ = command.__doc__, command.__name__
-    parameters = [
-        *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own),
-        *flags,
-    ]
+    parameters = [*(one.replace(kind=_KEYWORD) for one in own), *flags]
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
@@ -98,6 +136,4 @@ def _setting(name: str) -> inspect.Parameter:
 
 
 def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
-    )
+    return inspect.Parameter(name, _KEYWORD, default=None, annotation=Annotated[kind, option])

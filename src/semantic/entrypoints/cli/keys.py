@@ -1,6 +1,5 @@
 """`semantic keys`: give keys out, list them, and revoke them."""
 
-import sys
 from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
@@ -18,7 +17,7 @@ from semantic.adapters.config.keys import (
 from semantic.adapters.config.settings import Settings
 from semantic.domain.agents import LOCAL_TENANT
 from semantic.domain.errors import InvalidRequestError
-from semantic.entrypoints.cli.flags import AsJson, print_json, with_settings
+from semantic.entrypoints.cli.flags import Answer, with_settings
 
 _RELOAD = "A running server reads the file again on SIGHUP: kill -HUP <its process id>"
 _Limits = TypeVar("_Limits", RateEntry, TenantEntry)
@@ -65,8 +64,7 @@ def add(
             "agents: agent.requests_per_minute, agent.tokens_per_minute. May be repeated",
         ),
     ] = None,
-    as_json: AsJson = False,
-) -> int:
+) -> Answer:
     """Make a key and print it, this once: only its hash is kept.
 
     A running server reads the key file again on SIGHUP.
@@ -82,32 +80,30 @@ def add(
 
     edit_key_file(settings.effective_key_file, add_to)
     ((key, secret),) = made
-    if as_json:
-        print_json({"id": key.id, "key": secret, "tenant": key.tenant, "admin": key.admin})
-        return 0
-    sys.stdout.write(f"{secret}\n")
     kind = "an admin key" if key.admin else "a key"
-    sys.stderr.write(f"{key.id}: {kind} of tenant {key.tenant}, shown this once. {_RELOAD}\n")
-    return 0
+    return Answer(
+        {"id": key.id, "key": secret, "tenant": key.tenant, "admin": key.admin},
+        secret,
+        note=f"{key.id}: {kind} of tenant {key.tenant}, shown this once. {_RELOAD}",
+    )
 
 
 @keys_app.command("list")
 @with_settings("key_file", "home")
-def list_keys(settings: Settings, *, as_json: AsJson = False) -> int:
+def list_keys(settings: Settings) -> Answer:
     """List keys, and the limits of tenants."""
     file = read_key_file(settings.effective_key_file)
-    if as_json:
-        print_json(file.model_dump(mode="json", exclude={"keys": {"__all__": {"hash"}}}))
-        return 0
+    lines = []
     for key in file.keys:
         kind, state = "admin" if key.admin else "user", "revoked" if key.revoked else "valid"
         rate = _limits_text(key.rate) if key.rate else ""
         line = f"{key.id}  {key.tenant:<16}  {kind:<5}  {key.created:%Y-%m-%d}  {state:<7}  "
-        sys.stdout.write(f"{line}{rate}  {key.note}".rstrip() + "\n")
+        lines.append(f"{line}{rate}  {key.note}".rstrip() + "")
     for name, tenant in file.tenants.items():
-        sys.stdout.write(f"tenant {name}: {_limits_text(tenant) or 'no limits'}\n")
-    sys.stdout.write(f"all together: {_limits_text(file.limits) or 'no limits'}\n")
-    return 0
+        lines.append(f"tenant {name}: {_limits_text(tenant) or 'no limits'}")
+    lines.append(f"all together: {_limits_text(file.limits) or 'no limits'}")
+    found = file.model_dump(mode="json", exclude={"keys": {"__all__": {"hash"}}})
+    return Answer(found, "\n".join(lines))
 
 
 @keys_app.command()
@@ -116,19 +112,14 @@ def revoke(
     settings: Settings,
     *,
     key_id: Annotated[str, typer.Argument(metavar="ID", help="as `semantic keys list` shows it")],
-    as_json: AsJson = False,
-) -> int:
+) -> Answer:
     """Let a key open nothing any more; what its tenant has stays.
 
     To replace a key, add one for the same tenant and revoke the old one. A running server reads the
     key file again on SIGHUP.
     """
     edit_key_file(settings.effective_key_file, lambda file: file.without_key(key_id))
-    if as_json:
-        print_json({"id": key_id, "revoked": True})
-    else:
-        sys.stderr.write(f"{key_id} is revoked. {_RELOAD}\n")
-    return 0
+    return Answer({"id": key_id, "revoked": True}, note=f"{key_id} is revoked. {_RELOAD}")
 
 
 def _read_limits(entry: _Limits, given: Sequence[str]) -> _Limits:

@@ -11,8 +11,8 @@ from rich.text import Text
 from semantic.adapters.config.settings import STARTER_MODEL, Settings
 from semantic.domain.model_names import SHORT_NAMES
 from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
-from semantic.entrypoints.cli.flags import AsJson, print_json, with_server, with_settings
-from semantic.entrypoints.cli.screen import console, size, table, working
+from semantic.entrypoints.cli.flags import Answer, with_server, with_settings
+from semantic.entrypoints.cli.screen import size, table, working
 
 models_app = typer.Typer(
     help="The models of a running server: list them, swap them; and fetch further ones.",
@@ -23,12 +23,9 @@ _STATES = {"loaded": "green", "ready": "green", "loading": "yellow", "failed": "
 
 @models_app.command("ls")
 @with_server
-def list_models(client: ServerClient, *, as_json: AsJson = False) -> None:
+def list_models(client: ServerClient) -> Answer:
     """List what a server serves and what is on its machine."""
     models = client.call("GET", "/v1/models")["data"]
-    if as_json:
-        print_json(models)
-        return
     made = table("model", "state", "family", ">size", ">context", "")
     for model in models:
         state = str(model["state"])
@@ -41,7 +38,7 @@ def list_models(client: ServerClient, *, as_json: AsJson = False) -> None:
             f"{context:,}" if context else "",
             "" if model.get("fits", True) is not False else "does not fit",
         )
-    console().print(made)
+    return Answer(models, made)
 
 
 @models_app.command()
@@ -53,8 +50,7 @@ def swap(
     drain: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="running replies may take so long")
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Serve another model, without a restart; fetches it if need be."""
     body: Json = {"model": model, "wait": False}
     if drain is not None:
@@ -66,10 +62,7 @@ def swap(
             if answer["status"] == "accepted":
                 _follow(events, status)
         found = client.call("GET", "/admin/models")["models"][0]
-    if as_json:
-        print_json(found)
-    else:
-        typer.echo(f"{found['id']}: {found['state']}")
+    return Answer(found, f"{found['id']}: {found['state']}")
 
 
 def _follow(events: Iterator[Json], status: Status) -> None:
@@ -95,8 +88,7 @@ def pull(
     model: Annotated[str, typer.Argument(help="a short name, a hub id, a GGUF file")],
     *,
     mlx: Annotated[bool, typer.Option("--mlx", help="a short name's 4-bit form for MLX")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Fetch or convert a model now, so that a later start or swap need not."""
     from semantic.adapters.outbound.models.source import LocalModelSource
 
@@ -106,7 +98,5 @@ def pull(
     with working(f"looking for {name}") as status:
         directory = source.resolve(name, status.update)
     nbytes = sum(f.stat().st_size for f in directory.iterdir())
-    if as_json:
-        print_json({"model": name, "directory": str(directory), "bytes": nbytes})
-    else:
-        typer.echo(f"{directory}: {size(nbytes)}")
+    found = {"model": name, "directory": str(directory), "bytes": nbytes}
+    return Answer(found, f"{directory}: {size(nbytes)}")
