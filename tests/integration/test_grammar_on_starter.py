@@ -34,16 +34,9 @@ class MarkedTokenizer(HFTokenizer):
         super().__init__(directory)
         formats = [shape.format for shape in tool_shapes().values()]
         texts = dict.fromkeys(m for f in formats for m in f.markers(has_tools=True))
-        first = super().vocab_size
-        self._added = {text: first + index for index, text in enumerate(texts)}
-
-    @property
-    def vocab_size(self) -> int:
-        return super().vocab_size + len(self._added)
-
-    @property
-    def special_ids(self) -> Mapping[str, int]:
-        return {**super().special_ids, **self._added}
+        self._added = {text: self.vocab_size + index for index, text in enumerate(texts)}
+        self.vocab_size += len(self._added)
+        self.special_ids |= self._added
 
     def encode(self, text: str) -> list[int]:
         for marker, token in self._added.items():

@@ -34,7 +34,6 @@ from semantic.adapters.inbound.http.connections import (
     OpenConnections,
     raise_descriptor_limit,
 )
-from semantic.adapters.inbound.http.docs_page import docs_router
 from semantic.adapters.inbound.http.errors import allowance_headers, install_error_handlers
 from semantic.adapters.inbound.http.guard import Guard, current_principal
 from semantic.adapters.inbound.http.health import Condition, health_router, metrics_router
@@ -48,7 +47,7 @@ from semantic.adapters.inbound.http.middleware import (
     ShortPaths,
 )
 from semantic.adapters.inbound.openai.routes import openai_router
-from semantic.adapters.inbound.page.routes import page_router
+from semantic.adapters.inbound.page.routes import docs_router, page_router
 from semantic.adapters.inbound.responses.routes import responses_router
 from semantic.adapters.outbound import host_memory
 from semantic.application.agents.turns import PastTurns

@@ -5,13 +5,12 @@ from concurrent.futures import Future
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasPath, BaseModel, ConfigDict, Field
 
 from semantic.adapters.inbound.http.errors import refusals
 from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.models.registry import ModelRegistry, SwapReport
 from semantic.application.models.runtime import Runtime, RuntimeSettings
-from semantic.ports.inbound import ModelStatus
 
 _POLL_S = 0.02
 
@@ -73,26 +72,15 @@ class SwapOut(BaseModel):
 class ModelOut(BaseModel):
     """A model, as the one who runs the server sees it."""
 
+    model_config = ConfigDict(from_attributes=True)
+
     id: str = Field(examples=["fake"])
-    state: str = Field(examples=["ready"])
+    state: str = Field(validation_alias=AliasPath("state", "value"), examples=["ready"])
     detail: str = Field(examples=["ready"])
     family: str = Field(examples=["llama"])
-    size_bytes: int = Field(examples=[269060552])
+    size_bytes: int = Field(validation_alias="num_bytes", examples=[269060552])
     fits: bool | None = Field(examples=[True])
     max_context: int = Field(examples=[8192])
-
-    @classmethod
-    def of(cls, status: ModelStatus) -> "ModelOut":
-        """Show a model."""
-        return cls(
-            id=status.id,
-            state=status.state.value,
-            detail=status.detail,
-            family=status.family,
-            size_bytes=status.num_bytes,
-            fits=status.fits,
-            max_context=status.max_context,
-        )
 
 
 class ModelsOut(BaseModel):
@@ -179,7 +167,8 @@ class AdminApi:
     async def models(self) -> ModelsOut:
         """What is loaded, on its way, and on this machine."""
         found = await asyncio.to_thread(self._models.models)
-        return ModelsOut(backend=found[0].backend, models=[ModelOut.of(one) for one in found])
+        models = [ModelOut.model_validate(one) for one in found]
+        return ModelsOut(backend=found[0].backend, models=models)
 
     async def swap(self, body: Swap, response: Response) -> SwapOut:
         """Serve another model; running requests may end first, new ones wait for it.

@@ -8,5 +8,5 @@
 5. `streaming.py`: replies as server-sent events, in one loop: heartbeats, progress, failure, and
    a cancel when the client disconnects.
 
-`health.py` and `docs_page.py` have the endpoints that belong to no protocol.
+`health.py` has the endpoints that belong to no protocol.
 """

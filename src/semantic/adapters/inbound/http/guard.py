@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from semantic.adapters.inbound.http.connections import CONNECTION, Connection
 from semantic.adapters.inbound.http.errors import allowance_headers, error_response
-from semantic.adapters.inbound.http.middleware import read_off
+from semantic.adapters.inbound.http.middleware import Middleware, read_off
 from semantic.application.requests.limits import Access, RateLimits
 from semantic.domain.agents import Principal
 from semantic.domain.errors import AuthenticationError
@@ -30,19 +30,16 @@ def current_principal() -> Principal:
     return _current.get()
 
 
-class Guard:
+class Guard(Middleware):
     """Finds out whose a request is, and refuses what its key does not open."""
 
     def __init__(self, app: ASGIApp, access: Access, limits: RateLimits) -> None:
-        self._app = app
+        super().__init__(app)
         self._access = access
         self._limits = limits
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         refusal = self._admit(scope)
         if refusal is None:
             await self._app(scope, receive, self._telling(send, current_principal()))

@@ -27,16 +27,28 @@ _FOREIGN_SITES = frozenset({"cross-site", "same-site"})
 _HOST_PATTERN = re.compile(r"(\[[^]]*\]|[^:]*)(:\d*)?")
 
 
-class RequestCheck:
-    """Answers requests with a refusal, or passes them on."""
+class Middleware:
+    """Stands before an application; what is no request passes it by."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or pass on."""
+        handle = self.handle if scope["type"] == "http" else self._app
+        await handle(scope, receive, send)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or pass it on."""
+        raise NotImplementedError
+
+
+class RequestCheck(Middleware):
+    """Answers requests with a refusal, or passes them on."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass a request on."""
-        refusal = self.refusal(scope) if scope["type"] == "http" else None
-        await (self._app if refusal is None else refusal)(scope, receive, send)
+        await (self.refusal(scope) or self._app)(scope, receive, send)
 
     def refusal(self, scope: Scope) -> Response | None:
         """The answer to a request that may not pass."""
@@ -101,21 +113,18 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 _MAX_LOGGED = 2**16
 
 
-class AccessLog:
+class AccessLog(Middleware):
     """Gives each request an id, and one log line when it is answered; answers our defects.
 
     What is done for it belongs to its client's trace, if it names one.
     """
 
     def __init__(self, app: ASGIApp, *, is_body_logged: bool = False) -> None:
-        self._app = app
+        super().__init__(app)
         self._is_body_logged = is_body_logged
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         request_id = f"req_{secrets.token_hex(8)}"
         scope.setdefault("state", {})["request_id"] = request_id
         started = time.perf_counter()
@@ -192,29 +201,23 @@ _VERSIONED = frozenset(
 )
 
 
-class ShortPaths:
+class ShortPaths(Middleware):
     """Adds `/v1` to paths that lack it."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, to its full path."""
-        if scope["type"] == "http" and f"{scope['path']}/".split("/")[1] in _VERSIONED:
+        if f"{scope['path']}/".split("/")[1] in _VERSIONED:
             raw = scope.get("raw_path") or scope["path"].encode()
             scope = {**scope, "path": f"/v1{scope['path']}", "raw_path": b"/v1" + raw}
         await self._app(scope, receive, send)
 
 
-class HeadAsGet:
+class HeadAsGet(Middleware):
     """Answers HEAD as GET, without the body: a stream ends before its first piece."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
-        if scope["type"] != "http" or scope["method"] != "HEAD":
+        if scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
 
@@ -242,7 +245,7 @@ class _Limit:
         return error_response(413, message, "request_too_large", headers=_CLOSE)
 
 
-class BodyLimit:
+class BodyLimit(Middleware):
     """Unpacks bodies, and answers 413 to those over a limit: declared, streamed or packed."""
 
     def __init__(
@@ -255,15 +258,12 @@ class BodyLimit:
             max_bytes: The limit.
             larger: Paths with a limit of their own.
         """
-        self._app = app
+        super().__init__(app)
         self._usual = _Limit(max_bytes, "max_body_mb")
         self._larger = {p: _Limit(num, "disk_budget_mb") for p, num in (larger or {}).items()}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, counting its body."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers = Headers(scope=scope)
         limit = self._larger.get(scope["path"], self._usual)
         declared = headers.get("content-length", "0")

@@ -9,7 +9,6 @@ business of `format.py`, where they lie that of `tree.py`.
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import itertools
 import logging
 import os
@@ -33,6 +32,7 @@ from semantic.adapters.outbound.blocks.tree import (
     tree_size,
 )
 from semantic.adapters.outbound.cipher import Cipher
+from semantic.adapters.outbound.ledger.files import sync
 from semantic.domain.blocks import BlockName, BlockPart
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, SemanticError
 from semantic.ports.backend import KVPayload
@@ -273,7 +273,7 @@ def _write_file(name: str, directory: int, pieces: list[Piece], *, is_synced: bo
     try:
         num_bytes = _write_pieces(file, pieces)
         if is_synced:
-            _sync_file(file)
+            sync(file)
     finally:
         os.close(file)
     return num_bytes
@@ -349,13 +349,3 @@ def _write_pieces(file: int, pieces: Sequence[bytes | memoryview]) -> int:
         if written:
             left[0] = left[0][written:]
     return total
-
-
-def _sync_file(file: int) -> None:
-    """Come back when a file's bytes would survive a power failure."""
-    # Elsewhere than on Linux fsync may leave them in the disk's own cache.
-    full = getattr(fcntl, "F_FULLFSYNC", None)
-    if full is None:
-        os.fsync(file)
-    else:
-        fcntl.fcntl(file, full)

@@ -119,13 +119,18 @@ def sync_file(path: Path) -> None:
     """Come back when a file, or a directory's list of files, would survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        if sys.platform == "darwin":
-            # A plain fsync leaves it in the drive's own cache there.
-            fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
-        else:
-            os.fsync(handle)
+        sync(handle)
     finally:
         os.close(handle)
+
+
+def sync(handle: int) -> None:
+    """Come back when what is open would survive a power failure."""
+    if sys.platform == "darwin":
+        # A plain fsync leaves it in the drive's own cache there.
+        fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
+    else:
+        os.fsync(handle)
 
 
 def suspect_file(path: Path) -> Path:

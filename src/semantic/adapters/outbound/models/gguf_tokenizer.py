@@ -7,7 +7,7 @@ without anyone noticing.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +30,7 @@ _ORDINARY, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 _SPACE = "\u2581"  # SentencePiece writes a space as this
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_OTHERS, _SPACES = r" ?[^\s\p{L}\p{N}]+", r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +93,13 @@ class GgufVocabulary:
 
 @dataclass(frozen=True, slots=True)
 class _Splitting:
-    """How text is cut up before merging, for one GGUF pre-tokenizer name."""
+    """How text is cut up before merging, for one GGUF pre-tokenizer name.
 
-    pre_tokenizer: Callable[[], PreTokenizer] = ByteLevel
+    Attributes:
+        pattern: Of the pieces; empty cuts off digits, and words as GPT-2 did.
+    """
+
+    pattern: str = ""
     is_nfc: bool = False
     ignores_merges: bool = False
     adds_bos: bool = False
@@ -125,7 +128,7 @@ def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
         tokenizer = _sentencepiece(vocabulary)
     else:
         tokenizer = Tokenizer(_bpe(vocabulary, splitting))
-        tokenizer.pre_tokenizer = splitting.pre_tokenizer()
+        tokenizer.pre_tokenizer = _pre_tokenizer(splitting.pattern)
         tokenizer.decoder = ByteLevelDecoder()
     if splitting.is_nfc:
         tokenizer.normalizer = NFC()
@@ -144,11 +147,11 @@ def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
 
 def _splitting(vocabulary: GgufVocabulary) -> _Splitting:
     splittings = {
-        "smollm": _Splitting(_split_smollm),
-        "qwen2": _Splitting(_split_qwen2, is_nfc=True),
-        "llama-bpe": _Splitting(_split_llama3, ignores_merges=True, adds_bos=True),
-        "tekken": _Splitting(_split_tekken, ignores_merges=True, adds_bos=True),
-        "gpt-4o": _Splitting(_split_gpt4o),
+        "smollm": _Splitting(),
+        "qwen2": _Splitting(_words(r"\p{N}"), is_nfc=True),
+        "llama-bpe": _Splitting(_words(r"\p{N}{1,3}"), ignores_merges=True, adds_bos=True),
+        "tekken": _Splitting(_cased_words(r"\p{N}"), ignores_merges=True, adds_bos=True),
+        "gpt-4o": _Splitting(_cased_words(r"\p{N}{1,3}", _CONTRACTION)),
     }
     if vocabulary.model != "gpt2":
         why = f"its tokenizer is of kind {vocabulary.model!r}; 'gpt2' and 'llama' are supported"
@@ -159,39 +162,22 @@ def _splitting(vocabulary: GgufVocabulary) -> _Splitting:
     return splittings[vocabulary.pre]
 
 
-def _split_smollm() -> PreTokenizer:
-    digits = Digits(individual_digits=True)
-    return PreTokenizerSequence([digits, ByteLevel(add_prefix_space=False, use_regex=True)])
+def _words(numbers: str) -> str:
+    return rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}|{_OTHERS}[\r\n]*|{_SPACES}"
 
 
-def _split_qwen2() -> PreTokenizer:
-    return _split_by(rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_REST}")
-
-
-def _split_llama3() -> PreTokenizer:
-    return _split_by(rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_REST}")
-
-
-def _split_tekken() -> PreTokenizer:
-    return _split_by_case(r"\p{N}")
-
-
-def _split_gpt4o() -> PreTokenizer:
-    return _split_by_case(r"\p{N}{1,3}", _CONTRACTION)
-
-
-def _split_by_case(numbers: str, ending: str = "") -> PreTokenizer:
+def _cased_words(numbers: str, ending: str = "") -> str:
     """A capital letter after small ones begins a word."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     start, end = r"[^\r\n\p{L}\p{N}]?", f"{ending}?" if ending else ""
     words = rf"{start}{upper}*{lower}+{end}|{start}{upper}+{lower}*{end}"
-    rest = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    return _split_by(rf"{words}|{numbers}|{rest}")
+    return rf"{words}|{numbers}|{_OTHERS}[\r\n/]*|{_SPACES}"
 
 
-def _split_by(pattern: str) -> PreTokenizer:
-    split = Split(Regex(pattern), behavior="isolated", invert=False)
-    return PreTokenizerSequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+def _pre_tokenizer(pattern: str) -> PreTokenizer:
+    digits = Digits(individual_digits=True)
+    first = Split(Regex(pattern), behavior="isolated", invert=False) if pattern else digits
+    return PreTokenizerSequence([first, ByteLevel(add_prefix_space=False, use_regex=not pattern)])
 
 
 def _bpe(vocabulary: GgufVocabulary, splitting: _Splitting) -> BPE:

@@ -51,11 +51,11 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[JsonObject],
-        tools: Sequence[JsonObject],
+        tools: Sequence[JsonObject] = (),
         *,
-        add_generation_prompt: bool,
-        today: date | None,
-        is_thinking: bool | None,
+        add_generation_prompt: bool = True,
+        today: date | None = None,
+        is_thinking: bool | None = None,
     ) -> str:
         """Apply the template.
 
@@ -176,43 +176,23 @@ class HFTokenizer:
         self._tokenizer = _load(path)
         self._cut = _cutter(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special = {token_id for token_id, token in added.items() if token.special}
         self.special_tokens = tuple(
             SpecialToken(token_id, token.content, token.lstrip, token.rstrip)
             for token_id, token in added.items()
             if token.special
         )
-        self._special_ids = {token.text: token.id for token in self.special_tokens}
+        self.special_ids = {token.text: token.id for token in self.special_tokens}
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._plain = _PlainEncoder(path, self.special_tokens, self._cut)
         self._piece_bytes = _piece_decoder(self._tokenizer.decoder)
         config = _read_json(directory / "tokenizer_config.json")
-        self._eos_ids = self._find_eos(config, _read_json(directory / "generation_config.json"))
+        self.eos_ids = self._find_eos(config, _read_json(directory / "generation_config.json"))
         named = ("bos_token", "eos_token", "pad_token", "unk_token")
-        self._chat_template = template_source(directory, config)
-        self._template = ChatTemplate(
-            self._chat_template, {key: _token_text(config.get(key)) for key in named}
-        )
+        self.chat_template = template_source(directory, config)
+        values = {key: _token_text(config.get(key)) for key in named}
+        self.render_chat = ChatTemplate(self.chat_template, values).render
+        self._special = set(self.special_ids.values())
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a reply."""
-        return self._eos_ids
-
-    @property
-    def special_ids(self) -> Mapping[str, int]:
-        """Texts that are single ids and no part of a reply's text."""
-        return self._special_ids
-
-    @property
-    def chat_template(self) -> str | None:
-        """The template's source."""
-        return self._chat_template
 
     def encode(self, text: str) -> list[int]:
         """Tokenise; special tokens in the text become their ids, none is added."""
@@ -235,24 +215,6 @@ class HFTokenizer:
         if piece is None or token in self._special:
             return b""
         return self._piece_bytes(piece)
-
-    def render_chat(
-        self,
-        messages: Sequence[JsonObject],
-        tools: Sequence[JsonObject] = (),
-        *,
-        add_generation_prompt: bool = True,
-        today: date | None = None,
-        is_thinking: bool | None = None,
-    ) -> str:
-        """Apply the model's chat template."""
-        return self._template.render(
-            messages,
-            tools,
-            add_generation_prompt=add_generation_prompt,
-            today=today,
-            is_thinking=is_thinking,
-        )
 
     def _find_eos(self, config: JsonObject, generation: JsonObject) -> frozenset[int]:
         ids = generation.get("eos_token_id")
