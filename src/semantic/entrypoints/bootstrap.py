@@ -3,7 +3,6 @@
 import functools
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from semantic import __version__
 from semantic.adapters.config.keys import load_key_ring
@@ -150,7 +149,7 @@ def _make_device(
     return DeviceThread(
         load=functools.partial(loader.load, loader.first),
         make_engine=memory.make_engine,
-        limits=EngineLimits(**_named(settings, EngineLimits)),
+        limits=_limits(settings),
         emit=emit,
         hang_timeout_s=settings.hang_timeout_s,
         telemetry=telemetry,
@@ -265,10 +264,20 @@ def _registry(
 def _runtime(
     settings: Settings, memory: AgentMemory, device: DeviceThread, models: ModelRegistry
 ) -> Runtime:
-    given = RuntimeSettings(**_named(settings, RuntimeSettings))
+    names = [entry.name for entry in fields(RuntimeSettings)]
+    given = RuntimeSettings(**{name: getattr(settings, name) for name in names})
     return Runtime(given, device, models, memory.disk, memory.resize, set_log_level)
 
 
-def _named(settings: Settings, kind: type[RuntimeSettings | EngineLimits]) -> dict[str, Any]:
-    """The settings that a part's fields are named after."""
-    return {entry.name: getattr(settings, entry.name) for entry in fields(kind)}
+def _limits(settings: Settings) -> EngineLimits:
+    return EngineLimits(
+        max_batch_size=settings.max_batch_size,
+        prefill_step_size=settings.prefill_step_size,
+        target_step_ms=settings.target_step_ms,
+        batch_window_ms=settings.batch_window_ms,
+        max_queue=settings.max_queue,
+        default_max_tokens=settings.default_max_tokens,
+        ageing_s=settings.ageing_s,
+        max_idle=settings.max_idle,
+        draft_tokens=settings.draft_tokens,
+    )
