@@ -178,7 +178,6 @@ class Targets(Protocol):
 
     def get_target_ongoing_requests(self) -> float:
         """How many requests a replica should have."""
-        ...
 
 
 class Load(Protocol):

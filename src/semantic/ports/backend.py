@@ -135,7 +135,6 @@ class PendingBytes(Protocol):
     @property
     def nbytes(self) -> int:
         """How many there will be."""
-        ...
 
     def wait(self) -> memoryview:
         """Wait for them.
@@ -143,7 +142,6 @@ class PendingBytes(Protocol):
         Raises:
             CacheCorruptionError: the copy failed, and they never come.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +234,10 @@ class ModelBackendPort(Protocol):
     @property
     def spec(self) -> ModelCacheSpec:
         """Geometry of the model's KV cache."""
-        ...
 
     @property
     def traits(self) -> Traits:
         """What the engine must know."""
-        ...
 
     def open(self, seq: SequenceId, tokens: Sequence[int]) -> None:
         """Begin a sequence with no state yet.
@@ -254,7 +250,6 @@ class ModelBackendPort(Protocol):
             InvalidRequestError: a token id is out of the model's range.
             ValueError: the id is open.
         """
-        ...
 
     def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
         """Bring a sequence to `end` with state from payloads; mutates it.
@@ -269,7 +264,6 @@ class ModelBackendPort(Protocol):
                 `end`; nothing is loaded.
             KeyError: the sequence is not open.
         """
-        ...
 
     def fork(self, src: SequenceId, dst: SequenceId, num_tokens: int) -> bool:
         """Open `dst` with the first `num_tokens` of `src`.
@@ -277,7 +271,6 @@ class ModelBackendPort(Protocol):
         Returns:
             False, and nothing is opened, if this model's state cannot be cut there.
         """
-        ...
 
     def launch(self, step: Step) -> Ticket:
         """Enqueue a step and do not wait; mutates the sequences it names.
@@ -289,7 +282,6 @@ class ModelBackendPort(Protocol):
         Raises:
             BackendError: the whole step failed; its sequences must be reopened.
         """
-        ...
 
     def collect(self, ticket: Ticket) -> StepOutput:
         """Wait for a step; tickets are collected in the order they were launched.
@@ -297,7 +289,6 @@ class ModelBackendPort(Protocol):
         Raises:
             BackendError: the whole step failed; its sequences must be reopened.
         """
-        ...
 
     def embed(self, seq: SequenceId, start: int, tokens: Sequence[int]) -> tuple[float, ...]:
         """Add tokens at `start`, the sequence's end, and sum their last hidden states; mutates it.
@@ -308,7 +299,6 @@ class ModelBackendPort(Protocol):
             InvalidRequestError: as a chunk's row would fail, or the model has no such states.
             BackendError: the device failed.
         """
-        ...
 
     def snapshot(self, seq: SequenceId, start: int, end: int, kind: LayerKind) -> Ticket:
         """Begin copying one kind of layers' state of ``[start, end)`` to the host.
@@ -319,18 +309,15 @@ class ModelBackendPort(Protocol):
         Raises:
             ValueError: the range is not held (any more), or the model has no such layers.
         """
-        ...
 
     def payload(self, ticket: Ticket) -> KVPayload:
         """Finish a snapshot; the result may go to any thread, which may yet wait for its bytes."""
-        ...
 
     def flush(self) -> None:
         """Begin what was asked for and put off: the engine calls this after every step.
 
         Payloads may be waited for on other threads only after it.
         """
-        ...
 
     def truncate(self, seq: SequenceId, num_tokens: int) -> int:
         """Cut a sequence's state back; mutates it.
@@ -338,27 +325,21 @@ class ModelBackendPort(Protocol):
         Returns:
             The length reached, at most `num_tokens`: less where layers cannot be cut there.
         """
-        ...
 
     def close(self, seq: SequenceId) -> None:
         """Drop a sequence; closing an unknown one does nothing."""
-        ...
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
         """Bytes of working state that sequences of these lengths take together."""
-        ...
 
     def memory(self) -> int:
         """Bytes that the open sequences take on the device."""
-        ...
 
     def device_memory(self) -> DeviceMemory | None:
         """Read how full the device's own memory is; None if it cannot say. Any thread."""
-        ...
 
     def shutdown(self) -> None:
         """Drop every sequence and the model; the last call."""
-        ...
 
 
 # -- where models come from -----------------------------------------------------------------------
@@ -391,7 +372,6 @@ class ModelSourcePort(Protocol):
 
     def entries(self) -> Sequence[ModelEntry]:
         """The models on this machine; read anew now and then."""
-        ...
 
     def find(self, source: str) -> ModelEntry:
         """A model on this machine, or one that can be fetched.
@@ -399,7 +379,6 @@ class ModelSourcePort(Protocol):
         Raises:
             ModelNotFoundError: there is none.
         """
-        ...
 
     def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:
         """See that a model's files are here, whole as far as can be seen, and say what they are.
@@ -408,4 +387,3 @@ class ModelSourcePort(Protocol):
             ModelNotFoundError: it cannot be had.
             InvalidRequestError: it is there but cannot be used.
         """
-        ...

@@ -49,11 +49,9 @@ class Reply(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Event]:
         """Iterate once; a second iteration sees nothing new."""
-        ...
 
     def cancel(self) -> None:
         """Stop computing, if it has not ended; idempotent, returns at once."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,6 @@ class InferencePort(Protocol):
             OverloadedError: the queue is full.
             DrainingError: the server is shutting down.
         """
-        ...
 
     async def count_tokens(self, request: ChatRequest, principal: Principal) -> int:
         """Count the tokens of the prompt that `start` would compute; queues nothing.
@@ -110,7 +107,6 @@ class InferencePort(Protocol):
             ModelNotFoundError: the request names a model that is not served.
             ModelSwapError: the model is still loading, or failed to load.
         """
-        ...
 
     async def embed(self, request: EmbeddingRequest, principal: Principal) -> Embeddings:
         """Make vectors of texts; if it is cancelled, no more of them is computed.
@@ -123,7 +119,6 @@ class InferencePort(Protocol):
             RateLimitedError: too much was asked.
             GenerationTimeoutError: it took too long.
         """
-        ...
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Write tokens out as text, special ones left out.
@@ -131,7 +126,6 @@ class InferencePort(Protocol):
         Raises:
             ModelSwapError: the model is still loading, or failed to load.
         """
-        ...
 
 
 class ModelState(Enum):

@@ -27,7 +27,6 @@ class BlockFilesPort(Protocol):
         Raises:
             CachePersistenceError: it cannot be written: no space, no permission.
         """
-        ...
 
     def read(self, part: BlockPart) -> KVPayload:
         """Read a payload and check it.
@@ -35,7 +34,6 @@ class BlockFilesPort(Protocol):
         Raises:
             CacheCorruptionError: the file is missing, damaged, or not what `part` says.
         """
-        ...
 
     def content(self, part: BlockPart) -> memoryview:
         """Read the bytes of a file as they are.
@@ -43,7 +41,6 @@ class BlockFilesPort(Protocol):
         Raises:
             CacheCorruptionError: the file is missing, or not of the size that `part` says.
         """
-        ...
 
     def parse(self, part: BlockPart, content: memoryview) -> KVPayload:
         """Make a payload of the bytes of a file, and check it.
@@ -51,11 +48,9 @@ class BlockFilesPort(Protocol):
         Raises:
             CacheCorruptionError: they are damaged, or not what `part` says.
         """
-        ...
 
     def room_for(self, part: BlockPart) -> int:
         """Say how many bytes of memory reading a part takes at most; does not look at the file."""
-        ...
 
     def delete(self, part: BlockPart) -> None:
         """Remove a file; a missing one is ignored.
@@ -63,7 +58,6 @@ class BlockFilesPort(Protocol):
         Raises:
             CachePersistenceError: it is there and cannot be removed.
         """
-        ...
 
     def quarantine(self, part: BlockPart) -> None:
         """Move a bad file to quarantine; a missing one is ignored.
@@ -71,23 +65,18 @@ class BlockFilesPort(Protocol):
         Raises:
             CachePersistenceError: it is there and cannot be moved.
         """
-        ...
 
     def empty_quarantine(self, *, before: float) -> int:
         """Remove files that were quarantined up to a time; returns the bytes freed."""
-        ...
 
     def scan(self) -> Iterator[BlockPart]:
         """Read what every file says of itself; moves what is not a whole part to quarantine."""
-        ...
 
     def used_bytes(self) -> int:
         """Bytes of everything in the directory: other models' files, quarantine, the ledger."""
-        ...
 
     def other_bytes(self) -> int:
         """Of these, bytes of what is neither block nor quarantine: the ledger and its backup."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +241,6 @@ class LedgerPort(Protocol):
             CachePersistenceError: it cannot be opened for writing, another program has it locked,
                 or a newer server wrote it. It is as it was.
         """
-        ...
 
     def apply(self, changes: Sequence[LedgerChange], *, is_synced: bool) -> None:
         """Make changes in their order, all or none of them.
@@ -262,46 +250,36 @@ class LedgerPort(Protocol):
             ConflictError: an agent is not what an `AdvanceHead` says it was.
             ValueError: one of them cannot be stored at all, now or later.
         """
-        ...
 
     def tenant(self, tenant_id: str) -> Tenant | None:
         """Read a tenant."""
-        ...
 
     def agent(self, tenant: str, agent_id: str) -> Agent | None:
         """Read an agent."""
-        ...
 
     def agents(self, tenant: str) -> tuple[Agent, ...]:
         """Read all agents of a tenant."""
-        ...
 
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
         """Read one turn."""
-        ...
 
     def place(self, tenant: str, turn_id: str) -> TurnPlace | None:
         """Read where a turn ended, without what was said in it."""
-        ...
 
     def turns(self, tenant: str, head: str, *, limit: int) -> tuple[Turn, ...]:
         """Read the turns that led to `head`, the latest first, at most `limit`."""
-        ...
 
     def ancestry(self, tenant: str, head: str, *, until: str = "") -> tuple[str, ...]:
         """Read the ids of the turns that led to `head`, the latest first, no further than `until`.
 
         What was said in them is not read.
         """
-        ...
 
     def pointers(self) -> tuple[Pointer, ...]:
         """Where all turns that an agent reaches end; what these do not reach is garbage."""
-        ...
 
     def replay(self, tenant: str, key: bytes) -> tuple[int, ...] | None:
         """Read the ids of a reply."""
-        ...
 
     def forget_unreachable(self, *, before: float, replays_before: float) -> int:
         """Remove turns that no agent reaches, and replays, that are older; returns how many.
@@ -311,7 +289,6 @@ class LedgerPort(Protocol):
         Raises:
             CachePersistenceError: they cannot be removed now.
         """
-        ...
 
     def back_up(self) -> None:
         """Write a copy of agents, turns and tenants that survives damage to the ledger.
@@ -320,11 +297,9 @@ class LedgerPort(Protocol):
             CachePersistenceError: it cannot be written, or the ledger is damaged; the copy before
                 is kept.
         """
-        ...
 
     def close(self) -> None:
         """Write what is pending and let go; the last call."""
-        ...
 
 
 class LeasePort(Protocol):
@@ -339,15 +314,12 @@ class LeasePort(Protocol):
 
         A lease that was neither renewed nor released for `ttl_s` may be taken over.
         """
-        ...
 
     def renew(self, tenant: str, agent_id: str, epoch: int, *, ttl_s: float) -> bool:
         """Make a lease last on; False if it is over: released, or taken over."""
-        ...
 
     def release(self, tenant: str, agent_id: str, epoch: int) -> None:
         """End a lease; one that is over stays so."""
-        ...
 
 
 class ObjectsPort(Protocol):
@@ -358,7 +330,6 @@ class ObjectsPort(Protocol):
 
     def put(self, key: PartKey, content: memoryview) -> None:
         """Write an object, unless it is there."""
-        ...
 
     def get(self, key: PartKey) -> memoryview:
         """Read an object.
@@ -366,15 +337,12 @@ class ObjectsPort(Protocol):
         Raises:
             CacheCorruptionError: there is none.
         """
-        ...
 
     def delete(self, key: PartKey) -> None:
         """Remove an object; a missing one is ignored."""
-        ...
 
     def older_than(self, age_s: float) -> Iterator[list[PartKey]]:
         """Name the objects that are older, by the store's own clock, many at a time."""
-        ...
 
 
 class SharedPartsPort(Protocol):
@@ -386,39 +354,30 @@ class SharedPartsPort(Protocol):
 
     def revive(self, key: PartKey) -> bool | None:
         """Say whether a part is there, and mark it as used: None if not, False if deleted."""
-        ...
 
     def add(self, part: BlockPart) -> bool:
         """Note a part whose object is there; False if it is deleted."""
-        ...
 
     def follow(self, root: BlockName, tokens: bytes) -> list[BlockPart]:
         """Find the parts of blocks that a prompt begins with, and mark them as used."""
-        ...
 
     def lose(self, key: PartKey) -> None:
         """Delete a part whose object is missing or bad."""
-        ...
 
     def sole_collector(self) -> AbstractContextManager[bool]:
         """Say whether nobody else collects while this lasts."""
-        ...
 
     def mark(self, *, unused_s: float) -> None:
         """Note what no agent reaches and nobody used for so long as dead; others live again."""
-        ...
 
     def condemn(self, *, grace_s: float) -> list[tuple[PartKey, int]]:
         """Delete what was dead for so long; returns all whose objects must go, and their bytes."""
-        ...
 
     def condemn_unknown(self, keys: Sequence[PartKey]) -> list[PartKey]:
         """Delete those of the parts that are unknown; returns them."""
-        ...
 
     def forget(self, *, grace_s: float) -> None:
         """No longer know what was deleted for so long."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,7 +412,6 @@ class AgentFilePort(Protocol):
 
     def write(self, items: Iterable[ExportItem]) -> Iterator[bytes]:
         """Write a file, piece by piece."""
-        ...
 
     def check(self, pieces: Iterable[bytes]) -> str:
         """Read a file to its end; returns who signed it, empty if nobody who is trusted here.
@@ -461,7 +419,6 @@ class AgentFilePort(Protocol):
         Raises:
             InvalidRequestError: it is damaged, cut off, or no such file.
         """
-        ...
 
     def read(self, pieces: Iterable[bytes], *, has_parts: bool) -> Iterator[ExportItem]:
         """Read a file that was checked; its parts are skipped unless `has_parts`.
@@ -469,4 +426,3 @@ class AgentFilePort(Protocol):
         Raises:
             InvalidRequestError: something in it is not what it should be.
         """
-        ...

@@ -181,19 +181,15 @@ class TelemetryPort(Protocol):
 
     def observe(self, measure: Measure, value: float) -> None:
         """Take a measurement."""
-        ...
 
     def begin(self, trace: RequestTrace, request_id: str, agent_id: str, model: str) -> None:
         """Note that a request was queued; on the thread, and in the context, that handles it."""
-        ...
 
     def end(self, trace: RequestTrace, end: RequestEnd) -> None:
         """Note that a request has its last event."""
-        ...
 
     def persisted(self, trace: RequestTrace, started: float) -> None:
         """Note that the turn of a request, handed over at `started`, is written."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

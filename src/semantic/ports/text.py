@@ -30,35 +30,28 @@ class TokenizerPort(Protocol):
     @property
     def vocab_size(self) -> int:
         """Ids are in ``[0, vocab_size)``."""
-        ...
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end a reply."""
-        ...
 
     @property
     def special_ids(self) -> Mapping[str, int]:
         """Texts that are single ids and no part of a reply's text, e.g. ``<|im_end|>``."""
-        ...
 
     @property
     def chat_template(self) -> str | None:
         """The template's source; None if the model has none."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """Tokenise; special tokens written in the text become their ids, none is added."""
-        ...
 
     @property
     def special_tokens(self) -> tuple[SpecialToken, ...]:
         """The tokens that `encode` finds in a text and `encode_plain` never makes."""
-        ...
 
     def encode_prompt(self, text: str) -> list[int]:
         """Tokenise a whole prompt as `encode` does, begun as the model's texts begin."""
-        ...
 
     def encode_plain(self, text: str, *, is_start: bool = False) -> list[int]:
         """Tokenise text as it is: no id of the result is special, whatever the text spells.
@@ -67,11 +60,9 @@ class TokenizerPort(Protocol):
             text: What stands between two special tokens.
             is_start: Nothing comes before it; some vocabularies write a first word differently.
         """
-        ...
 
     def token_bytes(self, token: int) -> bytes:
         """What a token contributes to the text; empty for special and unknown tokens."""
-        ...
 
     def render_chat(
         self,
@@ -94,7 +85,6 @@ class TokenizerPort(Protocol):
         Raises:
             InvalidRequestError: the template refuses the conversation, or there is none.
         """
-        ...
 
 
 class TokenConstraint(Protocol):
@@ -102,15 +92,12 @@ class TokenConstraint(Protocol):
 
     def allowed(self) -> bytes | None:
         """One bit a token id, as in `Draw.allowed`; None allows every token."""
-        ...
 
     def accept(self, token: int) -> None:
         """Advance by the token that was chosen; mutates."""
-        ...
 
     def copy(self) -> "TokenConstraint":
         """Another that goes on from the same place, to look ahead with."""
-        ...
 
 
 class GrammarPort(Protocol):
@@ -127,4 +114,3 @@ class GrammarPort(Protocol):
                 compile (it says where), or no such tool is offered.
             OverloadedError: too much is being compiled.
         """
-        ...

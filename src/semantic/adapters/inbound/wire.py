@@ -91,7 +91,6 @@ class NamedTool(Protocol):
     @property
     def name(self) -> str:
         """Its name."""
-        ...
 
 
 def limit_entries(value: object, limit: int = MAX_ENTRIES) -> object:

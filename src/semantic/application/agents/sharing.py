@@ -30,28 +30,22 @@ class AgentTable(Protocol):
 
     def find(self, tenant: str, agent_id: str) -> Agent | None:
         """Find an agent."""
-        ...
 
     def of_tenant(self, tenant: str) -> list[Agent]:
         """All agents of a tenant."""
-        ...
 
     def known(self) -> list[Agent]:
         """The agents whose KV cache this process may have, of all tenants."""
-        ...
 
     def put(self, agent: Agent, before: Agent | None, epoch: int | None) -> LedgerChange:
         """Note an agent, and say what is to be written; `before` and `epoch` as `AdvanceHead`'s."""
-        ...
 
     def drop(self, agent: Agent) -> None:
         """Note that an agent is gone."""
-        ...
 
     @property
     def is_shared(self) -> bool:
         """Whether other processes have these agents too."""
-        ...
 
 
 class OwnAgents:

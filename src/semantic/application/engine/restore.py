@@ -52,19 +52,15 @@ class PartSource(Protocol):
 
     def hold(self, wanted: WantedPart) -> HeldPart | None:
         """Get a part, now or later; None if there is no room."""
-        ...
 
     def let_go(self, held: HeldPart) -> None:
         """Undo `hold`."""
-        ...
 
     def lease(self, parts: Sequence[WantedPart]) -> None:
         """See that parts are not deleted."""
-        ...
 
     def end_lease(self, parts: Sequence[WantedPart]) -> None:
         """Undo `lease`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,19 +49,15 @@ class DraftPlanner(Protocol):
 
     def plan(self, rows: Sequence[Generation], *, has_prompts: bool) -> dict[int, Draft]:
         """Guess for rows of the next step, by their `order`; `has_prompts` if it has others too."""
-        ...
 
     def wants_tokens(self, rows: Sequence[Generation]) -> bool:
         """Whether rows whose last tokens are under way should wait for them, to carry guesses."""
-        ...
 
     def observe(self, num_rows: int, num_drafted: int, seconds: float) -> None:
         """Learn what a step without prompts took, from the end of the one before it."""
-        ...
 
     def forget(self, generation: Generation) -> None:
         """Let go of a request that ended."""
-        ...
 
 
 class StepCosts:

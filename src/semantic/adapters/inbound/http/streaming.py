@@ -52,7 +52,6 @@ class Cancellable(Protocol):
 
     def cancel(self) -> None:
         """Stop computing, if it has not ended."""
-        ...
 
 
 class Heartbeat:

@@ -205,11 +205,9 @@ class ReplyForm(Protocol):
 
     def whole(self, index: int, reply: CollectedReply) -> Json:
         """A choice."""
-        ...
 
     def chunk(self, index: int, event: Event) -> Json | None:
         """What an event adds to a choice; None if nothing."""
-        ...
 
 
 async def collect(replies: ReplySet, form: ReplyForm) -> Json:

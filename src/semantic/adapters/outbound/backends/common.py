@@ -39,17 +39,14 @@ class BackendSequence(Protocol):
     @property
     def length(self) -> int:
         """Tokens whose state is held, the first of the known ones."""
-        ...
 
     @property
     def window_start(self) -> int:
         """Before this position window layers hold nothing: it was not restored."""
-        ...
 
     @property
     def has_state(self) -> bool:
         """Whether recurrent layers hold the state at `length`."""
-        ...
 
 
 SequenceT = TypeVar("SequenceT", bound=BackendSequence)
