@@ -72,12 +72,7 @@ class ContextLengthError(InvalidRequestError):
     """
 
     def __init__(
-        self,
-        *,
-        num_prompt: int,
-        limit: int,
-        param: str,
-        limited_by: str = "the model's context",
+        self, *, num_prompt: int, limit: int, param: str, limited_by: str = "the model's context"
     ) -> None:
         super().__init__(
             f"the prompt's {num_prompt} tokens, with room for a reply, exceed {limited_by} of "

@@ -10,14 +10,8 @@ from semantic.domain.errors import InvalidRequestError
 _ANY = ("claude*", "anthropic/claude*")
 # Short names: what runs as it is published, and what MLX runs in four bits.
 SHORT_NAMES = {
-    "llama-3.2-1b": (
-        "unsloth/Llama-3.2-1B-Instruct",
-        "mlx-community/Llama-3.2-1B-Instruct-4bit",
-    ),
-    "llama-3.2-3b": (
-        "unsloth/Llama-3.2-3B-Instruct",
-        "mlx-community/Llama-3.2-3B-Instruct-4bit",
-    ),
+    "llama-3.2-1b": ("unsloth/Llama-3.2-1B-Instruct", "mlx-community/Llama-3.2-1B-Instruct-4bit"),
+    "llama-3.2-3b": ("unsloth/Llama-3.2-3B-Instruct", "mlx-community/Llama-3.2-3B-Instruct-4bit"),
     "llama-3.1-8b": (
         "unsloth/Meta-Llama-3.1-8B-Instruct",
         "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit",

@@ -7,13 +7,7 @@ from typing import Protocol
 
 from semantic.domain.agents import Agent, Principal, Reuse, Tier, Turn
 from semantic.domain.blocks import BlockName
-from semantic.domain.chat import (
-    ChatRequest,
-    Message,
-    OutputFormat,
-    Thinking,
-    ToolChoice,
-)
+from semantic.domain.chat import ChatRequest, Message, OutputFormat, Thinking, ToolChoice
 from semantic.domain.events import Event, Usage
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.domain.spec import Compute

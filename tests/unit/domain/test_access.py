@@ -1,13 +1,6 @@
 import pytest
 
-from semantic.domain.access import (
-    ApiKey,
-    KeyRing,
-    Rate,
-    TenantPolicy,
-    new_secret,
-    secret_digest,
-)
+from semantic.domain.access import ApiKey, KeyRing, Rate, TenantPolicy, new_secret, secret_digest
 from semantic.domain.agents import Principal
 
 pytestmark = pytest.mark.unit

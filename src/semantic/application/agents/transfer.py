@@ -21,11 +21,7 @@ from semantic.application.engine.device_thread import DeviceThread
 from semantic.application.engine.model import LoadedModel
 from semantic.domain.agents import Agent, Pointer, Principal, Turn
 from semantic.domain.blocks import BlockName, unpack_tokens
-from semantic.domain.errors import (
-    CacheCorruptionError,
-    ConflictError,
-    InvalidRequestError,
-)
+from semantic.domain.errors import CacheCorruptionError, ConflictError, InvalidRequestError
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload
 from semantic.ports.inbound import ImportedAgent

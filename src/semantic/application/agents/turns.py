@@ -195,8 +195,7 @@ class PastTurns:
             return None  # the text of a turn before it was removed
         said = tuple(message for message in messages if not message.is_instruction)
         return PastTurn(
-            *(turn.id, said, messages[-1], turn.usage),
-            *(turn.created_at, turn.model, turn.reason),
+            turn.id, said, messages[-1], turn.usage, turn.created_at, turn.model, turn.reason
         )
 
     def forget(self, request_id: str, principal: Principal) -> bool:

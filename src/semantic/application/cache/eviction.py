@@ -18,11 +18,7 @@ GRACE_S = 60.0  # a turn that just ended may not be logged yet
 
 
 def disk_victims(
-    index: BlockIndex,
-    nbytes: int,
-    *,
-    spared: Collection[BlockName],
-    root: BlockName | None = None,
+    index: BlockIndex, nbytes: int, *, spared: Collection[BlockName], root: BlockName | None = None
 ) -> list[BlockNode]:
     """Choose nodes whose files make up `nbytes`: least recently used first, ends before beginnings.
 

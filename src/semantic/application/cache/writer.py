@@ -185,10 +185,7 @@ class DiskTier:
         self._batch_bytes = 0
         self._is_on_disk: Callable[[Pointer], bool] | None = None
         self._rows = RowWriter(
-            ledger,
-            is_synced=is_synced,
-            is_on_disk=self._is_durable,
-            report=self._report,
+            ledger, is_synced=is_synced, is_on_disk=self._is_durable, report=self._report
         )
 
     # -- any thread -----------------------------------------------------------------------------

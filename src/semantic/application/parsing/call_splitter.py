@@ -17,13 +17,7 @@ from semantic.application.parsing.call_syntax import (
 from semantic.application.parsing.json_arguments import JsonArguments
 from semantic.application.parsing.splitter import Splitter
 from semantic.domain.chat import ToolSpec
-from semantic.domain.events import (
-    Event,
-    TextDelta,
-    ToolCallDelta,
-    ToolCallEnded,
-    ToolCallStarted,
-)
+from semantic.domain.events import Event, TextDelta, ToolCallDelta, ToolCallEnded, ToolCallStarted
 from semantic.domain.reply_format import CALL_MARKERS, ToolFormat
 from semantic.domain.sampling import num_undecided
 

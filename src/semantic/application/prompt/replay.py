@@ -14,14 +14,7 @@ from dataclasses import dataclass
 
 from semantic.application.prompt.lru_cache import LruCache
 from semantic.domain.blocks import pack_tokens
-from semantic.domain.chat import (
-    JsonObject,
-    JsonValue,
-    Message,
-    TextPart,
-    ThinkingPart,
-    ToolUsePart,
-)
+from semantic.domain.chat import JsonObject, JsonValue, Message, TextPart, ThinkingPart, ToolUsePart
 from semantic.domain.errors import CachePersistenceError
 from semantic.ports.storage import LedgerPort, PutReplay, WriteChanges
 from semantic.ports.text import TokenizerPort

@@ -18,11 +18,7 @@ from semantic.application.agents.sharing import PATIENCE_S, AgentLeases, Lease
 from semantic.domain.agents import Agent, Turn, check_agent_id
 from semantic.domain.blocks import TOKEN_BYTES, pack_tokens
 from semantic.domain.chat import AgentHint
-from semantic.domain.errors import (
-    AgentNotFoundError,
-    CachePersistenceError,
-    InvalidRequestError,
-)
+from semantic.domain.errors import AgentNotFoundError, CachePersistenceError, InvalidRequestError
 
 _log = logging.getLogger(__name__)
 _MAX_ENDINGS = 100_000
@@ -147,12 +143,7 @@ class Identities:
             return sum(len(ending.turns) for ending in self._endings.values())
 
     def identify(
-        self,
-        tenant: str,
-        hint: AgentHint,
-        tokens: Sequence[int],
-        num_head: int,
-        claim: Claim,
+        self, tenant: str, hint: AgentHint, tokens: Sequence[int], num_head: int, claim: Claim
     ) -> Identity:
         """Say whose turn a prompt is, and claim that agent; nothing is written.
 

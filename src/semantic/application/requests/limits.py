@@ -61,9 +61,7 @@ class RateLimits:
     """All buckets, and who has replies running. Used on the event loop's thread."""
 
     def __init__(
-        self,
-        ring: Callable[[], KeyRing] = KeyRing,
-        now: Callable[[], float] = time.monotonic,
+        self, ring: Callable[[], KeyRing] = KeyRing, now: Callable[[], float] = time.monotonic
     ) -> None:
         """Start full.
 
@@ -252,8 +250,7 @@ class Access:
         ring = self._load()
         if self.ring.is_guarded and not ring.is_guarded:
             raise InvalidRequestError(
-                "there are no keys any more; those in force stay until a restart.",
-                param="key_file",
+                "there are no keys any more; those in force stay until a restart.", param="key_file"
             )
         self.ring = ring
 

@@ -87,11 +87,7 @@ class Preparation:
         self._dates = FrozenDates(replays)
 
     def prepare(
-        self,
-        request: ChatRequest,
-        principal: Principal,
-        model: LoadedModel,
-        claim: Claim,
+        self, request: ChatRequest, principal: Principal, model: LoadedModel, claim: Claim
     ) -> PreparedRequest:
         """Render, identify, constrain and check; claims the agent, and writes nothing yet.
 

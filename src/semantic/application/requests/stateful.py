@@ -11,11 +11,7 @@ from semantic.application.requests.reply import LiveReply
 from semantic.application.requests.service import InferenceService
 from semantic.domain.agents import Agent, Overflow, Principal
 from semantic.domain.chat import AgentHint, ChatRequest, Continuation, Message, Role, ToolResultPart
-from semantic.domain.errors import (
-    AgentNotFoundError,
-    ContextLengthError,
-    StateQuotaError,
-)
+from semantic.domain.errors import AgentNotFoundError, ContextLengthError, StateQuotaError
 from semantic.ports.inbound import NewTurn, Reply
 
 _KEPT_SHARE = 0.7

@@ -21,12 +21,7 @@ pytestmark = pytest.mark.unit
 
 
 def generation(
-    name: str,
-    order: int,
-    *,
-    prompt: int = 10,
-    arrived: float = 0.0,
-    **options: Unpack[JobOptions],
+    name: str, order: int, *, prompt: int = 10, arrived: float = 0.0, **options: Unpack[JobOptions]
 ) -> Generation:
     job = make_job(name, "x" * prompt, **options)
     return Generation(job, order, TextAssembler(lambda _: b""), arrived, block_tokens=8)
@@ -157,11 +152,7 @@ def test_prompts_are_not_cut_into_small_pieces(
     assert {p.generation.job.id: p.num_tokens for p in scheduler.plan(now=0.0)} == expected
 
 
-@given(
-    per_token=st.floats(0.01, 5.0),
-    fixed=st.floats(0.0, 40.0),
-    target=st.floats(10.0, 300.0),
-)
+@given(per_token=st.floats(0.01, 5.0), fixed=st.floats(0.0, 40.0), target=st.floats(10.0, 300.0))
 def test_chunk_budget_finds_the_target(per_token: float, fixed: float, target: float) -> None:
     limits = EngineLimits(target_step_ms=target, prefill_step_size=4096)
     budget = ChunkBudget()

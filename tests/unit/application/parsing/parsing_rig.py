@@ -5,14 +5,7 @@ from collections.abc import Sequence
 
 from semantic.application.parsing import ReplyParser
 from semantic.domain.chat import ToolSpec
-from semantic.domain.events import (
-    Event,
-    Finished,
-    TextDelta,
-    ThinkingDelta,
-    ToolCallDelta,
-    Usage,
-)
+from semantic.domain.events import Event, Finished, TextDelta, ThinkingDelta, ToolCallDelta, Usage
 from semantic.domain.reply_format import Markers, ReplyFormat, ToolFormat
 from semantic.domain.sampling import FinishReason
 

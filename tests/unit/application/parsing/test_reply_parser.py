@@ -7,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantic.application.parsing import ReplyParser, fold_message
-from semantic.domain.chat import (
-    Message,
-    Role,
-    TextPart,
-    ThinkingPart,
-    ToolUsePart,
-)
+from semantic.domain.chat import Message, Role, TextPart, ThinkingPart, ToolUsePart
 from semantic.domain.errors import BackendError
 from semantic.domain.events import (
     Event,

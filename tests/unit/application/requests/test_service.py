@@ -46,13 +46,7 @@ from semantic.domain.errors import (
     OverloadedError,
     QuotaExceededError,
 )
-from semantic.domain.events import (
-    Event,
-    Failed,
-    Finished,
-    Started,
-    TextDelta,
-)
+from semantic.domain.events import Event, Failed, Finished, Started, TextDelta
 from semantic.domain.reply_format import Markers, ReplyFormat, ReplyShape, ToolFormat
 from semantic.domain.sampling import UNSET_SAMPLING, SamplingDefaults, SamplingParams, StopRules
 from semantic.ports.inbound import Reply
@@ -215,11 +209,7 @@ async def test_a_seed_decides_and_its_absence_does_not(service: InferenceService
     "change,error,param",
     [
         ({"model": "other"}, ModelNotFoundError, None),
-        (
-            {"messages": (Message.of(Role.USER, "x" * 140_000),)},
-            ContextLengthError,
-            "messages",
-        ),
+        ({"messages": (Message.of(Role.USER, "x" * 140_000),)}, ContextLengthError, "messages"),
         ({"output_format": RegexFormat("(")}, InvalidRequestError, "response_format"),
         (
             {"messages": (Message(Role.USER, (ImagePart("image/png", "x"),)),)},
