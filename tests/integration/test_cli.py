@@ -85,7 +85,7 @@ def test_a_conversation_with_commands(run: Run) -> None:
     ):
         assert words.casefold() in said.casefold()
     assert asked(run, "agents", "show", "dora2")["turns"] == 1
-    words = "is there, with another system prompt"
+    words = "already exists with another system prompt"
     assert words in run("chat", "dora", "--system", "Be long.", "-m", "x", status=2)
     assert "needs --message" in run("chat", "dora", "--json", status=2)
 

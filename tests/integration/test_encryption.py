@@ -82,7 +82,7 @@ def test_a_wrong_key_is_refused_and_nothing_is_changed(
     ask(tmp_path / "plain")
     other = make_key(tmp_path / "other")
     refused: list[tuple[Path, dict[str, Any], str]] = [
-        (home, {"encryption_key_file": other}, "another key than was given"),
+        (home, {"encryption_key_file": other}, "a different key"),
         (home, {}, "the cache is encrypted"),
         (tmp_path / "plain", {"encryption_key_file": key}, "the cache is not encrypted"),
     ]

@@ -40,13 +40,13 @@ def test_keys_and_certificate_are_read_again_on_a_signal(tmp_path: Path) -> None
         first.write_bytes(second.read_bytes())
         key.write_bytes(new_key.read_bytes())
         server.process.send_signal(signal.SIGHUP)
-        server.await_line("keys and limits were read again")
+        server.await_line("keys and limits were reloaded")
         with client(server, second) as http:
             assert http.get("/v1/models", headers={"x-api-key": new}).status_code == 200
         # What cannot be read changes nothing.
         first.write_bytes(first_text)
         server.process.send_signal(signal.SIGHUP)
-        server.await_line("keys and limits stay as they are")
+        server.await_line("keys and limits could not be reloaded")
         with client(server, second) as http:
             assert http.get("/v1/models", headers={"x-api-key": new}).status_code == 200
         assert server.stop() == 0
@@ -56,7 +56,7 @@ def test_keys_and_certificate_are_read_again_on_a_signal(tmp_path: Path) -> None
     "arguments,words",
     [
         (("--host", "0.0.0.0", "--allow-remote"), "semantic keys add"),  # noqa: S104
-        (("--tls-cert", "gone.pem"), "tls_cert and tls_key are given together"),
+        (("--tls-cert", "gone.pem"), "tls_cert and tls_key must be set together"),
         (("--tls-cert", "gone.pem", "--tls-key", "gone.key"), "tls_cert gone.pem"),
     ],
     ids=["no key", "half a pair", "no file"],

@@ -115,7 +115,9 @@ class AgentMemory:
             raise
         self._loss = state.problem
         if self._loss:
-            _log.warning("the ledger is not as it was left", problem=self._loss)
+            _log.warning(
+                "the ledger was damaged or changed since the last stop", problem=self._loss
+            )
         self._num_agents, self._num_parts = len(state.agents), len(state.parts)
         self._parts = state.parts  # until the store has them
         self._is_index_lost = state.is_index_lost
@@ -177,7 +179,7 @@ class AgentMemory:
             try:
                 hear(tenant, agent_id, turn_id)
             except CachePersistenceError as error:
-                _log.warning("what another server did was missed", problem=error.message)
+                _log.warning("notifications from another server were missed", problem=error.message)
 
         self._shared.listen(on_moved)
 

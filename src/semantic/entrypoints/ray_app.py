@@ -238,7 +238,7 @@ def build(options: Mapping[str, Any]) -> Any:
 def _checked(settings: Settings) -> Settings:
     if settings.store != "shared":
         raise InvalidRequestError(
-            "replicas have their agents in common: semantic cluster needs store = shared, with "
+            "replicas share their agents: semantic cluster needs store = shared, with "
             "database_url and objects_url",
             param="store",
         )

@@ -282,7 +282,7 @@ def _leave(status: int) -> None:
 def _close_memory(server: Server) -> None:
     """Let the cache directory go; whoever comes second finds it done."""
     if not server.memory.close(server.settings.shutdown_timeout_s):
-        _log.warning("not all that agents left behind was written")
+        _log.warning("some blocks and turns could not be written before the server stopped")
     tracer, server.metrics.tracer = server.metrics.tracer, None
     if tracer is not None:
         tracer.close()
@@ -325,9 +325,12 @@ def _reload(server: Server, tls: ssl.SSLContext | None) -> None:
             _load_certificate(tls, server.settings)
         server.access.reload()
     except SemanticError as error:
-        _log.error("keys and limits stay as they are", problem=error.message)
+        _log.error(
+            "keys and limits could not be reloaded; the old ones stay in force",
+            problem=error.message,
+        )
     else:
-        _log.info("keys and limits were read again", keys=len(server.access.ring.keys))
+        _log.info("keys and limits were reloaded", keys=len(server.access.ring.keys))
 
 
 def _tls_context(settings: Settings) -> ssl.SSLContext | None:

@@ -153,7 +153,7 @@ class _Ranks:
                 if time.monotonic() > deadline:
                     raise BackendError(f"not all shards have joined in {_JOIN_S:g} s") from None
             except (AuthenticationError, EOFError, OSError) as error:
-                _log.warning("somebody who does not know the key asked to join", error=str(error))
+                _log.warning("a shard with a wrong key tried to join", error=str(error))
             else:
                 last = listener.last_accepted
                 return str(last[0]) if isinstance(last, tuple) else _LOOPBACK
@@ -171,7 +171,7 @@ def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or host == "0.0.0.0":  # noqa: S104 - it is refused
         raise InvalidRequestError(
-            f"{text!r} is no address that shards can find: write this machine's HOST:PORT, "
+            f"{text!r} is not an address that shards can reach: write this machine's HOST:PORT, "
             "such as 10.0.0.1:7100",
             param="shard_listen",
         )
@@ -206,7 +206,7 @@ def join(address: str) -> int:
         link = Client(_address(address), authkey=key.encode())
         order: Order = link.recv()
     except AuthenticationError:
-        raise InvalidRequestError(f"{_KEY} is not the server's", param="shard_key") from None
+        raise InvalidRequestError(f"{_KEY} is not the server's key", param="shard_key") from None
     except (EOFError, OSError) as error:
         raise BackendError(f"no server takes shards at {address}: {error}") from None
     try:

@@ -47,13 +47,15 @@ class Settings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     allow_remote: bool = Field(False, description="permit an address other machines can reach")
     cors_origins: Annotated[tuple[str, ...] | None, NoDecode] = Field(
-        None, description="web pages that may use the server, beside those of this machine"
+        None, description="web pages that may use the server, besides those of this machine"
     )
     key_file: Path | None = Field(
         None, description="who may use the server; see `semantic keys` (default: HOME/keys.json)"
     )
     api_key: str | None = Field(
-        None, repr=False, description="one key for everybody, or its sha256:..., beside the file's"
+        None,
+        repr=False,
+        description="one key for everybody, or its sha256:..., in addition to the file's",
     )
     admin_key: str | None = Field(
         None, repr=False, description="a key for /admin, /v1/cache and /metrics, or its sha256:..."
@@ -62,13 +64,13 @@ class Settings(BaseSettings):
     tls_key: Path | None = Field(None, description="private key (PEM) of the certificate")
     max_body_mb: float = Field(32, gt=0, description="largest request body")
     max_connections: int = Field(
-        1024, ge=1, description="most open connections; less if the limit of open files is low"
+        1024, ge=1, description="most open connections; fewer if the limit on open files is low"
     )
     read_timeout_s: float = Field(
         30, gt=0, description="longest wait for a request's headers, or for more of its body"
     )
     write_timeout_s: float = Field(
-        60, gt=0, description="a client that reads nothing for so long is cut"
+        60, gt=0, description="a client that reads nothing for this long is disconnected"
     )
     keep_alive_s: int = Field(
         60, ge=1, description="how long a connection may be idle between requests"
@@ -89,7 +91,7 @@ class Settings(BaseSettings):
         0, ge=0, description="most that a model's weights may take; 0 is what the machine has"
     )
     drain_timeout_s: float = Field(
-        30, ge=0, description="how long running requests may go on before a swap"
+        30, ge=0, description="how long running requests may continue before a swap"
     )
     swap_on_request: bool = Field(
         False, description="a request that names another model on this machine gets it"
@@ -98,7 +100,7 @@ class Settings(BaseSettings):
         60, ge=0, description="a model stays at least this long before a request may swap it"
     )
     model_keep_alive_s: float = Field(
-        0, ge=0, description="a model that nobody asked for this long is unloaded; 0 keeps it"
+        0, ge=0, description="a model that is idle for this long is unloaded; 0 keeps it"
     )
     backend: Literal["auto", "torch", "mlx", "fake"] = Field(
         "auto", description="what runs the model; auto: mlx on Apple Silicon and its CUDA build"
@@ -116,7 +118,7 @@ class Settings(BaseSettings):
         0,
         ge=0,
         le=1024,
-        description="most CPU threads; PyTorch gets fewer while cores are taken; "
+        description="most CPU threads; PyTorch gets fewer while cores are busy; "
         "0: OMP_NUM_THREADS, else all",
     )
     shards: int = Field(
@@ -126,14 +128,14 @@ class Settings(BaseSettings):
         description="processes that each hold a share of the model, on devices of their own",
     )
     shard_listen: str | None = Field(
-        None, description="HOST:PORT where shards on other machines join by `semantic shard`"
+        None, description="HOST:PORT where shards on other machines join with `semantic shard`"
     )
     shard_key: str | None = Field(
         None, repr=False, description="the secret that shards on other machines must know"
     )
     pinned_copies: bool = Field(
         True,
-        description="CUDA: state, and mlx's weights, travel through pinned host memory",
+        description="CUDA: copy KV cache, and mlx's weights, through pinned host memory",
     )
 
     home: Path = Field(Path("~/.semantic"), description="everything the server writes is in here")
@@ -142,7 +144,7 @@ class Settings(BaseSettings):
     )
 
     store: Literal["local", "shared"] = Field(
-        "local", description="shared: several servers have one database and one object store"
+        "local", description="shared: several servers share a database and an object store"
     )
     database_url: str | None = Field(
         None, repr=False, description="PostgreSQL with agents and turns, for store = shared"
@@ -151,13 +153,13 @@ class Settings(BaseSettings):
         None, description="s3://, gs://, az:// or file:// with blocks, for store = shared"
     )
     lease_s: float = Field(
-        15, gt=0, le=3600, description="how long an agent of a server that died stays taken"
+        15, gt=0, le=3600, description="how long an agent stays locked if its server dies"
     )
     replicas: int = Field(
-        1, ge=1, le=1000, description="semantic cluster: servers that are always there"
+        1, ge=1, le=1000, description="semantic cluster: the least number of servers"
     )
     max_replicas: int = Field(
-        0, ge=0, le=1000, description="semantic cluster: most servers; 0 is as many as replicas"
+        0, ge=0, le=1000, description="semantic cluster: the most servers; 0 is as many as replicas"
     )
     replica_cpus: float = Field(
         1, ge=0, description="semantic cluster: CPUs that Ray sets aside for each server"
@@ -166,13 +168,15 @@ class Settings(BaseSettings):
         0, ge=0, description="semantic cluster: GPUs that each server gets, or a share of one"
     )
     upscale_delay_s: float = Field(
-        10, ge=0, description="semantic cluster: how long load lasts before servers are added"
+        10, ge=0, description="semantic cluster: how long load must last before servers are added"
     )
     downscale_delay_s: float = Field(
-        300, ge=0, description="semantic cluster: how long they are idle before some are stopped"
+        300,
+        ge=0,
+        description="semantic cluster: how long servers must be idle before some are stopped",
     )
     ray_address: str | None = Field(
-        None, description="semantic cluster: HOST:PORT of a Ray that runs, or auto; else its own"
+        None, description="semantic cluster: HOST:PORT of a running Ray, or auto; else its own"
     )
     durability: Literal["none", "write_behind", "sync"] = Field(
         "write_behind",
@@ -182,16 +186,16 @@ class Settings(BaseSettings):
         20480, ge=1, description="most that the cache directory may hold, other models' files too"
     )
     tenant_disk_quota_mb: int = Field(
-        0, ge=0, description="most that one tenant's state of one model may take; 0 has no limit"
+        0, ge=0, description="most that one tenant's KV cache of one model may take; 0: no limit"
     )
     write_queue_mb: int = Field(
-        512, ge=1, description="most that waits to be written; more stays in memory unwritten"
+        512, ge=1, description="most that may wait to be written; the rest stays in memory, dirty"
     )
     kv_bits: Literal[16, 8, 4] = Field(
         16, description="precision of the KV cache on disk, in bits: 16, 8 or 4"
     )
     orphan_ttl_h: float = Field(
-        168, ge=0, description="unused state that no agent reaches is deleted after so many hours"
+        168, ge=0, description="orphans (unused, and no agent reaches them) are deleted after this"
     )
     upkeep_interval_s: float = Field(
         60, gt=0, description="how often expired agents are forgotten and the ledger is backed up"
@@ -199,11 +203,11 @@ class Settings(BaseSettings):
     trusted_export_keys: dict[str, ExportKey] = Field(
         {},
         repr=False,
-        description="export keys of other servers, by name: their agents come with their state",
+        description="export keys of other servers, by name: their agents come with their KV cache",
     )
 
     encryption_key_file: Path | None = Field(
-        None, description="64 hexadecimal digits: encrypts what was said and the KV cache"
+        None, description="64 hexadecimal digits: encrypts conversations and the KV cache"
     )
     encryption_key_command: str | None = Field(
         None, description="a command that prints them, such as a keyring's; run without a shell"
@@ -215,7 +219,10 @@ class Settings(BaseSettings):
         8, ge=0, description="working copies that stay open for their agents' next turns"
     )
     draft_tokens: int = Field(
-        16, ge=0, le=16, description="most tokens of a reply guessed and checked at once; 0: none"
+        16,
+        ge=0,
+        le=16,
+        description="most draft tokens checked in one step (speculative decoding); 0: none",
     )
     prefill_step_size: int = Field(
         4096, ge=1, description="most prompt tokens in one step; a slow device takes fewer"
@@ -226,24 +233,26 @@ class Settings(BaseSettings):
         description="how long a step may take while others wait (default: 12 decode steps)",
     )
     batch_window_ms: float = Field(
-        5, ge=0, le=1000, description="an idle engine waits this for others being prepared"
+        5, ge=0, le=1000, description="an idle engine waits this for requests being prepared"
     )
     max_queue: int = Field(256, ge=0, description="requests that may wait")
-    ageing_s: float = Field(10, ge=0, description="a request that waited this goes first")
+    ageing_s: float = Field(10, ge=0, description="a request that has waited this long goes first")
     default_max_tokens: int | None = Field(
         None, ge=1, description="reply length if a request gives none (default: all that fits)"
     )
     request_timeout_s: float = Field(600, gt=0, description="longest time for one request")
-    hang_timeout_s: float = Field(120, gt=0, description="a device call this long counts as hung")
+    hang_timeout_s: float = Field(
+        120, gt=0, description="a device call that takes this long counts as hung"
+    )
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="verbosity")
     log_format: Literal["auto", "json", "pretty"] = Field(
         "auto", description="pretty on a terminal, JSON elsewhere"
     )
-    log_file_mb: float = Field(10, gt=0, description="a log file that is larger is put aside")
-    log_files: int = Field(5, ge=1, description="log files put aside that are kept")
+    log_file_mb: float = Field(10, gt=0, description="a log file is rotated at this size")
+    log_files: int = Field(5, ge=1, description="rotated log files to keep")
     log_prompts: bool = Field(
-        False, description="log what requests say; without it no log has a prompt's text"
+        False, description="log request bodies; without it no log contains a prompt's text"
     )
     otel_endpoint: str | None = Field(
         None,
@@ -251,7 +260,10 @@ class Settings(BaseSettings):
         description="OpenTelemetry collector that traces go to, such as http://localhost:4318",
     )
     otel_sample_ratio: float = Field(
-        1.0, ge=0, le=1, description="of requests without a trace of their own, how many are traced"
+        1.0,
+        ge=0,
+        le=1,
+        description="share of requests to trace, of those without a trace of their own",
     )
 
     @field_validator("kv_bits", mode="before")
@@ -292,7 +304,7 @@ class Settings(BaseSettings):
     def _require_name(cls, value: object) -> object:
         # An empty name would be the directory the server was started in.
         if isinstance(value, str) and not value.strip():
-            raise ValueError("a directory is needed, and none was given")
+            raise ValueError("it must name a directory")
         return value
 
     @model_validator(mode="after")
@@ -303,11 +315,11 @@ class Settings(BaseSettings):
                 "permit it, and make a key for each user: semantic keys add --tenant NAME"
             )
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key are given together, or neither is")
+            raise ValueError("tls_cert and tls_key must be set together")
         if (self.shard_listen is None) != (self.shard_key is None):
-            raise ValueError("shard_listen and shard_key are given together, or neither is")
+            raise ValueError("shard_listen and shard_key must be set together")
         if self.encryption_key_file is not None and self.encryption_key_command is not None:
-            raise ValueError("give encryption_key_file or encryption_key_command, not both")
+            raise ValueError("set encryption_key_file or encryption_key_command, not both")
         if 0 < self.max_replicas < self.replicas:
             raise ValueError("max_replicas must be 0 or at least replicas")
         return self

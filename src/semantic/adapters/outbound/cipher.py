@@ -122,7 +122,7 @@ def _parse_key(text: bytes, param: str) -> bytes:
     found = _KEY.fullmatch(text)
     if found is None:
         raise InvalidRequestError(
-            f"{param}: a key is 64 hexadecimal digits, for instance of: openssl rand -hex 32",
+            f"{param}: a key is 64 hexadecimal digits, for example from: openssl rand -hex 32",
             param=param,
         )
     return bytes.fromhex(found[1].decode())

@@ -80,7 +80,7 @@ class RemoteTier:
         try:
             return self._index.follow(root, tokens)
         except CachePersistenceError as error:
-            _log.warning("what others computed cannot be found now: %s", error.message)
+            _log.warning("blocks of other servers cannot be looked up now: %s", error.message)
             return []
 
     def publish(self, part: BlockPart) -> bool:

@@ -105,7 +105,8 @@ class ModelGate:
     def _enter(self, name: str, progress: str) -> _Ticket:
         if len(self._waiting) >= self._max_waiting:
             raise OverloadedError(
-                f"{len(self._waiting)} requests wait for a model; try again.", retry_after_s=5
+                f"{len(self._waiting)} requests are waiting for a model; try again.",
+                retry_after_s=5,
             )
         now = asyncio.get_running_loop().time()
         ticket = _Ticket(name, now + self.timeout_s, progress)
@@ -126,7 +127,7 @@ class ModelGate:
             return True
         try:
             if asyncio.get_running_loop().time() > ticket.deadline:
-                raise GenerationTimeoutError("the model did not come in time.")
+                raise GenerationTimeoutError("the model was not loaded in time.")
             admitted = self._models.admit(ticket.name)
         except Refusal as error:
             ticket.passed.set_exception(error)

@@ -250,7 +250,7 @@ class ModelRegistry:
             raise
         if not self.policy.swap_on_request:
             raise ModelNotFoundError(
-                f"the model {entry.id!r} is on this machine and not loaded; this server serves "
+                f"the model {entry.id!r} is on this machine but not loaded; this server serves "
                 f"{current.id!r}. Load it with POST /admin/models/swap, or set swap_on_request."
             )
         return entry
@@ -331,7 +331,7 @@ class ModelRegistry:
 
     def _require_settled(self) -> None:
         if self._job is not None:
-            raise ConflictError(f"a swap is under way: {self._progress()}.", param="model")
+            raise ConflictError(f"a swap is in progress: {self._progress()}.", param="model")
         if self._device.state in (ModelState.LOADING, ModelState.HUNG, ModelState.STOPPED):
             self._device.ready_model()
 

@@ -47,7 +47,7 @@ _MANY = 1_000  # agents whose turns a graph looks at
 def list_agents(
     client: ServerClient,
     *,
-    prefix: Annotated[str | None, typer.Option(help="only ids that begin so")] = None,
+    prefix: Annotated[str | None, typer.Option(help="only ids that begin with this")] = None,
     label: Annotated[str | None, typer.Option(help="only those with this NAME:VALUE")] = None,
 ) -> Answer:
     """List agents, the most recently used first."""
@@ -55,14 +55,14 @@ def list_agents(
     query = {name: value for name, value in wanted.items() if value is not None}
     with working("reading agents"):
         agents = list(client.pages("/v1/agents", "after", **query))
-    none = "no agents; `semantic chat NAME` makes one"
+    none = "no agents; `semantic chat NAME` creates one"
     return Answer(agents, agents_table(agents) if agents else none)
 
 
 @agents_app.command()
 @with_server
 def show(client: ServerClient, agent: AgentId) -> Answer:
-    """Show one agent: its settings, where its state is, what its latest turn reused."""
+    """Show one agent: its settings, where its KV cache is, what its latest turn reused."""
     found = client.call("GET", f"/v1/agents/{agent}")
     why = client.call("GET", f"/v1/agents/{agent}/explain")
     state = found["state"]
@@ -94,7 +94,7 @@ def log(
     agent: AgentId,
     *,
     graph: Annotated[bool, typer.Option("--graph", help="with the forks that share turns")] = False,
-    limit: Annotated[int, typer.Option("-n", "--limit", help="so many turns")] = 20,
+    limit: Annotated[int, typer.Option("-n", "--limit", help="how many turns")] = 20,
 ) -> Answer:
     """Show an agent's turns, the latest first; with --graph as a tree, the oldest first."""
     if graph:
@@ -119,10 +119,10 @@ def fork(
     agent: AgentId,
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
     *,
-    number: Annotated[int, typer.Option("-n", help="so many, with names drawn")] = 1,
+    number: Annotated[int, typer.Option("-n", help="this many, with random names")] = 1,
     turn: Annotated[str | None, typer.Option(help="from this turn, not the latest")] = None,
 ) -> Answer:
-    """Give an agent's conversation further names; nothing is copied or computed."""
+    """Fork an agent; nothing is copied or computed."""
     body: Json = {"ids": names} if names else {"n": number}
     if turn:
         body["turn_id"] = turn
@@ -174,12 +174,12 @@ def export_agent(
         Path | None, typer.Argument(metavar="[FILE]", help="default: AGENT.tar")
     ] = None,
     *,
-    force: Annotated[bool, typer.Option("--force", help="replace a file that is there")] = False,
+    force: Annotated[bool, typer.Option("--force", help="overwrite an existing file")] = False,
 ) -> Answer:
     """Write an agent, with its turns and its KV cache, into one file."""
     target = file or Path(f"{agent}.tar")
     if target.exists() and not force:
-        raise InvalidRequestError(f"{target} is there; name another file, or give --force")
+        raise InvalidRequestError(f"{target} exists; choose another file, or use --force")
     part = target.with_name(f"{target.name}.part")
     try:
         with part.open("wb") as sink, _progress() as progress:
@@ -201,7 +201,9 @@ def import_agent(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False)],
     *,
     agent_id: Annotated[str | None, typer.Option("--id", help="another name for it")] = None,
-    messages_only: Annotated[bool, typer.Option("--messages-only", help="leave state out")] = False,
+    messages_only: Annotated[
+        bool, typer.Option("--messages-only", help="leave the KV cache out")
+    ] = False,
 ) -> Answer:
     """Read an agent from a file that `export` wrote."""
     query: Json = {"messages_only": str(messages_only).lower()}

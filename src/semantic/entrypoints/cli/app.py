@@ -40,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 cache_app = typer.Typer(
-    help="Look at, check or clean a cache directory, while no server uses it.",
+    help="Inspect, check or clean a cache directory while no server uses it.",
     no_args_is_help=True,
 )
 app.add_typer(cache_app, name="cache")
@@ -76,7 +76,10 @@ def _print_version(is_asked: bool) -> None:
 @app.callback()
 def _semantic(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="and exit")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None: ...
 
@@ -106,7 +109,7 @@ def serve(settings: Settings) -> int:
 @app.command()
 @with_settings(*_CLUSTER_FLAGS)
 def cluster(settings: Settings) -> int:
-    """Serve a model by several servers, on one machine or many, as an application of Ray Serve.
+    """Serve a model with several servers, on one machine or many, as a Ray Serve application.
 
     They have their agents in common (store = shared). A signal stops them when their replies ended.
     """
@@ -119,7 +122,7 @@ def cluster(settings: Settings) -> int:
 def shard(
     server: Annotated[str, typer.Argument(help="HOST:PORT, the server's shard_listen")],
 ) -> int:
-    """Hold a share of the model of a server on another machine; SEMANTIC_SHARD_KEY is its key."""
+    """Run a shard of a model that a server on another machine serves; needs SEMANTIC_SHARD_KEY."""
     from semantic.entrypoints.shards import join
 
     return join(server)
@@ -128,7 +131,7 @@ def shard(
 @cache_app.command()
 @with_settings("cache_dir", "home")
 def stats(settings: Settings) -> Answer:
-    """Say how many agents, turns and files a cache directory holds."""
+    """Show how many agents, turns and files a cache directory has."""
     return _cache("stats", settings)
 
 
@@ -152,12 +155,12 @@ def gc(
         float | None,
         typer.Option(
             metavar="HOURS",
-            help="spare what was used within so many hours; 0 spares nothing "
+            help="keep what was used within this many hours; 0 keeps nothing "
             f"(default: the setting orphan_ttl_h, {Settings.model_fields['orphan_ttl_h'].default})",
         ),
     ] = None,
 ) -> Answer:
-    """Delete the KV cache and turns that no agent reaches, and old bad files."""
+    """Delete orphans (blocks and turns that no agent reaches) and old quarantined files."""
     return _cache("gc", settings, orphan_age_h)
 
 

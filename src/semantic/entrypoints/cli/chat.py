@@ -30,17 +30,21 @@ _HELP = """\
 @with_server
 def chat(
     client: ServerClient,
-    agent: Annotated[str, typer.Argument(metavar="[AGENT]", help="made if it is not there")] = "me",
+    agent: Annotated[
+        str, typer.Argument(metavar="[AGENT]", help="created if it does not exist")
+    ] = "me",
     *,
     message: Annotated[
-        str | None, typer.Option("-m", "--message", help="say this and end, without a prompt")
+        str | None, typer.Option("-m", "--message", help="send this, print the reply and exit")
     ] = None,
     system: Annotated[str | None, typer.Option(help="system prompt of a new agent")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="longest reply")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 always says the likeliest")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 always takes the likeliest token")
+    ] = None,
     as_json: AsJson = False,
 ) -> int | None:
-    """Talk to an agent. It remembers, also after a restart of the server."""
+    """Talk to an agent, which remembers the conversation, even if the server restarts."""
     if as_json and message is None:
         raise InvalidRequestError("--json needs --message: it prints one reply")
     limits = {"max_tokens": max_tokens, "temperature": temperature}
@@ -80,7 +84,7 @@ class ChatSession:
         else:
             if system is not None and found["settings"]["system"] != system:
                 raise InvalidRequestError(
-                    f"{self.agent} is there, with another system prompt; choose another name"
+                    f"{self.agent} already exists with another system prompt; choose another name"
                 )
         if found["turns"] and self.screen.is_terminal:
             tier = found["state"]["tier"]

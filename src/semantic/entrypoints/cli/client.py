@@ -105,7 +105,7 @@ class ServerClient:
         try:
             yield
         except httpx.InvalidURL as error:
-            raise ServerError(f"--server: {self.url!r} is no address: {error}") from error
+            raise ServerError(f"--server: {self.url!r} is not an address: {error}") from error
         except httpx.ConnectError as error:
             raise ServerError(
                 f"no server answers at {self.url}; start one with `semantic serve`, or name its "

@@ -79,7 +79,9 @@ def with_server(command: Command) -> Command:
     )
     # The second is the server's own setting: who shares its environment needs no other.
     variables = ["SEMANTIC_CLIENT_KEY", "SEMANTIC_API_KEY"]
-    key = typer.Option("--key", envvar=variables, metavar="KEY", help="where the server wants one")
+    key = typer.Option(
+        "--key", envvar=variables, metavar="KEY", help="API key, if the server needs one"
+    )
     flags = [_parameter("server", str | None, server), _parameter("key", str | None, key)]
 
     def prepare(options: Json) -> ServerClient:

@@ -45,7 +45,7 @@ def add(
     ] = LOCAL_TENANT,
     admin: Annotated[
         bool,
-        typer.Option("--admin", help="it opens /admin, /v1/cache and /metrics, of all tenants"),
+        typer.Option("--admin", help="allow /admin, /v1/cache and /metrics too"),
     ] = False,
     note: Annotated[str, typer.Option(metavar="TEXT", help="what it is for")] = "",
     limit: Annotated[
@@ -65,7 +65,7 @@ def add(
         ),
     ] = None,
 ) -> Answer:
-    """Make a key and print it, this once: only its hash is kept.
+    """Create a key and print it, once: only its hash is stored.
 
     A running server reads the key file again on SIGHUP.
     """
@@ -113,7 +113,7 @@ def revoke(
     *,
     key_id: Annotated[str, typer.Argument(metavar="ID", help="as `semantic keys list` shows it")],
 ) -> Answer:
-    """Let a key open nothing any more; what its tenant has stays.
+    """Revoke a key; what belongs to its tenant stays.
 
     To replace a key, add one for the same tenant and revoke the old one. A running server reads the
     key file again on SIGHUP.

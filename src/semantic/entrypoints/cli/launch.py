@@ -201,15 +201,15 @@ def launch(
         ),
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARG]...", help="go to the client")
+        list[str] | None, typer.Argument(metavar="[-- ARG]...", help="passed to the client")
     ] = None,
     *,
-    model: Annotated[str | None, typer.Option(help="if not the one that is loaded")] = None,
+    model: Annotated[str | None, typer.Option(help="default: the one that is loaded")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print what would be run, as JSON")
     ] = False,
 ) -> int:
-    """Run a client against this server, with the right limits; its own configuration stays."""
+    """Run a client against this server, without changing the client's configuration."""
     if name not in CLIENTS:
         raise InvalidRequestError(f"unknown client {name!r}; there are {', '.join(CLIENTS)}")
     plan = CLIENTS[name](find_target(client, model))
@@ -239,7 +239,7 @@ def find_target(client: ServerClient, model: str | None = None) -> Target:
     loaded = [name for name, entry in listed.items() if entry["state"] in ("ready", "loaded")]
     name = model or next(iter(loaded or listed))
     if name not in listed:
-        raise InvalidRequestError(f"{name!r} is not there; the server has {', '.join(listed)}")
+        raise InvalidRequestError(f"{name!r} is unknown; the server has {', '.join(listed)}")
     context = listed[name].get("max_context") or 0
     if not context:
         raise InvalidRequestError(f"{name!r} is not loaded yet: its context is not known")

@@ -15,7 +15,7 @@ from semantic.entrypoints.cli.flags import Answer, with_server, with_settings
 from semantic.entrypoints.cli.screen import size, table, working
 
 models_app = typer.Typer(
-    help="The models of a running server: list them, swap them; and fetch further ones.",
+    help="The models of a running server: list, swap and download them.",
     no_args_is_help=True,
 )
 _STATES = {"loaded": "green", "ready": "green", "loading": "yellow", "failed": "red"}
@@ -45,13 +45,15 @@ def list_models(client: ServerClient) -> Answer:
 @with_server
 def swap(
     client: ServerClient,
-    model: Annotated[str, typer.Argument(help="a name of `ls`, an alias, a path, a hub id")],
+    model: Annotated[
+        str, typer.Argument(help="a name from `ls`, an alias, a path, a Hugging Face id")
+    ],
     *,
     drain: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="running replies may take so long")
+        float | None, typer.Option(metavar="SECONDS", help="how long running replies may take")
     ] = None,
 ) -> Answer:
-    """Serve another model, without a restart; fetches it if need be."""
+    """Serve another model without a restart; downloads it if necessary."""
     body: Json = {"model": model, "wait": False}
     if drain is not None:
         body["drain_timeout_s"] = drain
@@ -85,11 +87,13 @@ def _follow(events: Iterator[Json], status: Status) -> None:
 @with_settings("home")
 def pull(
     settings: Settings,
-    model: Annotated[str, typer.Argument(help="a short name, a hub id, a GGUF file")],
+    model: Annotated[str, typer.Argument(help="a short name, a Hugging Face id, a GGUF file")],
     *,
-    mlx: Annotated[bool, typer.Option("--mlx", help="a short name's 4-bit form for MLX")] = False,
+    mlx: Annotated[
+        bool, typer.Option("--mlx", help="for a short name, the 4-bit model for MLX")
+    ] = False,
 ) -> Answer:
-    """Fetch or convert a model now, so that a later start or swap need not."""
+    """Download or convert a model now, so that a later start or swap is faster."""
     from semantic.adapters.outbound.models.source import LocalModelSource
 
     published, four_bit = SHORT_NAMES.get(model, (model, model))

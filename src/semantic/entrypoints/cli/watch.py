@@ -35,11 +35,11 @@ _WAYS = ("computed", "disk", "memory", "hot")
 def top(
     client: ServerClient,
     *,
-    interval: Annotated[float, typer.Option(min=0.1, help="seconds between looks")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="look once and end")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="seconds between updates")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="print once and exit")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Watch a server: memory, disk, what is reused, and its agents. Ctrl-C ends."""
+    """Watch a server: memory, disk, what is reused, and its agents. Ctrl-C stops."""
     screen = console()
     seen = look(client)
     if as_json:
@@ -157,11 +157,11 @@ class Card:
 def bench(
     client: ServerClient,
     *,
-    tokens: Annotated[int, typer.Option(min=64, help="about so long a prompt")] = 1024,
-    rounds: Annotated[int, typer.Option(min=1, help="medians of so many")] = 3,
+    tokens: Annotated[int, typer.Option(min=64, help="approximate length of the prompt")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="number of rounds; results are medians")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the wait for a first token: prompt computed, from disk, from memory, still open.
+    """Measure the time to the first token: computed, from disk, from memory, still open.
 
     A few agents are made, measured and deleted; others' state is left alone.
     """

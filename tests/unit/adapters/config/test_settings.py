@@ -265,5 +265,5 @@ def test_a_shared_store_needs_its_places(given: dict[str, str], problem: str) ->
 
 @pytest.mark.parametrize("name", ["home", "cache_dir"])
 def test_an_empty_directory_is_refused(name: str) -> None:
-    with pytest.raises(InvalidRequestError, match=f"setting {name}: a directory is needed"):
+    with pytest.raises(InvalidRequestError, match=f"setting {name}: it must name a directory"):
         load_settings({name: " "})

@@ -267,7 +267,7 @@ class ShardedBackend(DoneTickets):
             by_rank[int(number)].append(replace(_sendable(buffer), name=name))
         forms = {tuple((b.name, b.shape, b.dtype, b.nbytes) for b in share) for share in by_rank}
         if len(forms) > 1:
-            raise CacheCorruptionError("the ranks' shares of a payload are unlike")
+            raise CacheCorruptionError("the ranks' shares of a payload do not match")
         return [replace(part, abi=self._share_abi, buffers=tuple(share)) for share in by_rank]
 
 

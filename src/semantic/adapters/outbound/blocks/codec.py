@@ -155,7 +155,7 @@ class KVCodec:
 
     def __init__(self, kv_format: KVFormat = "raw") -> None:
         if kv_format not in _BITS:
-            raise ValueError(f"payloads rest as one of {', '.join(_BITS)}, not {kv_format!r}")
+            raise ValueError(f"kv_format must be one of {', '.join(_BITS)}, not {kv_format!r}")
         self._kv_format = kv_format
 
     @property
@@ -260,13 +260,13 @@ def _expanded(stored: StoredBuffer) -> HostBuffer:
     floats, group = FLOATS.get(stored.dtype), _group_size(stored.shape)
     bits = _BITS.get(stored.kv_format)
     if floats is None or group is None or bits is None:
-        raise CacheCorruptionError(f"{stored.name} cannot rest as {stored.kv_format}")
+        raise CacheCorruptionError(f"{stored.name} cannot be stored as {stored.kv_format}")
     num_groups = math.prod(stored.shape) // group
     sizes = (group * bits // 8, floats.array.itemsize, floats.array.itemsize)
     if [memoryview(tensor.data).nbytes for tensor in stored.tensors] != [
         num_groups * size for size in sizes
     ]:
-        raise CacheCorruptionError(f"{stored.name} has not the size of its shape")
+        raise CacheCorruptionError(f"{stored.name} does not have the size of its shape")
     codes = np.frombuffer(stored.tensors[0].data, np.uint8)
     steps, minima = (np.frombuffer(t.data, floats.array) for t in stored.tensors[1:])
     # What a hostile file makes of this is not a number; that is not worth a warning.

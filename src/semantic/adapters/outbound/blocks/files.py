@@ -112,7 +112,7 @@ class SafetensorsCache:
     def _parsed(self, part: BlockPart, content: memoryview) -> KVPayload:
         stored, payload = block_format.read(content, self._codec)
         if dataclasses.replace(stored, nbytes=part.nbytes, last_used=part.last_used) != part:
-            raise CacheCorruptionError("the file holds another part than was asked for")
+            raise CacheCorruptionError("the file holds a different part")
         return payload
 
     def room_for(self, part: BlockPart) -> int:

@@ -81,7 +81,7 @@ class Head:
         try:
             return self.metadata[name]
         except KeyError:
-            raise CacheCorruptionError(f"the file does not say its {name}") from None
+            raise CacheCorruptionError(f"the file's header lacks {name}") from None
 
     @property
     def tokens(self) -> Tensor:
@@ -99,7 +99,7 @@ def compose(part: BlockPart, payload: KVPayload, codec: KVCodec, fingerprint: st
         CachePersistenceError: part and payload do not belong together.
     """
     if payload.kind is not part.kind or payload.end != part.start + part.num_tokens:
-        raise CachePersistenceError("the payload is not that of the part it was given with")
+        raise CachePersistenceError("the payload does not belong to the part")
     buffers = codec.encode(payload)
     entries, pieces = _layout(part.tokens, [t for buffer in buffers for t in buffer.tensors])
     metadata = {
@@ -191,7 +191,7 @@ def _layout(
         code, size = _DTYPES.get(tensor.dtype, ("U8", 0))
         num_bytes = len(views[tensor.name])
         if size and math.prod(tensor.shape) * size != num_bytes:
-            raise CachePersistenceError(f"buffer {tensor.name} has not the size of its shape")
+            raise CachePersistenceError(f"buffer {tensor.name} does not have the size of its shape")
         shape = list(tensor.shape) if size else [num_bytes]
         entries[tensor.name] = _entry(code, shape, places[tensor.name])
     return entries, [tokens, *(views[tensor.name] for tensor in by_width)]
@@ -294,7 +294,7 @@ def _tensor(entry: object, first: int) -> Tensor:
             are_sizes = {*map(type, numbers)} == {int} and min(numbers) >= 0
             if are_sizes and math.prod(shape) * _SIZES.get(code, -1) == end - start:
                 return Tensor(code, tuple(shape), first + start, first + end)
-    raise CacheCorruptionError("the file's header describes a tensor that cannot be")
+    raise CacheCorruptionError("the file's header describes an impossible tensor")
 
 
 def identify(head: Head, tokens: bytes, nbytes: int, last_used: float) -> BlockPart:
@@ -359,4 +359,4 @@ def _check_raw(buffer: StoredBuffer) -> None:
         return
     num_bytes = math.prod(buffer.shape) * _DTYPES[buffer.dtype][1]
     if memoryview(buffer.tensors[0].data).nbytes != num_bytes:
-        raise CacheCorruptionError(f"buffer {buffer.name} has not the size of its shape")
+        raise CacheCorruptionError(f"buffer {buffer.name} does not have the size of its shape")

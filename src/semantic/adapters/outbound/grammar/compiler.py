@@ -144,7 +144,7 @@ class LLGuidanceGrammar:
             fault = trials.fault(text)
         except (ValueError, RecursionError) as error:
             raise InvalidRequestError(
-                f"the reply's form cannot be enforced: {error}.", param="response_format"
+                f"the reply format cannot be enforced: {error}.", param="response_format"
             ) from error
         if fault:
             raise _refusal(shape, fault, trials)

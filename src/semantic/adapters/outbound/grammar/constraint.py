@@ -154,7 +154,7 @@ class GrammarConstraint:
 
 def _too_complex(reason: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"the reply's form became too complex to enforce: {reason}. Simplify its schema.",
+        f"the reply format became too complex to enforce: {reason}. Simplify its schema.",
         param="response_format",
     )
 

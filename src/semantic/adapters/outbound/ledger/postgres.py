@@ -245,7 +245,7 @@ class PostgresLedger(LedgerReadings):
                             if origin != self._origin:
                                 on_moved(tenant, agent, turn)
             except psycopg.Error as error:
-                _log.warning("other servers cannot be heard for now: %s", error)
+                _log.warning("notifications from other servers are interrupted: %s", error)
                 self._is_closed.wait(_RETRY_S)
 
     def _announce(self, connection: Connection, changes: Sequence[LedgerChange]) -> None:

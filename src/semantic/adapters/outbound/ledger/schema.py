@@ -62,7 +62,7 @@ class NewerLedgerError(Exception):
 
 
 class DamagedLedgerError(Exception):
-    """The file, or a row in it, is not as it was written."""
+    """The file, or a row in it, does not match its checksum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def check_tables(connection: sqlite3.Connection) -> None:
         expected = set(ideal.execute(query))
     missing = expected.difference(connection.execute(query))
     if missing:
-        raise DamagedLedgerError(f"the table {min(missing)[0]} is not as it should be")
+        raise DamagedLedgerError(f"the table {min(missing)[0]} is missing or different")
 
 
 def num_logged(connection: sqlite3.Connection) -> int:
@@ -293,7 +293,7 @@ def with_checksum(table: Table, values: Row) -> Row:
 
 def _checked(table: Table, row: Row) -> Row:
     if not is_sound(table, row):
-        raise DamagedLedgerError(f"a row of {table.name} is not as it was written")
+        raise DamagedLedgerError(f"a row of {table.name} does not match its checksum")
     return row
 
 

@@ -107,7 +107,7 @@ def _decrypted(cipher: Cipher, value: bytes, context: bytes) -> bytes:
         return cipher.open(value, context)
     except CacheCorruptionError as error:
         raise CachePersistenceError(
-            "the cache was encrypted with another key than was given. Nothing was changed."
+            "the cache was encrypted with a different key. Nothing was changed."
         ) from error
 
 
