@@ -115,9 +115,7 @@ class AgentMemory:
             raise
         self._loss = state.problem
         if self._loss:
-            _log.warning(
-                "the ledger was damaged or changed since the last stop", problem=self._loss
-            )
+            _log.warning("the ledger is damaged or incomplete", problem=self._loss)
         self._num_agents, self._num_parts = len(state.agents), len(state.parts)
         self._parts = state.parts  # until the store has them
         self._is_index_lost = state.is_index_lost
