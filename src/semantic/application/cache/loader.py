@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from semantic.application.cache.index import BlockNode
 from semantic.application.cache.restore_plan import WantedPart
 from semantic.application.cache.tiers import BlockTiers
+from semantic.application.cache.writer import NUM_READERS
 from semantic.domain.blocks import TOKEN_BYTES, BlockName, BlockPart, PartKey
 from semantic.domain.errors import CacheCorruptionError, DrainingError, PoolExhaustedError
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import KVPayload
 
-_NUM_PREFETCHED = 2  # files that are read at a time for those who do not wait for them
+# Files that are read at a time for those who do not wait for them.
+_NUM_PREFETCHED = max(2, NUM_READERS // 2)
 
 
 @dataclass(slots=True, eq=False)

@@ -28,7 +28,7 @@ from semantic.ports.telemetry import Measure, NoTelemetry, TelemetryPort
 
 _log = logging.getLogger(__name__)
 
-_NUM_READERS = max(2, min(8, os.cpu_count() or 1))
+NUM_READERS = max(2, min(16, os.cpu_count() or 1))
 _MAX_BATCH = 256
 _MAX_BATCH_BYTES = 64 * 2**20  # after so much, rows are written: a crash must not lose many
 _RETRY_S = 0.5
@@ -178,7 +178,7 @@ class DiskTier:
         self._is_drained = threading.Event()
         self._is_closed = False
         self._deadline = math.inf
-        self._readers = ThreadPoolExecutor(_NUM_READERS, "semantic-reader")
+        self._readers = ThreadPoolExecutor(NUM_READERS, "semantic-reader")
         self._writer = threading.Thread(target=self._run, name="semantic-writer", daemon=True)
         # The writer's own.
         self._is_stopping = False

@@ -154,9 +154,9 @@ class BlockPoolBatchEngine:
         rows = self._schedule(now)
         if rows:
             self._launch(rows)
-        num_ahead = self._backend.traits.pipeline_depth if rows else 0
-        if num_ahead and any(chunk.draft for _, chunk in rows):
-            num_ahead = 0  # what follows guesses is known when they are checked
+        num_ahead = self._backend.traits.pipeline_depth if rows and self._flights else 0
+        if num_ahead and self._flights[-1].is_awaited(len(self._generations)):
+            num_ahead = 0
         is_busy = bool(rows or self._flights or self._embeddings) or self._is_restoring()
         self._collect_all(but=num_ahead)
         if self._embeddings:

@@ -457,6 +457,15 @@ class Flight:
     num_prompt_tokens: int
     num_drafted: int
 
+    def is_awaited(self, num_requests: int) -> bool:
+        """Whether the next step should wait for its tokens.
+
+        What follows guesses is known when they are checked. And where all there are wait for their
+        first token, nobody waits for the next step.
+        """
+        are_first = all(chunk.draw is not None and not g.num_generated for g, chunk in self.rows)
+        return bool(self.num_drafted) or (are_first and len(self.rows) == num_requests)
+
     def follows(self, other: Optional["Flight"]) -> bool:
         """Whether the time since another step is this one's: the same rows decoded in both.
 

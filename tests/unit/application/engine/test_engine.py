@@ -351,6 +351,18 @@ def test_what_was_found_is_told_before_the_first_token() -> None:
     assert rig.finished("b").usage.cache_creation_tokens == 1
 
 
+def test_a_first_token_that_all_wait_for_is_told_before_the_next_step_is_prepared() -> None:
+    rig = make_rig(pipeline_depth=1)
+    for name in ("a", "b"):
+        rig.submit(make_job(name, f"{name}: a prompt", max_tokens=4))
+    rig.step()
+    assert all(rig.text(name) for name in ("a", "b"))
+    rig.submit(make_job("c", "c: a prompt", max_tokens=4))
+    rig.step()
+    assert not rig.text("c")  # others decode, and the device has work meanwhile
+    rig.run()
+
+
 def test_limits_change_while_it_runs() -> None:
     rig = make_rig(limits=EngineLimits(max_batch_size=8))
     rig.submit(*(make_job(f"j{i}", f"p{i}") for i in range(6)))
