@@ -17,6 +17,7 @@ class PlainKernels:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from semantic.adapters.outbound.backends.mlx import runner
         from semantic.adapters.outbound.backends.mlx.cuda import attention as cuda_attention
         from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
         from semantic.adapters.outbound.backends.mlx.cuda import linear as cuda_linear
@@ -39,6 +40,7 @@ class PlainKernels:
             (cuda_linear, "multiply", self._multiply),
             (cuda_attention, "keep_and_attend", self._keep_and_attend),
             (cuda_rope, "keep", self._keep),
+            (runner, "_CHUNK_COUNTS", (32,)),
         ):
             monkeypatch.setattr(module, name, value)
 

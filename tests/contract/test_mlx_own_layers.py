@@ -251,5 +251,5 @@ def test_all_kernels_are_compiled_while_a_model_loads(
     require_mlx()
     kernels = PlainKernels(monkeypatch)
     _load(tmp_path, LlamaConfig(**SIZES))
-    assert set(kernels.row_counts) > {2, 9, 17, 33}
+    assert set(kernels.row_counts) > {8, 16, 24, 32, 64}
     assert kernels.calls["keep"] > kernels.calls["keep_and_attend"]

@@ -6,9 +6,10 @@ one group these are plain arrays and a mask, which any model understands; with s
 object, which the library's attention function is wrapped to take.
 """
 
+import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ from semantic.adapters.outbound.backends.mlx.groups import GroupStep
 from semantic.domain.spec import LayerKind
 
 _ATTENTION = "scaled_dot_product_attention"
-_MAX_COMPILED = 32  # steps of other sizes that are remembered
+_MAX_COMPILED = 128  # steps of other sizes that are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,7 @@ class CompiledSteps:
         self._layout = layout
         self._nesting = nesting
         self._known: OrderedDict[tuple[int, ...], Any] = OrderedDict()
+        self._met: set[tuple[int, ...]] = set()
 
     def release(self) -> None:
         """Let go of the model."""
@@ -182,25 +184,106 @@ class CompiledSteps:
 
     def run(self, kernels: KernelStep, tokens: Array) -> Array:
         """Compute one token each of a step's rows; returns the logits."""
-        part, positions, table = self._layout.parts[0], kernels.positions, kernels.table
+        part = self._layout.parts[0]
         plan = kernels.plan(part, part.shapes[0][0])
-        key = (tokens.shape[0], table.shape[1], plan.chunks.shape[0])
+        given = _given(tokens, kernels.positions, plan, kernels.table)
+        key = _sizes(given)
+        if plan.places is not None and key not in self._known and key not in self._met:
+            # To remember it takes longer than to build it, and it may not come again.
+            if len(self._met) > _MAX_COMPILED:
+                self._met.clear()
+            self._met.add(key)
+            return self._step(*given)
+        return self._remembered(key)(*given)
+
+    def prepare(self, num_rows: int, num_chunks: int, table: Array) -> None:
+        """Remember steps with guesses, or short prompts, of this size.
+
+        Args:
+            num_rows: Of the step.
+            num_chunks: Of its plan.
+            table: Where a sequence of one token or more is that nobody needs.
+        """
+        rows = [chunk * num_rows // num_chunks for chunk in range(num_chunks)]
+        firsts = [sum(row < r for row in rows) for r in range(num_rows + 1)]
+        chunks = mx.array([(row, 0, 1, 0) for row in rows], mx.int32)
+        places, zeros = mx.zeros((num_rows, 4), mx.int32), mx.zeros(num_rows, mx.int32)
+        given = _given(zeros, zeros, Plan(chunks, mx.array(firsts, mx.int32), places), table)
+        mx.eval(self._remembered(_sizes(given))(*given))
+
+    def _remembered(self, key: tuple[int, ...]) -> Any:
         if key not in self._known:
             self._known[key] = mx.compile(self._step)
             if len(self._known) > _MAX_COMPILED:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
-        return self._known[key](tokens, positions, plan.chunks, plan.firsts, table)
+        return self._known[key]
 
     def _step(
-        self, tokens: Array, positions: Array, chunks: Array, firsts: Array, table: Array
+        self,
+        tokens: Array,
+        positions: Array,
+        chunks: Array,
+        firsts: Array,
+        table: Array,
+        places: Array | None = None,
     ) -> Array:
         """What is remembered of a step: nothing of the sequences themselves."""
         part = self._layout.parts[0]
-        plans = {(part.window, part.shapes[0][0]): Plan(chunks, firsts)}
+        plans = {(part.window, part.shapes[0][0]): Plan(chunks, firsts, places)}
         kernels = KernelStep((), positions, lambda _: table, plans)
         caches = views(self._layout, self._nesting, (), kernels)
         return self._model(tokens[:, None], cache=caches)[:, -1]
+
+
+def _given(tokens: Array, positions: Array, plan: Plan, table: Array) -> list[Array]:
+    places = [] if plan.places is None else [plan.places]
+    return [tokens, positions, plan.chunks, plan.firsts, table, *places]
+
+
+def _sizes(given: Sequence[Array]) -> tuple[int, ...]:
+    """What of a step decides how it is computed."""
+    tokens, _, chunks, _, table, *places = given
+    return tokens.shape[0], table.shape[1], chunks.shape[0], len(places)
+
+
+# -- the model's head ------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class LastToken:
+    """Which of the tokens that a model is given is the last.
+
+    Attributes:
+        num_padding: How many come after it.
+    """
+
+    num_padding: int = 0
+
+
+def keep_last_token(model: Any, last: LastToken) -> Callable[..., Array] | None:
+    """Hand only the last token's hidden state from the layers to the head; mutates the model.
+
+    The library's models compute logits after every token: for a prompt of 512 tokens and a
+    vocabulary of 150,000 that is 150 MB, and for small models a good part of the work.
+
+    Returns:
+        The layers as they were, if the model has the usual shape: a module that holds the layers
+        inside one with the head. Others compute all logits as before.
+    """
+    body = next((m for m in model.modules() if m is not model and "layers" in m), None)
+    if body is None:
+        return None
+    kind = type(body)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden = kind.__call__(self, *args, **kwargs)
+        is_many = isinstance(hidden, mx.array) and hidden.ndim == 3 and hidden.shape[1] > 1
+        end = hidden.shape[1] - last.num_padding if is_many else 1
+        return hidden[:, end - 1 : end] if is_many else hidden
+
+    body.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+    return functools.partial(kind.__call__, body)
 
 
 # -- the library's attention function ----------------------------------------------------------

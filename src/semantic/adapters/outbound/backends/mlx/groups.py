@@ -256,12 +256,14 @@ class GroupStep:
         positions: Of the new token, by row.
         start: The first row's place in the step's batch.
         drafts: How many guesses follow the new token, by row; none where it is empty.
+        num_padding: Rows at the end that nobody wants.
     """
 
     group: Group
     positions: tuple[int, ...]
     start: int
     drafts: tuple[int, ...] = ()
+    num_padding: int = 0
     _known_places: dict[int, Array] = field(default_factory=dict)
     _masks: dict[int, Array | None] = field(default_factory=dict)
     rows: list[int] = field(init=False)
@@ -271,6 +273,19 @@ class GroupStep:
         guesses = [(r, g) for r, size in enumerate(self.drafts) for g in range(1, size + 1)]
         self.rows = [*range(len(self.positions)), *(row for row, _ in guesses)]
         self.all_positions = [*self.positions, *(self.positions[r] + g for r, g in guesses)]
+
+    def pad(self, num_rows: int) -> bool:
+        """Add rows that nobody wants, which write where the next token will be written.
+
+        Only for our own kernels, and once. False if there is no room for the next token.
+        """
+        position = self.all_positions[-1] + 1
+        if position >= self.group.capacity:
+            return False
+        self.num_padding = num_rows
+        self.rows += [self.rows[-1]] * num_rows
+        self.all_positions += [position] * num_rows
+        return True
 
     @property
     def is_drafted(self) -> bool:
@@ -308,7 +323,8 @@ class GroupStep:
     def lengths(self, part: Part) -> list[int]:
         """How many each row of the batch looks at, guesses included."""
         size = part.size(self.group.capacity)
-        return [min(position + 1, size) for position in self.all_positions]
+        wanted = self.all_positions[: len(self.all_positions) - self.num_padding]
+        return [*(min(position + 1, size) for position in wanted), *[1] * self.num_padding]
 
     def write(self, part: Part, arrays: list[Array], news: Sequence[Array]) -> list[Array]:
         """Put new tokens' keys and values in their places; returns what to attend over."""

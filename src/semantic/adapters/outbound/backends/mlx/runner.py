@@ -5,7 +5,6 @@ alone: several groups in one pass, one group in a pass, or one row in a pass.
 """
 
 import enum
-import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,13 @@ from semantic.adapters.outbound.backends.mlx.cuda import device as cuda
 from semantic.adapters.outbound.backends.mlx.cuda.decode import KernelStep
 from semantic.adapters.outbound.backends.mlx.cuda.linear import MAX_ROWS, MAX_STEP_ROWS
 from semantic.adapters.outbound.backends.mlx.cuda.tuning import are_all_own, untune
-from semantic.adapters.outbound.backends.mlx.decode import CompiledSteps, views, wrap_attention
+from semantic.adapters.outbound.backends.mlx.decode import (
+    CompiledSteps,
+    LastToken,
+    keep_last_token,
+    views,
+    wrap_attention,
+)
 from semantic.adapters.outbound.backends.mlx.groups import Group, GroupStep, MlxSequence, RowGroups
 from semantic.adapters.outbound.backends.mlx.sampling import PendingToken, draw_rows, input_tokens
 from semantic.domain.errors import InvalidRequestError
@@ -33,6 +38,8 @@ _ROW_COUNTS = (2, 9, 17, MAX_ROWS + 1)  # with which kernels differ from those o
 _PROBLEMS = (ValueError, TypeError, AttributeError, IndexError, RuntimeError)
 _PADDED = 128  # tokens of a prompt are a multiple of this, where padding does no harm
 _MIN_PADDED = 256  # of which there are at least so many
+_PADDED_ROWS = 8  # a tile of our kernels; steps with guesses have multiples of it
+_CHUNK_COUNTS = (32, 64, 128, 256, 512, 1024)  # of attention, for up to some 60,000 tokens
 _TOLERANCES = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 
 
@@ -296,10 +303,14 @@ class MlxRunner:
             sizes = tuple(len(drafts[row]) for row in rows) if drafts else ()
             steps.append(GroupStep(group, tuple(row.length for row in rows), start, sizes))
             start = steps[-1].place.stop
+        is_own, num_padding = self._max_short > 1, _padded(start) - start
+        if is_own and drafts and num_padding and steps[-1].pad(num_padding):
+            tokens = mx.pad(tokens, (0, num_padding))
         positions = [position for step in steps for position in step.all_positions]
         kernels = KernelStep(steps, mx.array(positions), self.groups.table)
-        if self._max_short > 1 and not any(step.is_drafted for step in steps):
+        if is_own:
             logits = self._compiled.run(kernels, tokens)
+            logits = logits[:start] if steps[-1].num_padding else logits
         else:
             caches = views(self.layout, self._nesting, steps, kernels)
             logits = self._model(tokens[:, None], cache=caches)[:, -1]
@@ -339,6 +350,17 @@ class MlxRunner:
                 rows, lambda given: mx.zeros(len(given), mx.int32), Batching.GROUPS, drafts
             )
             mx.eval(logits)
+        if self._max_short > 1:
+            self._prepare_short()
+
+    def _prepare_short(self) -> None:
+        """Have those steps remembered in which one sequence gets a short prompt, or guesses."""
+        row = MlxSequence([])
+        self.extend(row, mx.arange(2))
+        table = self.groups.table([row.group_row()[0]])
+        for num_rows in range(_PADDED_ROWS, MAX_ROWS + 1, _PADDED_ROWS):
+            for num_chunks in _CHUNK_COUNTS:
+                self._compiled.prepare(num_rows, num_chunks, table)
 
     def _is_sound(self, batching: Batching) -> bool:
         """Whether rows that are batched this way get the logits they get alone."""
@@ -378,6 +400,12 @@ class MlxRunner:
             self.extend(row, mx.arange(length))
         self.groups.isolate(rows[-1], capacity_for(rows[-1].group_row()[0].capacity + 1))
         return rows
+
+
+def _padded(num_rows: int) -> int:
+    """Rows of a step with guesses, so that they come in few sizes."""
+    size = _PADDED_ROWS if num_rows <= MAX_ROWS else MAX_ROWS
+    return -(-num_rows // size) * size
 
 
 def _tokens_of(row: PendingRow) -> tuple[int, ...] | PendingToken:
@@ -443,42 +471,6 @@ def _draw(logits: Array, rows: Sequence[PendingToken | None]) -> list[Array]:
     if not drawn:
         return []
     return draw_rows(logits if len(places) == len(rows) else logits[mx.array(places)], drawn)
-
-
-@dataclass(slots=True)
-class LastToken:
-    """Which of the tokens that a model is given is the last.
-
-    Attributes:
-        num_padding: How many come after it.
-    """
-
-    num_padding: int = 0
-
-
-def keep_last_token(model: Any, last: LastToken) -> Callable[..., Array] | None:
-    """Hand only the last token's hidden state from the layers to the head; mutates the model.
-
-    The library's models compute logits after every token: for a prompt of 512 tokens and a
-    vocabulary of 150,000 that is 150 MB, and for small models a good part of the work.
-
-    Returns:
-        The layers as they were, if the model has the usual shape: a module that holds the layers
-        inside one with the head. Others compute all logits as before.
-    """
-    body = next((m for m in model.modules() if m is not model and "layers" in m), None)
-    if body is None:
-        return None
-    kind = type(body)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hidden = kind.__call__(self, *args, **kwargs)
-        is_many = isinstance(hidden, mx.array) and hidden.ndim == 3 and hidden.shape[1] > 1
-        end = hidden.shape[1] - last.num_padding if is_many else 1
-        return hidden[:, end - 1 : end] if is_many else hidden
-
-    body.__class__ = type(kind.__name__, (kind,), {"__call__": call})
-    return functools.partial(kind.__call__, body)
 
 
 def _is_close(logits: Array, expected: Array) -> bool:

@@ -242,11 +242,14 @@ def make_plan(
     lengths: Sequence[Sequence[int]],
     num_key_heads: int,
     places: Sequence[Sequence[int]] | None = None,
+    *,
+    has_few_sizes: bool = False,
 ) -> Plan:
     """Plan a step over groups of rows, given how many tokens each row looks at: at least one.
 
     `places` says which row of its group's arrays that is: without it the first, the second, ...
-    There are blocks that do nothing at the end: steps come in few sizes that way.
+    There are blocks that do nothing at the end: steps come in fewer sizes that way, and in very
+    few if so wanted.
     """
     most = _most_tokens([length for rows in lengths for length in rows], num_key_heads)
     chunks: list[tuple[int, int, int, int]] = []
@@ -261,7 +264,10 @@ def make_plan(
                 for start in range(0, length, size)
             ]
             firsts.append(len(chunks))
-    chunks += [(0, 0, 0, 0)] * (-len(chunks) % _CHUNKS_STEP)
+    num_chunks = -(-len(chunks) // _CHUNKS_STEP) * _CHUNKS_STEP
+    if has_few_sizes:
+        num_chunks = max(_CHUNKS_STEP, 1 << (len(chunks) - 1).bit_length())
+    chunks += [(0, 0, 0, 0)] * (num_chunks - len(chunks))
     return Plan(mx.array(chunks, mx.int32), mx.array(firsts, mx.int32))
 
 

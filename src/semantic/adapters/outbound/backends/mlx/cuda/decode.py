@@ -99,12 +99,13 @@ class KernelStep:
         if key not in self._known_plans:
             lengths = [step.lengths(part) for step in self._steps]
             rows = [step.rows for step in self._steps]
-            plan = make_plan(lengths, num_key_heads, rows)
-            if any(step.is_drafted for step in self._steps):
+            is_drafted = any(step.is_drafted for step in self._steps)
+            plan = make_plan(lengths, num_key_heads, rows, has_few_sizes=is_drafted)
+            if is_drafted:
                 where = [
-                    (group, row, end - 1, 0)
-                    for group, (given, ends) in enumerate(zip(rows, lengths, strict=True))
-                    for row, end in zip(given, ends, strict=True)
+                    (group, row, position, 0)
+                    for group, step in enumerate(self._steps)
+                    for row, position in zip(step.rows, step.all_positions, strict=True)
                 ]
                 plan = replace(plan, places=mx.array(where, mx.int32))
             self._known_plans[key] = plan
