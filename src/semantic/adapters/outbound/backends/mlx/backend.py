@@ -126,7 +126,7 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         if window or state:
             self._held.append([[*group.arrays[place]] for place in layout.not_full])
         for part in full:
-            payloads.put_full(layout, sequence, part)
+            payloads.put_full(layout, sequence, part, self._transfer)
         if end > sequence.length:
             sequence.length, sequence.last_token = end, None
             sequence.window_start, sequence.has_state = end, False
@@ -136,9 +136,8 @@ class MlxBackend(SequenceBackend[MlxSequence]):
         if state:
             payloads.put_state(layout, sequence, state[0])
             sequence.has_state = True
-        sources = [source for part in (*full, *window, *state) for source in part.sources]
-        if sources:
-            self._held += sources
+        if pieces := [part.pieces for part in (*full, *window, *state) if part.pieces]:
+            self._held += pieces
             mx.async_eval(sequence.group_row()[0].arrays)
         else:
             mx.eval(sequence.group_row()[0].arrays)

@@ -109,17 +109,18 @@ def _send(
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
-    """A run of tokens, or a state, whose arrays are on the device, not yet in a sequence.
+    """A run of tokens, or a state, that is not yet in a sequence.
 
     Attributes:
-        arrays: By name ``[layers, heads, tokens, dim]``, or ``[layers, ...]`` of a state.
-        sources: What they are copied from; it must stay until they are computed.
+        arrays: By name ``[layers, heads, tokens, dim]``, or ``[layers, ...]`` of a state; none of
+            tokens that are to be copied to their place at once.
+        pieces: By name what the device copies from; it must stay until that is done.
     """
 
     start: int
     end: int
-    arrays: tuple[Array, ...]
-    sources: tuple[Any, ...] = ()
+    arrays: tuple[Array, ...] = ()
+    pieces: tuple[list[HostPiece], ...] = ()
 
 
 def read(
@@ -169,31 +170,50 @@ class _Found:
 def _receive(transfer: Transfer, found: Sequence[_Found]) -> DevicePart | None:
     """Have the device fetch payloads in one go; None if it does not."""
     first = found[0]
-    arrays, sources = [], []
+    pieces: list[list[HostPiece]] = []
     for i, dtype in enumerate(first.dtypes):
-        layers, *shape = first.shapes[i]
-        heads, dim = (1, math.prod(shape)) if first.is_state else (shape[0], shape[2])
-        if not transfer.can_copy((dim,), dtype):
+        _, *shape = first.shapes[i]
+        if not transfer.can_copy([math.prod(shape) if first.is_state else shape[2]], dtype):
             return None
-        pieces = []
+        pieces.append([])
         for f in found:
             data = transfer.pinned(memoryview(f.buffers[i].data).cast("B"))
             if data is None:
                 return None
             num_held = 1 if f.is_state else f.num_tokens
             num_taken = 1 if f.is_state else f.end - f.payload.start
-            pieces.append(HostPiece(data, num_held, num_taken))
-        array = transfer.copy_in(pieces, (layers, heads, dim), dtype)
-        arrays.append(array.reshape(layers, *shape) if first.is_state else array)
-        sources += [piece.data for piece in pieces]
-    return DevicePart(first.payload.start, found[-1].end, tuple(arrays), tuple(sources))
+            pieces[-1].append(HostPiece(data, num_held, num_taken))
+    arrays = [] if first.payload.kind is LayerKind.FULL else _fetched(transfer, first, pieces)
+    return DevicePart(first.payload.start, found[-1].end, tuple(arrays), tuple(pieces))
 
 
-def put_full(layout: Layout, sequence: MlxSequence, loaded: DevicePart) -> None:
+def _fetched(
+    transfer: Transfer, first: _Found, pieces: Sequence[Sequence[HostPiece]]
+) -> list[Array]:
+    arrays = []
+    for given, (layers, *shape), dtype in zip(pieces, first.shapes, first.dtypes, strict=True):
+        num_tokens = sum(piece.num_tokens for piece in given)
+        heads, dim = (1, math.prod(shape)) if first.is_state else (shape[0], shape[2])
+        array = mx.zeros((1, layers * heads, num_tokens, dim), dtype)
+        transfer.copy_in(given, [array], 0)
+        held = shape if first.is_state else (heads, num_tokens, dim)
+        arrays.append(array.reshape(layers, *held))
+    return arrays
+
+
+def put_full(
+    layout: Layout, sequence: MlxSequence, loaded: DevicePart, transfer: Transfer | None = None
+) -> None:
     """Write a FULL part into a sequence that is alone in its group."""
     group, _ = sequence.group_row()
+    places = layout.of_kind(LayerKind.FULL)
+    if transfer is not None and not loaded.arrays:
+        for i, pieces in enumerate(loaded.pieces):
+            arrays = [group.arrays[place][i] for place in places]
+            transfer.copy_in(pieces, arrays, loaded.start)
+        return
     for i, array in enumerate(loaded.arrays):
-        for layer, place in enumerate(layout.of_kind(LayerKind.FULL)):
+        for layer, place in enumerate(places):
             new = array[layer : layer + 1]
             group.arrays[place][i][:, :, loaded.start : loaded.end] = new
 

@@ -46,16 +46,14 @@ _OUT = """
     if (blockIdx.x == 0 && threadIdx.x == 0) done[0] = 1;
 """
 
-# Pieces of a run of tokens, each of which holds all layers and heads.
+# Pieces of a run of tokens, each of which holds all layers and heads, and where they begin.
 _IN = """
-    const int rows = where[0], num_pieces = where[1], num_tokens = where[2], width = where[3];
-    uint4* out = reinterpret_cast<uint4*>(copied);
-    for (int n = blockIdx.x; n < rows * num_pieces; n += gridDim.x) {
+    const int heads = where[0], room = where[1], width = where[2], num_pieces = where[3];
+    for (int n = blockIdx.x; n < COUNT * heads * num_pieces; n += gridDim.x) {
         const int64_t* piece = where + 4 + n % num_pieces * 4;
-        const int64_t r = n / num_pieces;
+        const int r = n / num_pieces, size = piece[3] * width;
         const uint4* from = reinterpret_cast<const uint4*>(piece[0]) + r * piece[1] * width;
-        uint4* to = out + (r * num_tokens + piece[2]) * width;
-        const int size = piece[3] * width;
+        uint4* to = targets[r / heads] + (int64_t(r % heads) * room + piece[2]) * width;
         int i = threadIdx.x;
         for (; i + 3 * blockDim.x < size; i += 4 * blockDim.x) {
             const uint4 a = from[i], b = from[i + blockDim.x];
@@ -67,6 +65,7 @@ _IN = """
         }
         for (; i < size; i += blockDim.x) to[i] = from[i];
     }
+    if (blockIdx.x == 0 && threadIdx.x == 0) done[0] = 1;
 """
 
 
@@ -246,26 +245,34 @@ class Transfer:
         )
         return done
 
-    def copy_in(self, pieces: Sequence[HostPiece], shape: Sequence[int], dtype: Any) -> Array:
-        """Begin to copy a run of tokens to the device, as ``[layers, heads, tokens, dim]``.
+    def copy_in(self, pieces: Sequence[HostPiece], arrays: Sequence[Array], start: int) -> Array:
+        """Begin to copy a run of tokens into the first row of arrays, which nobody else has.
 
-        What is given must stay as it is until the array is computed.
+        Whatever is computed after this call sees them; what is given must stay as it is until then.
+
+        Args:
+            pieces: What follows each other.
+            arrays: One a layer, contiguous ``[rows, heads, room, dim]``.
+            start: Of the first token.
+
+        Returns:
+            What is computed when they are copied.
         """
-        layers, heads, dim = shape
-        num_tokens = sum(piece.num_tokens for piece in pieces)
-        numbers = [layers * heads, len(pieces), num_tokens, dim * dtype.size // UNIT]
-        start = 0
+        _, heads, room, dim = arrays[0].shape
+        numbers = [heads, room, dim * arrays[0].dtype.size // UNIT, len(pieces)]
         for piece in pieces:
             numbers += [_address(piece.data), piece.num_held, start, piece.num_tokens]
             start += piece.num_tokens
-        (copied,) = _in_kernel()(
-            inputs=[mx.array(numbers, mx.int64)],
-            template={"T": dtype},
+        (done,) = _in_kernel(len(arrays))(
+            inputs=[*arrays, mx.array(numbers, mx.int64)],
+            template={"T": arrays[0].dtype},
             grid=(2 * _BLOCKS * _THREADS, 1, 1),
             threadgroup=(_THREADS, 1, 1),
-            outputs=[((layers, heads, num_tokens, dim), dtype)],
+            outputs=[((1,), mx.uint8)],
             stream=self._stream,
         )
+        copied = done + 1  # on the usual stream, whose next steps wait for it
+        mx.async_eval(copied)
         return copied
 
     def pinned(self, data: memoryview) -> memoryview | None:
@@ -280,12 +287,11 @@ class Transfer:
 
     def prepare(self, counts: Sequence[int], dtype: Any) -> None:
         """Have the kernels compiled, for these numbers of layers."""
-        for count in counts:
+        for count in {*counts, 1}:
             array = mx.zeros((1, 1, 1, UNIT), dtype)
             copy = self.copy_out([array] * count, Span(0, 0, 1), array)
             if copy is not None:
-                piece = HostPiece(copy.wait(), 1, 1)
-                mx.eval(self.copy_in([piece], (count, 1, UNIT), dtype))
+                self.copy_in([HostPiece(copy.wait(), 1, 1)], [array] * count, 0)
 
     def finish(self) -> None:
         """Wait for everything that was begun."""
@@ -307,5 +313,10 @@ def _out_kernel(count: int) -> Kernel:
 
 
 @functools.cache
-def _in_kernel() -> Kernel:
-    return Kernel("copy_in", ["where"], ["copied"], _IN)
+def _in_kernel(count: int) -> Kernel:
+    names = [f"layer{n}" for n in range(count)]
+    # MLX knows of no kernel that writes into what it is given; nobody else has these arrays.
+    places = ", ".join(f"reinterpret_cast<uint4*>(const_cast<T*>({name}))" for name in names)
+    constants = f"constexpr int COUNT = {count}; uint4* const targets[COUNT] = {{{places}}};"
+    inputs = [*names, "where"]
+    return Kernel(f"copy_in_{count}", inputs, ["done"], constants + _IN, is_copying=False)

@@ -152,11 +152,11 @@ class _Reads:
             for start in range(0, piece.nbytes, _PIECE_BYTES)
         ]
         given = [HostPiece(p, p.nbytes // UNIT, p.nbytes // UNIT) for p in parts]
-        shape = (1, 1, UNIT // tensor.dtype.size)
-        array = self._transfer.copy_in(given, shape, tensor.dtype)
-        mx.async_eval(array)
+        size = tensor.dtype.size
+        array = mx.zeros((1, 1, tensor.num_bytes // UNIT, UNIT // size), tensor.dtype)
+        copied = self._transfer.copy_in(given, [array], 0)
         self._arrays[tensor.name] = array.reshape(tensor.shape)
-        self._fetching.append((array, pieces))
+        self._fetching.append((copied, pieces))
         while sum(p.nbytes for _, held in self._fetching for p in held) > _AHEAD_BYTES:
             mx.eval(self._fetching.popleft()[0])
 

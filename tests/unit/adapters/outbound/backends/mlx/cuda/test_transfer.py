@@ -84,8 +84,14 @@ def test_state_leaves_and_comes_back(span: tuple[int, int, int, int]) -> None:
     assert bytes(arriving.wait()) == bytes(memoryview(expected.view(mx.uint16)).cast("B"))
     whole = transfer.HostPiece(arriving.wait(), given.num_tokens, given.num_tokens)
     part = transfer.HostPiece(arriving.wait(), given.num_tokens, 1)
-    back = copies.copy_in([whole, part], (3, 4, 64), mx.bfloat16)
-    assert mx.array_equal(back, mx.concatenate([expected, expected[:, :, :1]], axis=2)).item()
+    back = [mx.ones((1, 4, 1024, 64), mx.bfloat16) for _ in layers]
+    copies.copy_in([whole, part], back, 7)
+    given_back = mx.concatenate([expected, expected[:, :, :1]], axis=2)
+    end = 7 + given_back.shape[2]
+    for layer, array in zip(back, given_back, strict=True):
+        assert mx.array_equal(layer[0, :, 7:end], array).item()
+        assert mx.all(layer[:, :, :7] == 1).item()
+        assert mx.all(layer[:, :, end:] == 1).item()
     copied = copies.pinned(memoryview(bytes(16)))
     assert copied is not None
     assert bytes(copied) == bytes(16)
