@@ -106,11 +106,6 @@ class ChunkBudget:
         """What a prompt token costs; 0 before the first step."""
         return self._ms_per_token / _SECONDS_TO_MS
 
-    @property
-    def tokens_at_a_stretch(self) -> float:
-        """What is computed of one prompt before another begins: then each is answered sooner."""
-        return self.ALONE_MS / self._ms_per_token if self._ms_per_token else 0.0
-
     def target_ms(self, limits: EngineLimits) -> float:
         """How long a step should take while others decode; 0 as long as that is not known."""
         if limits.target_step_ms is not None:
@@ -345,9 +340,6 @@ class ConcurrentScheduler:
         if is_suspect or now - generation.waiting_since >= self.limits.ageing_s:
             return (0, generation.waiting_since, 0, generation.order)
         served = self._clock.time_of(generation.job.agent)
-        stretch = self.budget.tokens_at_a_stretch
-        if generation.is_reuse_reported or generation.num_behind <= stretch / 8:
-            served -= stretch  # it has begun, or will soon be done
         return (1, generation.is_background, served, generation.order)
 
     def _serve(self, portion: Portion, now: float) -> None:

@@ -61,32 +61,6 @@ def test_being_served_ends_the_wait() -> None:
     assert (first, second) == (["a"], ["b"])
 
 
-def test_a_prompt_that_has_begun_is_not_put_off_for_another_but_for_a_short_one() -> None:
-    scheduler = ConcurrentScheduler(EngineLimits(prefill_step_size=512))
-    scheduler.budget.observe(1000, 0.1)  # 2,500 tokens are a quarter of a second
-
-    def turn() -> list[str]:
-        portions = scheduler.plan(now=0.0)
-        for portion in portions:
-            portion.generation.num_launched += portion.num_tokens
-            portion.generation.is_reuse_reported = True
-        return names(portion.generation for portion in portions)
-
-    for item in (generation("a", 0, prompt=1536), generation("b", 1, prompt=6000)):
-        scheduler.add(item)
-        scheduler.admit(item)
-    assert [turn(), turn()] == [["a"], ["a"]]
-    short = generation("short", 2, prompt=300)
-    scheduler.add(short)
-    scheduler.admit(short)
-    assert turn() == ["short"]
-    assert [turn(), turn()] == [["a"], ["b"]]
-    late = generation("late", 3, prompt=1536)
-    scheduler.add(late)
-    scheduler.admit(late)
-    assert [name for _ in range(8) for name in turn()] == [*["b"] * 4, *["late"] * 3, "b"]
-
-
 def test_a_suspect_goes_before_those_that_are_not() -> None:
     scheduler = ConcurrentScheduler(EngineLimits())
     scheduler.add(generation("free", 0))
