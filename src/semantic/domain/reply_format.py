@@ -65,7 +65,7 @@ class CallMarkers(Markers):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All of them."""
+        """The markers that the family has."""
         texts = (self.start, self.end, self.quote, self.arguments, self.call_id)
         return tuple(filter(None, texts))
 

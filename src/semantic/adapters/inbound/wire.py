@@ -76,7 +76,7 @@ class FunctionSchema(Schema):
     strict: bool | None = None
 
     def to_domain(self) -> ToolSpec:
-        """Translate."""
+        """The function as a tool; whatever is absent is empty."""
         return ToolSpec(
             self.name or "",
             self.description or "",
@@ -90,7 +90,7 @@ class NamedTool(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Of the tool that must be called."""
 
 
 def limit_entries(value: object, limit: int = MAX_ENTRIES) -> object:

@@ -254,7 +254,7 @@ class AgentLedger:
     # -- turns ----------------------------------------------------------------------------------
 
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
-        """Find a turn."""
+        """A turn, written or not; None if there is none."""
         return self.log.turn(tenant, turn_id)
 
     def place(self, agent: Agent) -> TurnPlace:
@@ -282,7 +282,7 @@ class AgentLedger:
         return self.log.messages(agent.tenant, agent.head)
 
     def tokens(self, agent: Agent) -> list[int]:
-        """All tokens of an agent."""
+        """All tokens of an agent's conversation; reads every turn that is not in memory."""
         return self.log.tokens(agent.tenant, agent.head)
 
     def check_quota(self, agent: Agent) -> None:

@@ -90,7 +90,7 @@ class TurnLog:
     # -- reading --------------------------------------------------------------------------------
 
     def turn(self, tenant: str, turn_id: str) -> Turn | None:
-        """Find a turn."""
+        """A turn, from memory until it is written; None if there is none."""
         return self._unwritten(tenant, turn_id) or self._ledger.turn(tenant, turn_id)
 
     def place(self, tenant: str, turn_id: str) -> TurnPlace | None:

@@ -64,7 +64,7 @@ class TokenHistory:
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
+        """Memory of its tokens and links."""
         return len(self.tokens) * _ID_BYTES + len(_GRAMS) * len(self.links[0]) * _LINK_BYTES
 
 

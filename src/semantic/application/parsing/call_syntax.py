@@ -26,7 +26,7 @@ class NeedMore(Exception):  # noqa: N818 - a state, not an error
 
 
 class NoCall(Exception):  # noqa: N818 - a finding, not an error
-    """This is not a call."""
+    """Raised where what looked like a call turns out to be text."""
 
 
 class Cursor:

@@ -86,7 +86,7 @@ class Tool(_Schema):
     strict: bool = False
 
     def to_domain(self) -> ToolSpec:
-        """Translate."""
+        """The tool as the core offers it to a model."""
         return ToolSpec(self.name, self.description, self.parameters, is_strict=self.strict)
 
 
@@ -179,7 +179,7 @@ class NewMessage(_Schema):
         return self
 
     def to_domain(self) -> Message:
-        """Translate."""
+        """The message with its text, or the tool result it brings, as parts."""
         contents = (
             [self.content] if isinstance(self.content, str) else [p.text for p in self.content]
         )
@@ -216,7 +216,7 @@ class _ReplyForm(_Schema):
         return self
 
     def to_domain(self) -> OutputFormat | None:
-        """Translate."""
+        """The format to enforce; None for plain text."""
         match self.type:
             case "json":
                 return JsonFormat(self.json_schema)

@@ -91,7 +91,7 @@ class AnthropicModel(TypedDict):
 
 
 class AnthropicModelPage(TypedDict):
-    """All of them."""
+    """Models in the form of Anthropic's list, always one page."""
 
     data: list[AnthropicModel]
     has_more: bool
@@ -297,7 +297,7 @@ def _prefill_usage(total: int, reused: int) -> Usage:
 
 
 def model_info(status: ModelStatus) -> AnthropicModel:
-    """One model."""
+    """A model in the form of Anthropic's list."""
     created = datetime.fromtimestamp(int(status.created_at), UTC)
     return {
         "type": "model",
@@ -311,7 +311,7 @@ def model_info(status: ModelStatus) -> AnthropicModel:
 
 
 def models_page(models: Sequence[ModelStatus]) -> AnthropicModelPage:
-    """All of them, on one page."""
+    """List all models on one page."""
     return {
         "data": [model_info(status) for status in models],
         "has_more": False,

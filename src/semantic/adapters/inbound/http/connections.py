@@ -225,7 +225,7 @@ class Connection(H11Protocol):
         return self.pool.claim(self, tenant, limit)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
+        """Give its place to another connection, and stop its timers."""
         super().connection_lost(exc)
         self.pool.leave(self)
         self._read_timer.stop()

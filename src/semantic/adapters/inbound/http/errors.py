@@ -169,7 +169,7 @@ class _VendorResponse(Response):
         self._anthropic = anthropic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Answer in the form of the vendor whose path or header the request has."""
         response = self._openai
         if _is_anthropic(scope):
             request_id = scope.get("state", {}).get("request_id")

@@ -217,7 +217,7 @@ class EventStream(StreamingResponse):
         self._reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send."""
+        """Send the stream; a client that leaves cancels its reply."""
         try:
             await super().__call__(scope, receive, send)
         finally:

@@ -204,7 +204,7 @@ class ReplyForm(Protocol):
     num_replies: int
 
     def whole(self, index: int, reply: CollectedReply) -> Json:
-        """A choice."""
+        """The choice of a whole reply."""
 
     def chunk(self, index: int, event: Event) -> Json | None:
         """What an event adds to a choice; None if nothing."""
@@ -285,7 +285,7 @@ class ChatForm:
         self.num_replies = num_replies
 
     def whole(self, index: int, reply: CollectedReply) -> Json:
-        """A choice."""
+        """The choice of a whole reply."""
         return _choice(index, {"message": reply.message()}, reply.finished, reply.scored)
 
     def chunk(self, index: int, event: Event) -> Json | None:
@@ -330,7 +330,7 @@ class CompletionForm:
         self._num_characters = [len(echo) for echo in self._echoes]
 
     def whole(self, index: int, reply: CollectedReply) -> Json:
-        """A choice."""
+        """The choice of a whole reply."""
         text = "".join([self._echoes[index], *reply.text])
         return self._choice(index, text, reply.scored, reply.finished)
 

@@ -98,7 +98,7 @@ class EmbeddingUsage(TypedDict):
 
 
 class EmbeddingList(TypedDict):
-    """The answer."""
+    """Embeddings in the order of their inputs."""
 
     object: Literal["list"]
     data: list[Embedding]
@@ -165,7 +165,7 @@ class Model(TypedDict):
 
 
 class ModelList(TypedDict):
-    """All of them."""
+    """The served model first, then those on this machine."""
 
     object: Literal["list"]
     data: list[Model]
@@ -239,7 +239,7 @@ def _add_models(router: APIRouter, models: ModelRegistry) -> None:
     async def get_model(
         model_id: str, anthropic_version: Annotated[str | None, Header()] = None
     ) -> Model | AnthropicModel:
-        """One of them."""
+        """Describe one model, by its name or an alias."""
         status = await asyncio.to_thread(models.find, model_id)
         return model_info(status) if anthropic_version else _model(status)
 

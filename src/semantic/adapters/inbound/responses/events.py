@@ -59,7 +59,7 @@ class _Failure(TypedDict):
 
 
 class ResponseBody(TypedDict):
-    """A response."""
+    """A response: its output items, its usage, and settings that repeat the request."""
 
     id: str
     object: Literal["response"]
@@ -85,7 +85,7 @@ class ResponseBody(TypedDict):
 
 
 class DeletedResponse(TypedDict):
-    """A response that is gone."""
+    """The answer to a delete."""
 
     id: str
     object: Literal["response"]
@@ -116,7 +116,7 @@ class _Item:
         return {"item_id": self.id, "output_index": self.index}
 
     def part(self, text: str | None = None) -> Json:
-        """Its content."""
+        """The content part of a reasoning or message item; its own text if none is given."""
         text = self.text if text is None else text
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}

@@ -67,7 +67,7 @@ _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reason
 
 
 class ItemContent(VariantSchema):
-    """A part of an item."""
+    """Text, a refusal or an image inside an input item."""
 
     needed: ClassVar = dict.fromkeys(_TEXTS, ("text",))
 
@@ -84,7 +84,7 @@ class ItemContent(VariantSchema):
         return value
 
     def to_domain(self) -> TextPart | ImagePart:
-        """Translate."""
+        """A refusal counts as text; images are refused later, where they are rendered."""
         if self.type == "input_image":
             return ImagePart("image/*", self.image_url or "")
         return TextPart(self.text or self.refusal or "")

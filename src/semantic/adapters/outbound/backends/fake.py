@@ -297,11 +297,11 @@ class FakeModels:
     NAMES = ("fake", "fake-2")
 
     def entries(self) -> list[ModelEntry]:
-        """Both."""
+        """The models that need no files."""
         return [ModelEntry(name, name, "fake", fits=True) for name in self.NAMES]
 
     def find(self, source: str) -> ModelEntry:
-        """One of them."""
+        """A fake model, by its name."""
         for entry in self.entries():
             if entry.id == source:
                 return entry

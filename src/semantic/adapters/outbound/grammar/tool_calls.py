@@ -29,7 +29,7 @@ class Lark:
         self._rules: dict[str, str] = {"TEXT": "/(.|\\n)*/"}
 
     def text(self) -> str:
-        """The grammar."""
+        """All rules, in llguidance's dialect of Lark."""
         return "%llguidance {}\n" + "\n".join(f"{n}: {b}" for n, b in self._rules.items())
 
     def rule(self, name: str, body: str) -> str:
@@ -43,7 +43,7 @@ class Lark:
         return self.rule(f"json_{len(self._rules)}", f"%json {json.dumps(styled)}")
 
     def quoted(self, text: str) -> str:
-        """A literal."""
+        """A string literal, as Lark escapes it."""
         return json.dumps(text, ensure_ascii=False)
 
     def marker(self, text: str) -> str:

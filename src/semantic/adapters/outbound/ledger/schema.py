@@ -183,7 +183,7 @@ def is_sound(table: Table, row: Row) -> bool:
 
 
 def tenant_row(tenant: Tenant) -> Row:
-    """Stand for a tenant."""
+    """The row to write for a tenant, with its checksum."""
     return with_checksum(TENANTS, (tenant.id, tenant.salt))
 
 
@@ -194,7 +194,7 @@ def read_tenant(row: Row) -> Tenant:
 
 
 def agent_row(agent: Agent) -> Row:
-    """Stand for an agent."""
+    """The row to write for an agent, with its checksum."""
     body = ledger_json.encode_agent(agent)
     return with_checksum(AGENTS, (agent.tenant, agent.id, agent.head, float(agent.last_used), body))
 
