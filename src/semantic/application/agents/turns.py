@@ -226,7 +226,7 @@ class LiveTurns:
 
 @dataclass(frozen=True, slots=True)
 class RunningTurn:
-    """A request that waits or runs, and how far it is.
+    """A waiting or running request, and how far it has got.
 
     Attributes:
         state: `queued`, `prefill` or `decoding`.

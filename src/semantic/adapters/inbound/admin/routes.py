@@ -18,15 +18,15 @@ ModelName = Annotated[
     str,
     Field(
         min_length=1,
-        description="a name of /v1/models, an alias, a path, or a Hugging Face id",
+        description="a name from /v1/models, an alias, a path, or a Hugging Face id",
         examples=["fake"],
     ),
 ]
 DrainS = Annotated[
     float | None,
-    Field(ge=0, description="how long running requests may go on; default: drain_timeout_s"),
+    Field(ge=0, description="how long running requests may continue; default: drain_timeout_s"),
 ]
-Wait = Annotated[bool, Field(description="false answers 202 at once; events tell what comes of it")]
+Wait = Annotated[bool, Field(description="false answers 202 at once; events report the result")]
 
 
 class _Body(BaseModel):
@@ -60,7 +60,7 @@ class Unload(_Body):
 
 
 class SwapOut(BaseModel):
-    """What came of a swap; `seconds` is how long requests had to wait."""
+    """The result of a swap; `seconds` is how long requests had to wait."""
 
     status: Literal["done", "accepted"] = Field(examples=["done"])
     previous: str | None = Field(default=None, examples=["fake-2"])
@@ -70,7 +70,7 @@ class SwapOut(BaseModel):
 
 
 class ModelOut(BaseModel):
-    """A model, as the one who runs the server sees it."""
+    """A model, with details for the operator."""
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -91,10 +91,13 @@ class ModelsOut(BaseModel):
 
 
 class Drain(_Body):
-    """Take no new work."""
+    """Accept no new work."""
 
     wait_s: float = Field(
-        default=0, ge=0, le=3600, description="answer when all is done, or after so many seconds"
+        default=0,
+        ge=0,
+        le=3600,
+        description="answer when everything has finished, or after this many seconds",
     )
 
 
@@ -165,13 +168,13 @@ class AdminApi:
         return await asyncio.to_thread(self._runtime.change, changes)
 
     async def models(self) -> ModelsOut:
-        """What is loaded, on its way, and on this machine."""
+        """The loaded model, the one that is being loaded, and those on this machine."""
         found = await asyncio.to_thread(self._models.models)
         models = [ModelOut.model_validate(one) for one in found]
         return ModelsOut(backend=found[0].backend, models=models)
 
     async def swap(self, body: Swap, response: Response) -> SwapOut:
-        """Serve another model; running requests may end first, new ones wait for it.
+        """Serve another model; running requests may finish first, new ones wait for it.
 
         One that is not on this machine is fetched first. If it cannot be loaded, the one before it
         is served again, and the answer says why.
@@ -180,7 +183,7 @@ class AdminApi:
         return await _answer(done, response, is_awaited=body.wait)
 
     async def load(self, response: Response, body: Load | None = None) -> SwapOut:
-        """Load a model where none is loaded."""
+        """Load a model when none is loaded."""
         body = body or Load()
         done = await asyncio.to_thread(self._models.load, body.model)
         return await _answer(done, response, is_awaited=body.wait)
@@ -192,7 +195,7 @@ class AdminApi:
         return await _answer(done, response, is_awaited=body.wait)
 
     async def drain(self, body: Drain | None = None) -> DrainOut:
-        """Refuse new work with 503, and let what waits and runs end; for a load balancer.
+        """Refuse new work with 503, and let waiting and running requests finish.
 
         `/health/ready` answers 503 from now on, and `/health/live` 200.
         """
@@ -202,7 +205,7 @@ class AdminApi:
         return DrainOut(status="draining" if num_live else "drained", live_requests=num_live)
 
     async def end_drain(self) -> DrainOut:
-        """Take work again."""
+        """Accept work again."""
         self._device.is_draining = False
         return DrainOut(status="serving", live_requests=self._device.num_live)
 

@@ -101,12 +101,12 @@ class CacheApi:
         return router
 
     def prefetch(self, agent_id: AgentPath) -> PrefetchOut:
-        """Begin to read an agent's state from disk, so that its next turn starts at once."""
+        """Begin to read an agent's KV cache from disk, so that its next turn starts at once."""
         num_parts = self._cache.prefetch(self._principal(), agent_id)
         return PrefetchOut(agent_id=agent_id, parts=num_parts)
 
     def evict(self, agent_id: AgentPath, body: Evict | None = None) -> EvictOut:
-        """Drop an agent's own state from memory, or everywhere; what others share stays."""
+        """Drop an agent's KV cache from memory, or everywhere; what others share stays."""
         is_cold = body is not None and body.to == "cold"
         state = self._cache.evict(self._principal(), agent_id, is_cold=is_cold)
         return EvictOut(agent_id=agent_id, state=StateOut.of(state))
@@ -116,7 +116,7 @@ class CacheApi:
         return CacheOut.about(self._cache.overview())
 
     def running(self) -> RunningList:
-        """Who waits and who is answered at the moment, and how far each is."""
+        """The waiting and running requests, and how far each has got."""
         turns = self._cache.running(self._principal())
         return RunningList(data=[RunningOut.of(turn) for turn in turns])
 
@@ -126,7 +126,7 @@ class CacheApi:
         after: Annotated[str, Query(pattern="^[0-9a-f]{0,64}$", description="a `next`")] = "",
         limit: Annotated[int, Query(ge=1, le=20_000)] = 10_000,
     ) -> Response:
-        """All blocks, a page at a time; with `since` those that came, changed or went."""
+        """All blocks, a page at a time; with `since` only what is new, changed or gone."""
         if since is None:
             page = self._cache.blocks(after, limit)
         else:
@@ -134,19 +134,19 @@ class CacheApi:
         return Response(BlocksOut.about(page).model_dump_json(), media_type="application/json")
 
     def collect(self, body: Collect | None = None) -> CollectOut:
-        """Delete what no agent reaches."""
+        """Delete orphans: what no agent reaches."""
         age_s = body.orphan_age_s if body else None
         return CollectOut(freed_bytes=self._cache.collect(age_s))
 
     def verify(self) -> StreamingResponse:
-        """Check every file on disk; bad ones are dropped. Progress comes as events."""
+        """Check every file on disk; bad ones are quarantined. Progress comes as events."""
         checking = self._cache.verify()
         # Refusals come before the stream begins.
         first = next(checking, CheckProgress(0, 0, 0))
         return streaming.EventStream(_progress(first, checking))
 
     async def events(self) -> StreamingResponse:
-        """What happens to agents and blocks, as it happens.
+        """A live stream of what happens to agents, blocks and models.
 
         A reader that is too slow misses events and is told how many: `{"type": "missed"}`.
         """

@@ -102,11 +102,11 @@ class AgentSettings(_Schema):
 
     system: Text | None = Field(None, description="system prompt; null leaves the conversation's")
     tools: list[Tool] = Field([], max_length=MAX_TOOLS)
-    model: Text | None = Field(None, description="who answers; null takes the model that is served")
+    model: Text | None = Field(None, description="which model answers; null takes the served one")
     service_class: Literal["interactive", "background"] = Field("interactive", alias="class")
     weight: Annotated[float, Field(gt=0, le=MAX_WEIGHT, allow_inf_nan=False)] = 1.0
-    pin: bool = Field(False, description="keep its state on disk whatever the budget")
-    ttl_s: _Seconds | None = Field(None, description="forgotten when unused for so long")
+    pin: bool = Field(False, description="keep its KV cache on disk whatever the budget")
+    ttl_s: _Seconds | None = Field(None, description="deleted when unused for this long")
     quota: AgentQuota = AgentQuota()
     overflow: Literal["error", "drop_oldest"] = Field(
         "error", description="what happens when the conversation outgrows the context or its quota"
@@ -148,7 +148,7 @@ class CreateAgent(AgentSettings):
         }
     )
 
-    id: AgentId | None = Field(None, description="drawn if absent")
+    id: AgentId | None = Field(None, description="random if absent")
 
 
 class PatchAgent(AgentSettings):
@@ -242,7 +242,7 @@ class Generate(_Schema):
 
     message: Text | None = Field(None, description="what the user says")
     messages: list[NewMessage] | None = Field(
-        None, min_length=1, max_length=MAX_ENTRIES, description="or messages, in place of it"
+        None, min_length=1, max_length=MAX_ENTRIES, description="or several messages instead"
     )
     stream: bool = False
     max_tokens: Annotated[int, Field(ge=NO_LIMIT, le=2**31)] | None = Field(
@@ -295,9 +295,11 @@ class ListAgents(BaseModel):
     sort: Literal["last_used", "created_at", "turns", "id"] = "last_used"
     order: Literal["asc", "desc"] = "desc"
     label: list[Text] = Field([], description="key:value; all must match")
-    prefix: Text = Field("", description="what ids begin with")
+    prefix: Text = Field("", description="of ids")
     pin: bool | None = None
-    history: int = Field(0, ge=0, le=100, description="so many latest turns of each are named")
+    history: int = Field(
+        0, ge=0, le=100, description="how many of each agent's latest turns to name"
+    )
 
     def to_domain(self) -> AgentQuery:
         """Translate.
@@ -332,7 +334,7 @@ class Fork(_Schema):
     )
 
     ids: list[AgentId] | None = Field(None, min_length=1, max_length=MAX_FORKS)
-    n: int | None = Field(None, ge=1, le=MAX_FORKS, description="so many, with ids drawn")
+    n: int | None = Field(None, ge=1, le=MAX_FORKS, description="this many, with random ids")
     turn_id: TurnId | None = Field(None, description="fork from this turn; null from the latest")
 
     @model_validator(mode="after")
@@ -364,7 +366,7 @@ class Collect(_Schema):
     model_config = ConfigDict(json_schema_extra={"examples": [{}, {"orphan_age_s": 0}]})
 
     orphan_age_s: Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)] | None = Field(
-        None, description="spare what was used since; null takes the server's setting"
+        None, description="keep what was used within this time; null takes the server's setting"
     )
 
 

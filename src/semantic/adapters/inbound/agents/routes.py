@@ -80,7 +80,7 @@ class DirectApi:
         return router
 
     def create(self, body: CreateAgent, response: Response) -> AgentOut:
-        """Make an agent. The same id and settings again return the agent that is there."""
+        """Create an agent. The same id and settings again return the existing one."""
         agent_id = body.id or f"agent-{secrets.token_hex(6)}"
         agent = new_agent(body, self._principal().tenant, agent_id, time.time())
         view, is_new = self._agents.create(agent)
@@ -97,7 +97,7 @@ class DirectApi:
         return AgentOut.of(self._agents.get(self._principal(), agent_id))
 
     def patch(self, agent_id: AgentPath, body: PatchAgent) -> AgentOut:
-        """Change settings; fields that are absent stay. A new system prompt holds from now on."""
+        """Change settings; absent fields stay. A new system prompt applies from now on."""
         return AgentOut.of(self._agents.update(self._principal(), agent_id, body.apply))
 
     def delete(self, agent_id: AgentPath) -> None:
@@ -105,7 +105,7 @@ class DirectApi:
         self._agents.delete(self._principal(), agent_id)
 
     def fork(self, agent_id: AgentPath, body: Fork) -> AgentList:
-        """Make one or many agents with the same past, all or none; no KV cache is copied."""
+        """Fork an agent once or many times, all or none; no KV cache is copied."""
         count = body.n or 1
         ids = body.ids or [_drawn_id(agent_id) for _ in range(count)]
         views = self._agents.fork(self._principal(), agent_id, ids, body.turn_id)
@@ -195,13 +195,13 @@ class TransferApi:
     async def import_file(
         self,
         http: Request,
-        id: Annotated[AgentId | None, Query(description="its name from now on")] = None,  # noqa: A002
+        id: Annotated[AgentId | None, Query(description="the agent's new name")] = None,  # noqa: A002
         messages_only: Annotated[bool, Query(description="leave the KV cache out")] = False,
     ) -> ImportedOut:
-        """Take in an exported file; it is checked as a whole before anything is changed.
+        """Import an agent from an exported file, which is checked before anything is changed.
 
-        Another model's KV cache is refused; what was said can be had from it all the same.
-        State of a file that neither this server nor a trusted one signed is left out, and computed
+        Another model's KV cache is refused; its messages can still be imported. If the file is
+        signed neither by this server nor by a trusted one, its KV cache is left out, and computed
         with the next turn; `import_state` says which it was.
         """
         with tempfile.SpooledTemporaryFile(_IN_MEMORY) as file:

@@ -130,7 +130,7 @@ def _settings(agent: Agent | Json) -> Json:
 
 
 class AgentOut(View):
-    """An agent: its settings, where it is in its log, and where its state is."""
+    """An agent: its settings, its place in its log, and where its KV cache is."""
 
     object: Literal["agent"] = "agent"
     id: str = Field(validation_alias=AliasPath("agent", "id"), examples=["coder"])
@@ -149,7 +149,7 @@ class AgentOut(View):
         validation_alias="agent", examples=[_SETTINGS]
     )
     history: list[str] = Field(
-        description="latest turns, the last first", examples=[[_TURN, _PARENT]]
+        description="its latest turns, newest first", examples=[[_TURN, _PARENT]]
     )
 
 
@@ -269,7 +269,7 @@ class ReplyOut(View):
 
 
 class DivergenceOut(View):
-    """Where a prompt left the conversation that was there."""
+    """Where a prompt diverged from the stored conversation."""
 
     from_turn: str = Field(validation_alias="turn_id", examples=[_PARENT])
     index: int = Field(examples=[412])
@@ -364,13 +364,13 @@ class CountersOut(View):
 
 
 class CacheOut(View):
-    """The cache at a glance; rates and ratios are null before there is anything to divide."""
+    """The state of the cache; rates and ratios are null while there is nothing to divide by."""
 
     object: Literal["cache"] = "cache"
     memory: MemoryOut
     disk: DiskOut
     device: DeviceOut | None = Field(
-        description="null where it has none of its own, as a CPU, or is not asked"
+        description="null if the device has none of its own, as a CPU, or is not queried"
     )
     agents: dict[str, int] = Field(examples=[{"hot": 3, "warm": 12, "cold": 1}])
     replies: int = Field(examples=[40])
@@ -407,10 +407,10 @@ def _ratio(part: int, whole: int) -> float | None:
 
 
 class BlocksOut(View):
-    """Blocks as rows, since there may be many: one row is one block.
+    """Blocks as compact rows: one row is one block.
 
     A row is `[name, parent, start, tokens, memory_bytes, disk_bytes, last_used, pinned]`. The
-    parent of a first block is no block.
+    parent of a first block is not a block.
     """
 
     object: Literal["cache.blocks"] = "cache.blocks"
@@ -421,7 +421,7 @@ class BlocksOut(View):
     )
     gone: list[str] = Field(examples=[[]])
     next: str | None = Field(description="`after` of the next page", examples=[None])
-    stale: bool = Field(description="`since` is too long ago: read all pages", examples=[False])
+    stale: bool = Field(description="`since` is too old: read all pages", examples=[False])
 
     @classmethod
     def about(cls, page: BlockPage) -> Self:
@@ -444,7 +444,7 @@ def _row(block: BlockView) -> list[str | int]:
 
 
 class RunningOut(View):
-    """A request that waits or runs, and how far it is."""
+    """A waiting or running request, and how far it has got."""
 
     agent_id: str = Field(examples=["coder"])
     turn_id: str = Field(examples=[_TURN])
@@ -452,22 +452,22 @@ class RunningOut(View):
     prompt_tokens: int = Field(examples=[724])
     reused_tokens: int = Field(examples=[701])
     computed_tokens: int = Field(
-        description="of the prompt, what is there: reused or computed", examples=[724]
+        description="prompt tokens that are ready, reused or computed", examples=[724]
     )
     generated_tokens: int = Field(examples=[5])
     max_tokens: int = Field(examples=[2048])
-    age_s: float = Field(description="since it came", examples=[0.31])
+    age_s: float = Field(description="seconds since it arrived", examples=[0.31])
 
 
 class RunningList(View):
-    """Requests that wait or run, those that came first before the others."""
+    """Waiting and running requests, oldest first."""
 
     object: Literal["list"] = "list"
     data: list[RunningOut]
 
 
 class EvictOut(View):
-    """Where an agent's state is after it was evicted."""
+    """Where an agent's KV cache is after the eviction."""
 
     agent_id: str = Field(examples=["coder"])
     state: StateOut

@@ -53,7 +53,7 @@ def anthropic_router(inference: InferencePort, principal: Callable[[], Principal
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest, http: Request) -> TokenCount:
-        """Count the tokens of the prompt that the same request would make."""
+        """Count the prompt tokens that the same request would have."""
         request = body.to_domain(http.headers)
         return {"input_tokens": await inference.count_tokens(request, principal())}
 

@@ -62,22 +62,22 @@ def health_router(models: ModelRegistry, condition: Callable[[], Condition]) -> 
 
     @router.get("/health")
     async def health() -> JSONResponse:
-        """Everything at a glance; 200 if requests are answered."""
+        """The state of the server; 200 if requests are answered."""
         return answer(_ANSWERING, is_work_wanted=True)
 
     @router.get("/health/live")
     async def live() -> JSONResponse:
-        """200 unless a restart is the only help: the device hangs, or its thread has ended."""
+        """200 unless only a restart can help: the device hangs, or its thread has ended."""
         return answer(set(ModelState) - _HOPELESS, is_work_wanted=False)
 
     @router.get("/health/ready")
     async def ready() -> JSONResponse:
-        """200 if new requests are answered, though they may have to wait for a swap."""
+        """200 if new requests are answered; during a swap they wait first."""
         return answer(_ANSWERING, is_work_wanted=True)
 
     @router.get("/health/startup")
     async def startup() -> JSONResponse:
-        """200 once the model was loaded."""
+        """200 once the model has been loaded."""
         return answer(_ANSWERING | {ModelState.HUNG}, is_work_wanted=False)
 
     return router

@@ -58,7 +58,7 @@ class OutputDetails(TypedDict):
 
 
 class CompletionDetails(OutputDetails):
-    """Of the reply's tokens, those that were guessed before they were computed."""
+    """Of the reply's tokens, those that were drafted (speculative decoding)."""
 
     accepted_prediction_tokens: Count
     rejected_prediction_tokens: Count

@@ -202,7 +202,7 @@ def _add_replies(
 
     @router.post("/completions", response_model=None, responses=reply_or_stream(Completion))
     async def completions(body: CompletionRequest, http: Request, hint: Hint) -> Response:
-        """Go on from a prompt as it stands, whole or as a stream."""
+        """Continue a raw prompt, whole or as a stream."""
         try:
             prompts = body.to_domain(hint)
             requests = [r for prompt in prompts for r in repeat(prompt, body.num_replies)]
@@ -225,7 +225,7 @@ def _add_models(router: APIRouter, models: ModelRegistry) -> None:
     async def list_models(
         anthropic_version: Annotated[str | None, Header()] = None,
     ) -> ModelList | AnthropicModelPage:
-        """The models that requests may name, in the shape of the caller's vendor."""
+        """The models that requests may name, in the format of the caller's vendor."""
         found = await asyncio.to_thread(models.models)
         if anthropic_version:
             return models_page(found)

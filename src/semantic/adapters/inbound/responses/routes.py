@@ -298,7 +298,7 @@ def responses_router(
     async def retrieve(
         response_id: str, stream: bool = False, starting_after: _Place = None
     ) -> Response:
-        """A stored response, or one on its way; or its events, if it streams in the background."""
+        """A stored or running response; or its events, if it streams in the background."""
         if stream:
             return await responses.events(response_id, after=starting_after)
         return await responses.show(response_id)
