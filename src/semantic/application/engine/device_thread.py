@@ -16,22 +16,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeAlias, assert_never
 
+from semantic.application.engine.embedding import EmbeddingJob
 from semantic.application.engine.engine import BlockPoolBatchEngine
-from semantic.application.engine.model import (
-    AnyJob,
-    Cancel,
-    CloseIdle,
-    Command,
-    Exchange,
-    LoadedModel,
-    Loader,
-    Reconfigure,
-    Resize,
-    Stop,
-    Submit,
-    Wake,
-)
-from semantic.application.engine.request import EventBatch, EventSink
+from semantic.application.engine.model import Call, Command, Exchange, LoadedModel, Loader, Stop
+from semantic.application.engine.request import EventBatch, EventSink, Job
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.errors import (
     BackendError,
@@ -168,7 +156,7 @@ class DeviceThread:
             with self._lock:
                 self._num_expected -= 1
 
-    def submit(self, job: AnyJob, model: LoadedModel | None = None) -> None:
+    def submit(self, job: Job | EmbeddingJob, model: LoadedModel | None = None) -> None:
         """Queue a job; its events, the last of them final, go to the sink.
 
         Args:
@@ -191,31 +179,27 @@ class DeviceThread:
                 raise OverloadedError(reason, retry_after_s=2)
             self._live.add(job.id)
             # Within the lock: who is answered from here on is cancelled after this, not before.
-            self._commands.put(Submit(job))
+            self._ask(lambda engine: engine.submit(job))
 
     def cancel(self, job_id: str) -> None:
         """End a request early; unknown ones are ignored."""
-        self._commands.put(Cancel(job_id))
+        self._ask(lambda engine: engine.cancel(job_id))
 
     def close_idle(self, agent: str) -> Future[None]:
         """Close an agent's idle working copies; the future tells when they are closed."""
-        done: Future[None] = Future()
-        self._commands.put(CloseIdle(agent, done))
-        return done
+        return self._ask(lambda engine: engine.close_idle(agent))
 
     def reconfigure(self, limits: EngineLimits) -> None:
         """Use other limits from the next step on."""
         self.limits = limits
-        self._commands.put(Reconfigure(limits))
+        self._ask(lambda engine: engine.reconfigure(limits))
 
     def resize(self, nbytes: int) -> Future[None]:
         """Give the KV cache another budget of memory; idle copies and blocks make way.
 
         The future fails with `PoolExhaustedError` if running requests need more.
         """
-        done: Future[None] = Future()
-        self._commands.put(Resize(nbytes, done))
-        return done
+        return self._ask(lambda engine: self._resize(engine, nbytes))
 
     def exchange(self, load: Loader | None, *, drain_s: float) -> Future[int]:
         """Drop the model and load another, or none; submits are refused from now on.
@@ -255,6 +239,15 @@ class DeviceThread:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _ask(self, work: Callable[[BlockPoolBatchEngine], None]) -> Future[None]:
+        call = Call(work)
+        self._commands.put(call)
+        return call.done
+
+    def _wake(self) -> None:
+        """See whether something that the engine waits for has come."""
+        self._ask(lambda _: None)
+
     # -- the device's thread --------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -274,9 +267,7 @@ class DeviceThread:
         try:
             model = exchange.load(lambda step: self._set_state(ModelState.LOADING, step))
             try:
-                engine = self._make_engine(
-                    model, self.limits, self._hand_out, lambda: self._commands.put(Wake())
-                )
+                engine = self._make_engine(model, self.limits, self._hand_out, self._wake)
             except BaseException:
                 model.backend.shutdown()
                 raise
@@ -338,7 +329,7 @@ class DeviceThread:
             match self._taken.popleft() if self._taken else self._commands.get():
                 case Exchange() as exchange:
                     return exchange
-                case CloseIdle(_, done) | Resize(_, done):
+                case Call(_, done):
                     done.set_result(None)
                 case Stop():
                     return None  # others are about somebody who has been answered
@@ -350,7 +341,7 @@ class DeviceThread:
             while True:
                 late.append(self._commands.get_nowait())
         for command in late:
-            if isinstance(command, Exchange | CloseIdle | Resize) and not command.done.done():
+            if not isinstance(command, Stop) and not command.done.done():
                 command.done.set_exception(DrainingError("the server is shutting down."))
 
     def _turn(self, engine: BlockPoolBatchEngine) -> bool:
@@ -367,7 +358,7 @@ class DeviceThread:
                 affected = set(self._live)  # and not those who are sent while these are answered
             engine.abandon(failure)
             for name in self._fail_live(failure, affected):
-                self._commands.put(Cancel(name))  # a request that was answered must not run later
+                self.cancel(name)  # a request that was answered must not run later
         finally:
             with self._lock:
                 self._busy_since = None
@@ -401,37 +392,25 @@ class DeviceThread:
 
     def _carry_out(self, engine: BlockPoolBatchEngine, command: Command) -> bool:
         match command:
-            case Submit(job):
-                engine.submit(job)
-            case Cancel(job_id):
-                engine.cancel(job_id)
-            case CloseIdle(agent, done):
-                engine.close_idle(agent)
-                done.set_result(None)
-            case Reconfigure(limits):
-                engine.reconfigure(limits)
-            case Resize(nbytes, done):
-                self._resize(engine, nbytes, done)
+            case Call(work, done):
+                try:
+                    work(engine)
+                    done.set_result(None)
+                except PoolExhaustedError as error:
+                    done.set_exception(error)
             case Exchange(_, drain_s):
                 self._exchange = command
                 self._drain_until = time.monotonic() + drain_s
-            case Wake():
-                pass
             case Stop():
                 return False
             case _:
                 assert_never(command)
         return True
 
-    def _resize(self, engine: BlockPoolBatchEngine, nbytes: int, done: Future[None]) -> None:
-        try:
-            engine.resize(nbytes)
-        except PoolExhaustedError as error:
-            done.set_exception(error)
-            return
+    def _resize(self, engine: BlockPoolBatchEngine, nbytes: int) -> None:
+        engine.resize(nbytes)
         with self._lock:
             self.longest_sequence = engine.longest_sequence
-        done.set_result(None)
 
     def _await_company(self) -> None:
         """Let requests that are sent together start together, unless that takes too long."""
@@ -494,4 +473,4 @@ class DeviceThread:
         if waiting:
             _log.error("%s; %d requests are failed", problem, len(waiting))
         for name in waiting:
-            self._commands.put(Cancel(name))
+            self.cancel(name)

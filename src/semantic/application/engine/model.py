@@ -6,9 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from semantic.application.engine.embedding import EmbeddingJob
-from semantic.application.engine.request import Job
-from semantic.application.engine.scheduler import EngineLimits
+from semantic.application.engine.engine import BlockPoolBatchEngine
 from semantic.domain.agents import Principal
 from semantic.domain.blocks import BlockName, BlockNamespace
 from semantic.domain.reply_format import ReplyFormat
@@ -54,46 +52,16 @@ class LoadedModel:
         return BlockNamespace(*self.naming, principal.salt).root()
 
 
-AnyJob: TypeAlias = Job | EmbeddingJob
 # Loads a model on the device's thread; is given what tells people its steps.
 Loader: TypeAlias = Callable[[Callable[[str], None]], LoadedModel]
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
-    """Compute a job."""
+class Call:
+    """Something that is asked of the engine between two steps; without one it counts as done."""
 
-    job: AnyJob
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """End a job early."""
-
-    job_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reconfigure:
-    """Use other limits from the next step on."""
-
-    limits: EngineLimits
-
-
-@dataclass(frozen=True, slots=True)
-class CloseIdle:
-    """Close an agent's idle working copies."""
-
-    agent: str
-    done: Future[None]
-
-
-@dataclass(frozen=True, slots=True)
-class Resize:
-    """Use another budget of memory for the KV cache."""
-
-    nbytes: int
-    done: Future[None]
+    work: Callable[[BlockPoolBatchEngine], None]
+    done: Future[None] = field(default_factory=Future)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +78,8 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Wake:
-    """Look whether something that the engine waits for has come."""
-
-
-@dataclass(frozen=True, slots=True)
 class Stop:
     """End the thread."""
 
 
-Command: TypeAlias = Submit | Cancel | CloseIdle | Reconfigure | Resize | Exchange | Wake | Stop
+Command: TypeAlias = Call | Exchange | Stop
