@@ -76,13 +76,6 @@ class IdTokenizer(FakeTokenizer):
         return f"{token} ".encode()
 
 
-class EagerDisk(DiskTier):
-    """Always reads: whether that pays is measured, and these models compute in no time."""
-
-    def is_read_in(self, nbytes: int, seconds: float) -> bool:  # noqa: ARG002
-        return True
-
-
 class MemoryBench(EngineRig[ModelBackendPort]):
     """One start of a server, without the server."""
 
@@ -93,7 +86,7 @@ class MemoryBench(EngineRig[ModelBackendPort]):
         self.files = GatedFiles(directory)
         self.ledger = SqliteLedger(directory)
         state = self.ledger.load()
-        self.disk = EagerDisk(self.files, self.ledger, DiskLimits(2**30, 2**26))
+        self.disk = DiskTier(self.files, self.ledger, DiskLimits(2**30, 2**26))
         budget = backend.bytes_for(self._limits.budget_tokens) + self._limits.extra_bytes
         store = AgentCacheStore(BlockPool(backend.spec, budget), self.disk)
         store.restore_index(state.parts)

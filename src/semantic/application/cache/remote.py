@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from semantic.application.cache.writer import ReadCost
+from semantic.application.cache.writer import ReadCost, read_by
 from semantic.domain.blocks import BlockName, BlockPart
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError, DrainingError
 from semantic.ports.backend import KVPayload
@@ -68,12 +68,7 @@ class RemoteTier:
 
     def read(self, part: BlockPart) -> Future[KVPayload]:
         """Download a part; the future may fail with `CacheCorruptionError`, or `DrainingError`."""
-        try:
-            return self._downloads.submit(self._read, part)
-        except RuntimeError:  # closed
-            late: Future[KVPayload] = Future()
-            late.set_exception(DrainingError("the server is shutting down."))
-            return late
+        return read_by(self._downloads, self._read, part)
 
     def follow(self, root: BlockName, tokens: bytes) -> list[BlockPart]:
         """Find what others uploaded of a prompt; nothing if the database does not answer."""

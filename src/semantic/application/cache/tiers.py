@@ -125,14 +125,11 @@ class BlockTiers:
         self, plan: RestorePlan, root: BlockName, spec: ModelCacheSpec, seconds_per_token: float
     ) -> RestorePlan:
         """Leave out of a plan what is slower to read than to compute; the slower tier first."""
-        if self.remote is not None:
-            is_read_in = self.remote.cost.is_read_in
-            far = WantedPart.far_part
-            plan = worth_reading(plan, root, spec, far, is_read_in, seconds_per_token)
-        if self.disk is None:
-            return plan
-        near = WantedPart.near_part
-        return worth_reading(plan, root, spec, near, self.disk.is_read_in, seconds_per_token)
+        for tier, part in ((self.remote, WantedPart.far_part), (self.disk, WantedPart.near_part)):
+            if tier is not None:
+                is_read_in = tier.cost.is_read_in
+                plan = worth_reading(plan, root, spec, part, is_read_in, seconds_per_token)
+        return plan
 
     # -- writing --------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeAlias, assert_never
+from functools import partial
 
 from semantic.application.cache.row_writer import RowWriter
 from semantic.domain.agents import Pointer
@@ -74,26 +74,6 @@ class WriteJob:
     on_lost: Callable[[BlockPart], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Delete:
-    parts: tuple[BlockPart, ...]
-    is_bad: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    changes: tuple[LedgerChange, ...]
-    done: Future[None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
-
-
-_Item: TypeAlias = WriteJob | _Delete | _Change | _Stop
-
-
 class ReadCost:
     """How long reading takes, judged by what was read so far. Thread-safe."""
 
@@ -148,6 +128,18 @@ class ReadCost:
         return is_fast
 
 
+def read_by(
+    readers: ThreadPoolExecutor, read: Callable[[BlockPart], KVPayload], part: BlockPart
+) -> Future[KVPayload]:
+    """Let one of the readers read a part; fails with `DrainingError` once they are closed."""
+    try:
+        return readers.submit(read, part)
+    except RuntimeError:  # closed
+        late: Future[KVPayload] = Future()
+        late.set_exception(DrainingError("the server is shutting down."))
+        return late
+
+
 class DiskTier:
     """Files and ledger of one directory. All methods are safe on any thread and return at once.
 
@@ -167,12 +159,10 @@ class DiskTier:
         self._telemetry: TelemetryPort = telemetry or NoTelemetry()
         self.limits = limits
         self._is_synced = is_synced
-        self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0
-        self._cost = ReadCost()
-        self.seconds_to_read = self._cost.seconds_to_read
-        self.is_read_in = self._cost.is_read_in
+        self.cost = ReadCost()
         self._problems: dict[str, str] = {}  # of files, and of the ledger
         self._told_at: dict[str, float] = {}
         self._is_drained = threading.Event()
@@ -217,12 +207,12 @@ class DiskTier:
             if is_taken:
                 self._queued_bytes += nbytes
         if is_taken:
-            self._items.put(job)
+            self._work.put(partial(self._write, job))
         return is_taken
 
     def delete(self, parts: Sequence[BlockPart], *, is_bad: bool = False) -> None:
         """Remove files that no one refers to any more; bad ones go to quarantine."""
-        self._items.put(_Delete(tuple(parts), is_bad))
+        self._work.put(partial(self._remove, tuple(parts), is_bad=is_bad))
 
     def change(self, *changes: LedgerChange) -> Future[None]:
         """Write to the ledger after everything handed in before; the future tells when.
@@ -232,19 +222,14 @@ class DiskTier:
         done: Future[None] = Future()
         with self._lock:
             if not self._is_closed:
-                self._items.put(_Change(changes, done))
+                self._work.put(partial(self._rows.add, changes, done))
                 return done
         done.set_exception(CachePersistenceError("the directory was closed."))
         return done
 
     def read(self, part: BlockPart) -> Future[KVPayload]:
         """Read a part; the future may fail with `CacheCorruptionError`, or `DrainingError`."""
-        try:
-            return self._readers.submit(self._read, part)
-        except RuntimeError:  # closed
-            late: Future[KVPayload] = Future()
-            late.set_exception(DrainingError("the server is shutting down."))
-            return late
+        return read_by(self._readers, self._read, part)
 
     def room_for(self, part: BlockPart) -> int:
         """Memory that reading a part takes, at most."""
@@ -279,7 +264,7 @@ class DiskTier:
             self._deadline = min(self._deadline, time.monotonic() + timeout_s / 2)
         # Cancelling them would run what waits for them inside the executor's lock.
         self._readers.shutdown(wait=False)
-        self._items.put(_Stop())
+        self._work.put(self._stop)
         self._writer.join(timeout_s)
         return self._is_drained.is_set()
 
@@ -294,7 +279,7 @@ class DiskTier:
         if self._is_closed:
             raise DrainingError("the server is shutting down.")
         started = time.perf_counter()
-        with self._cost.measured(part.nbytes):
+        with self.cost.measured(part.nbytes):
             payload = self._files.read(part)
         self._telemetry.observe(Measure.RESTORE, time.perf_counter() - started)
         return payload
@@ -302,7 +287,7 @@ class DiskTier:
     # -- the writer -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not (self._is_stopping and self._items.empty()):
+        while not (self._is_stopping and self._work.empty()):
             try:
                 self._round()
             except Exception:  # noqa: BLE001 - whatever happens, the writer goes on
@@ -311,31 +296,20 @@ class DiskTier:
         if not self._rows.has_unwritten:
             self._is_drained.set()
 
+    def _stop(self) -> None:
+        self._is_stopping = True
+
     def _round(self) -> None:
-        """Take what is there, files first, then write the rows that speak of them."""
+        """Do what is there, files first, then write the rows that speak of them."""
         self._batch_bytes = 0
         try:
-            self._take(self._items.get(timeout=_RETRY_S if self._rows.has_unwritten else None))
+            self._work.get(timeout=_RETRY_S if self._rows.has_unwritten else None)()
             for _ in range(_MAX_BATCH):
                 if self._batch_bytes < _MAX_BATCH_BYTES:
-                    self._take(self._items.get_nowait())
+                    self._work.get_nowait()()
         except queue.Empty:
             pass
         self._rows.apply()
-
-    def _take(self, item: _Item) -> None:
-        """Do what is asked of the files, and note what the ledger must know."""
-        match item:
-            case WriteJob():
-                self._write(item)
-            case _Delete(parts, is_bad):
-                self._remove(parts, is_bad=is_bad)
-            case _Change(changes, done):
-                self._rows.add(changes, done)
-            case _Stop():
-                self._is_stopping = True
-            case _:
-                assert_never(item)
 
     def _write(self, job: WriteJob) -> None:
         """Write one file, making room for it."""

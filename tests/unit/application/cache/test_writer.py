@@ -389,17 +389,17 @@ def test_a_ledger_that_outgrows_the_budget_keeps_turns_and_files(tmp_path: Path)
 
 
 def test_small_files_do_not_make_large_ones_look_slow(rig: MemoryRig) -> None:
-    assert rig.disk.seconds_to_read(10**9) == 0
+    assert rig.disk.cost.seconds_to_read(10**9) == 0
     rig.seal(list(range(8)))
     rig.flush()
     rig.store.drop_payloads(WantedPart(n, LayerKind.FULL) for n in rig.store.nodes())
     rig.recall(list(range(9)))
-    before = rig.disk.seconds_to_read(10**6)
+    before = rig.disk.cost.seconds_to_read(10**6)
     assert before > 0
-    assert rig.disk.is_read_in(10**6, before)
-    assert rig.disk.seconds_to_read(10**6) == before
-    assert not rig.disk.is_read_in(10**6, before / 2)
-    assert rig.disk.seconds_to_read(10**6) < before
+    assert rig.disk.cost.is_read_in(10**6, before)
+    assert rig.disk.cost.seconds_to_read(10**6) == before
+    assert not rig.disk.cost.is_read_in(10**6, before / 2)
+    assert rig.disk.cost.seconds_to_read(10**6) < before
 
 
 def test_readings_that_pay_for_a_connection_say_nothing() -> None:
