@@ -95,7 +95,7 @@ def test_an_agent_is_made_and_talked_to(page: Page, http: httpx.Client) -> None:
     assert [text.split() for text in shown] == [text.split() for text in told]
     page.await_text(f"{turns[0]['reuse']['hot']:,} hot", ".exchange:last-of-type .cost")
     page.click(".exchange:last-of-type button", "Why")
-    page.await_text("went on from the turn before", ".why")
+    page.await_text("continues the previous turn", ".why")
 
 
 def test_why_shows_the_text_on_both_sides(
@@ -272,4 +272,4 @@ def test_the_last_hour_is_drawn(page: Page, running: RunningServer, http: httpx.
     page.press("3")
     page.await_text("Time to first token", ".chart")
     page.await_true("document.querySelectorAll('.chart canvas').length === 5")
-    page.await_text("Nobody is waiting", ".panel")
+    page.await_text("No requests are waiting", ".panel")

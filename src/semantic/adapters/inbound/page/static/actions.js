@@ -66,7 +66,7 @@ export const evict = (id, to) =>
     const { state } = await send("POST", at(id, "/evict"), { to });
     refreshAgent(id);
     refreshCache();
-    const where = { hot: "in memory, for others share it", warm: "on disk", cold: "computed again when it is needed" };
+    const where = { hot: "in memory, since others share it", warm: "on disk", cold: "computed again when it is needed" };
     say(`The state of ${id} is now ${where[state.tier]}.`, { undo: to === "disk" ? () => prefetch(id) : undefined });
   });
 
@@ -133,9 +133,9 @@ function ForkDialog({ id, turnId, onMade }) {
   };
   const [count, setCount] = useState(1);
   return html`<${Dialog} title=${`Fork ${id}`} action="Fork" onDone=${done} onClose=${close}>
-    <p class="note">${turnId ? "From this turn on" : "From where it is"} the fork goes its own way. Nothing is copied and nothing is computed.</p>
+    <p class="note">${turnId ? "From this turn on" : "From the latest turn on"} the fork is separate. Nothing is copied and nothing is computed.</p>
     <${Field} label="Name"><input name="name" required=${count < 2} disabled=${count > 1} pattern=${NAME} value=${freeName(id)} /><//>
-    <${Field} label="How many" hint="more than one get names of their own">
+    <${Field} label="How many" hint="several get random names">
       <input name="count" type="number" min="1" max="256" value=${count} onInput=${(event) => setCount(Number(event.target.value))} />
     <//>
   <//>`;
@@ -160,9 +160,9 @@ function ImportDialog({ onMade }) {
     if (agent) onMade?.(agent.id);
   };
   return html`<${Dialog} title="Import an agent" action="Import" onDone=${done} onClose=${close}>
-    <${Field} label="File" hint="as Export writes it"><input name="file" type="file" accept=".tar,application/x-tar" required /><//>
+    <${Field} label="File" hint="as written by Export"><input name="file" type="file" accept=".tar,application/x-tar" required /><//>
     <${Field} label="Name" hint="the one in the file if empty"><input name="id" pattern=${NAME} /><//>
-    <label class="check"><input type="checkbox" name="messages" /> what was said alone, without the KV cache</label>
+    <label class="check"><input type="checkbox" name="messages" /> messages only, without the KV cache</label>
   <//>`;
 }
 
@@ -172,7 +172,7 @@ function RemoveDialog({ id }) {
     remove(id);
   };
   return html`<${Dialog} title=${`Delete ${id}?`} action="Delete" onDone=${done} onClose=${close}>
-    <p class="note">Its forks keep the past they share. You have a few seconds to take it back.</p>
+    <p class="note">Its forks keep the past they share. You have a few seconds to undo this.</p>
   <//>`;
 }
 

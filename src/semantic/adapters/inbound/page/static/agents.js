@@ -63,7 +63,7 @@ export function Agents({ id, go }) {
       <div class="row heads" aria-hidden="true"><span>turns</span><span>name</span><span>state</span><span class="wide">tokens</span><span class="wide">memory</span><span class="wide">disk</span><span>used</span></div>
       ${rows.length
         ? html`<${Rows} rows=${rows} height=${HEIGHT} draw=${draw} focus=${focus} label="Agents" />`
-        : html`<div class="empty"><p>${known.agents.size ? "No agent matches." : "No agents yet. Make one, or point a client at this server."}</p></div>`}
+        : html`<div class="empty"><p>${known.agents.size ? "No agent matches." : "No agents yet. Create one, or point a client at this server."}</p></div>`}
     </div>
     ${id && html`<${Agent} key=${id} id=${id} go=${go} />`}
   </section>`;
@@ -115,9 +115,9 @@ function Agent({ id, go }) {
     <div class="deeds">
       <${Button} onClick=${() => act.askFork(id, null, (made) => go("agents", made))} title="Fork (f)">Fork<//>
       <${Button} onClick=${() => act.pin(id, !settings.pin)} title="Pin (p)">${settings.pin ? "Unpin" : "Pin"}<//>
-      <${Button} onClick=${() => act.prefetch(id)} title="Read its state into memory (l)">Prefetch<//>
-      <${Button} onClick=${() => act.evict(id, "disk")} title="Drop its state from memory (e)">Evict<//>
-      <${Button} onClick=${() => act.evict(id, "cold")} title="Drop its state from memory and disk">Make cold<//>
+      <${Button} onClick=${() => act.prefetch(id)} title="Read its KV cache into memory (l)">Prefetch<//>
+      <${Button} onClick=${() => act.evict(id, "disk")} title="Drop its KV cache from memory (e)">Evict<//>
+      <${Button} onClick=${() => act.evict(id, "cold")} title="Drop its KV cache from memory and disk">Make cold<//>
       <${Button} onClick=${() => act.exportFile(id)} title="Export (x)">Export<//>
       <${Button} kind="danger" onClick=${() => act.askRemove(id)} title="Delete (Del)">Delete<//>
     </div>
@@ -143,7 +143,7 @@ function Where({ agent }) {
   const parts = [["pool", state.memory_tokens], ["disk", disk], ["cold", cold]];
   return html`<div class="where">
     <div><${Tier} tier=${state.tier} /> <b>${number(tokens)}</b> tokens in <b>${agent.turns}</b> ${agent.turns === 1 ? "turn" : "turns"}</div>
-    <${Bar} parts=${parts} whole=${tokens} isThick label="where its state is" />
+    <${Bar} parts=${parts} whole=${tokens} isThick label="where its KV cache is" />
     <div class="key">
       <span><i class="dot pool" />${number(state.memory_tokens)} in memory, ${bytes(state.memory_bytes)}</span>
       <span><i class="dot disk" />${number(state.disk_tokens)} on disk, ${bytes(state.disk_bytes)}</span>

@@ -24,7 +24,7 @@ export function Chat({ id, go }) {
       </header>
       <${Rows} rows=${agents} height=${34} draw=${draw} label="Agents" />
     </nav>
-    ${id ? html`<${Conversation} key=${id} id=${id} go=${go} />` : html`<div class="empty"><p>Choose an agent, or make one.</p></div>`}
+    ${id ? html`<${Conversation} key=${id} id=${id} go=${go} />` : html`<div class="empty"><p>Choose an agent, or create one.</p></div>`}
   </section>`;
 }
 
@@ -112,7 +112,7 @@ async function stream(id, body, signal, reply, show) {
     else if (event.type === "error") throw new Error(event.error.message);
     else if (event.type === "finished") show({ finished: event, endAt: now });
   }
-  if (!reply.finished) throw new Error("The server went away in the middle of the reply.");
+  if (!reply.finished) throw new Error("The connection to the server was lost in the middle of the reply.");
 }
 
 const said = (role, text) => ({ role, content: [{ type: "text", text }] });
@@ -145,8 +145,8 @@ function Turn({ id, turn, isHead, go }) {
       <span class="go">
         <${Button} kind="quiet" aria-expanded=${isOpen} onClick=${() => setOpen(!isOpen)}>Why<//>
         <${Copy} text=${replies.map(textOf).join("\n")} />
-        ${!isHead && html`<${Button} kind="quiet" title="Forget what came after this reply" onClick=${() => act.rewind(id, turn.id)}>Rewind here<//>`}
-        <${Button} kind="quiet" title="Go another way from this reply" onClick=${() => act.askFork(id, turn.id, (made) => go("chat", made))}>Fork here<//>
+        ${!isHead && html`<${Button} kind="quiet" title="Drop what came after this reply" onClick=${() => act.rewind(id, turn.id)}>Rewind here<//>`}
+        <${Button} kind="quiet" title="Continue in another way from this reply" onClick=${() => act.askFork(id, turn.id, (made) => go("chat", made))}>Fork here<//>
       </span>
     </footer>
     ${isOpen && html`<${Why} id=${id} turnId=${turn.id} />`}
@@ -177,7 +177,7 @@ function Why({ id, turnId }) {
           <pre class="old"><b>was</b>${left.expected || "(the end)"}</pre>
           <pre class="new"><b>is</b>${left.actual || "(the end)"}</pre>
         </div>`
-      : html`<p class="note">Its prompt went on from the turn before, to the last token.</p>`}
+      : html`<p class="note">Its prompt continues the previous turn, to the last token.</p>`}
   </div>`;
 }
 

@@ -89,7 +89,7 @@ function Rail({ view, id, onHelp }) {
       <a href="#/memory" class="mini" title=${`Disk ${bytes(cache.disk.used)} of ${bytes(cache.disk.budget)}`}><span>Disk</span><${Bar} parts=${[["disk", cache.disk.used + cache.disk.other]]} whole=${cache.disk.budget} label="Disk" /></a>`}
       <div class="small">
         <${Button} kind="quiet" icon="sun" title="Light or dark" onClick=${turnTheme} />
-        <${Button} kind="quiet" title="Keys of the keyboard (?)" onClick=${onHelp}>?<//>
+        <${Button} kind="quiet" title="Keyboard shortcuts (?)" onClick=${onHelp}>?<//>
         ${hasKey() && html`<${Button} kind="quiet" title="Forget the key" onClick=${dropKey}>Sign out<//>`}
       </div>
     </div>
@@ -117,8 +117,8 @@ function Toasts() {
 
 function KeyDialog() {
   const done = ({ key }) => giveKey(key.trim());
-  return html`<${Dialog} title="This server asks for a key" action="Use it" onDone=${done} onClose=${() => tell("link")}>
-    <p class="note">One that <code>semantic keys add</code> made. It is kept until this tab is closed. An admin's also shows memory, figures and models.</p>
+  return html`<${Dialog} title="This server needs a key" action="Use it" onDone=${done} onClose=${() => tell("link")}>
+    <p class="note">Use one from <code>semantic keys add</code>. It is kept until this tab is closed. An admin's key also shows memory, figures and models.</p>
     ${known.keyFault && html`<p class="fault">${known.keyFault}</p>`}
     <${Field} label="Key"><input name="key" type="password" autocomplete="off" required /><//>
   <//>`;
@@ -136,7 +136,7 @@ const KEYS = [
 ];
 
 const Help = ({ onClose }) =>
-  html`<${Dialog} title="Keys of the keyboard" action="Close" onDone=${onClose} onClose=${onClose}>
+  html`<${Dialog} title="Keyboard shortcuts" action="Close" onDone=${onClose} onClose=${onClose}>
     <dl class="keys">${KEYS.map(([key, text]) => html`<dt><kbd>${key}</kbd></dt><dd>${text}</dd>`)}</dl>
   <//>`;
 

@@ -6,7 +6,7 @@ import { chainOf, countSoon, map, ownersOf, rearrange, refreshBlocks } from "./b
 
 const FLASH_MS = 1600;
 const LEVELS = 4; // how strong: nobody's, one agent's, a few agents', many agents'
-const KINDS = { dirty: "in memory alone", both: "in memory and on disk", disk: "on disk" };
+const KINDS = { dirty: "only in memory (dirty)", both: "in memory and on disk", disk: "on disk" };
 
 const kindOf = (block) => (!block.memory ? "disk" : block.disk ? "both" : "dirty");
 const levelOf = (share) => (share < 2 ? share : share < 4 ? 2 : 3);
@@ -260,7 +260,7 @@ export function Memory() {
       <span class="flashes">${["made", "written", "read", "shared", "evicted"].map((what) => html`<i class=${`dot flash-${what}`} />${what} `)}</span>
     </div>
     <${BlockMap} agent=${agent} />
-    ${!map.byName.size && html`<p class="note over">${map.isLoading ? "Reading blocks…" : "No blocks yet: they appear as agents speak."}</p>`}
+    ${!map.byName.size && html`<p class="note over">${map.isLoading ? "Reading blocks…" : "No blocks yet: they appear when agents talk."}</p>`}
   </section>`;
 }
 

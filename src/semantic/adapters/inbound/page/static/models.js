@@ -49,7 +49,7 @@ export function Models() {
       <label class="field"><span>Serve another</span>
         <input value=${wanted} onInput=${(event) => setWanted(event.target.value)} placeholder="a path, or a Hugging Face id such as Qwen/Qwen2.5-0.5B-Instruct" /></label>
       <button class="main" disabled=${!wanted.trim() || isBusy}>Serve</button>
-      <small>What is not on this machine is fetched first. If it cannot be loaded, the model before it is served again.</small>
+      <small>A model that is not on this machine is downloaded first. If it cannot be loaded, the previous one is served again.</small>
     </form>`}
   </section>`;
 }
@@ -109,7 +109,7 @@ export function Connect() {
     </dl>
     ${shown.map((client) => html`<article class="client" key=${client.name}>
       <h2>${client.name}</h2>
-      ${client.launch && html`<${Snippet} note="For one run, its own configuration left as it is:" text=${`semantic launch ${client.launch} --server ${values.url}`} />`}
+      ${client.launch && html`<${Snippet} note="For one run, without changing its configuration:" text=${`semantic launch ${client.launch} --server ${values.url}`} />`}
       ${client.steps.map((step) => html`<${Snippet} note=${step.note} text=${fill(step.text)} />`)}
     </article>`)}
   </section>`;

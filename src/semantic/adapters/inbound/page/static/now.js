@@ -70,7 +70,7 @@ const reused = (tier) => `semantic_tokens_reused_total{tier="${tier}"}`;
 
 const CHARTS = [
   {
-    title: "Tokens a second",
+    title: "Tokens per second",
     lines: [
       ["replies", "--accent", () => rate("semantic_tokens_generated_total")],
       ["prompts computed", "--computed", () => rate("semantic_tokens_prefilled_total")],
@@ -86,7 +86,7 @@ const CHARTS = [
     show: seconds,
   },
   {
-    title: "Between two tokens",
+    title: "Time between tokens",
     lines: [
       ["p50", "--disk", () => quantile(ITL, 0.5)],
       ["p95", "--hot", () => quantile(ITL, 0.95)],
@@ -94,7 +94,7 @@ const CHARTS = [
     show: seconds,
   },
   {
-    title: "Prompt tokens a second, by source",
+    title: "Prompt tokens per second, by source",
     isStacked: true,
     lines: [
       ["hot", "--hot", () => rate(reused("hot"))],
@@ -231,8 +231,8 @@ export function Now({ go }) {
     ${fault && html`<p class="fault">${fault}</p>`}
     <div class="columns">
       <div class="panel">
-        <h2>Replies under way</h2>
-        ${running.length ? running.map((reply) => html`<${Running} key=${reply.turn_id} reply=${reply} go=${go} />`) : html`<p class="note">Nobody is waiting.</p>`}
+        <h2>Running replies</h2>
+        ${running.length ? running.map((reply) => html`<${Running} key=${reply.turn_id} reply=${reply} go=${go} />`) : html`<p class="note">No requests are waiting or running.</p>`}
       </div>
       <div class="panel">
         <h2>What happened</h2>

@@ -80,7 +80,7 @@ const SOURCE_TEXT = {
   pool: "from blocks in memory",
   disk: "read from disk",
   computed: "computed",
-  drafted: "of the reply, drafted and right",
+  drafted: "of the reply, drafted and accepted",
 };
 
 /** Where the tokens of a prompt came from, and how many of the reply's were drafted. */
