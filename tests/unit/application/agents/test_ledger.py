@@ -293,19 +293,6 @@ def test_who_looks_up_an_agent_never_waits_for_the_disk(
 # -- agents -------------------------------------------------------------------------------------
 
 
-def test_a_fork_has_the_same_past_and_its_own_future(agents: AgentLedger) -> None:
-    first = commit(agents, [1, 2], [3])
-    commit(agents, [1, 2, 3, 4], [5])
-    (fork,) = agents.fork("local", "a", ["bob"], first.id)
-    assert agents.tokens(fork) == [1, 2, 3]
-    agents.commit("local", "bob", exchange_of([1, 2, 3, 9], [9]))
-    assert agents.tokens(the_agent(agents)) == [1, 2, 3, 4, 5]
-    with pytest.raises(ConflictError):
-        agents.fork("local", "a", ["bob"])
-    with pytest.raises(AgentNotFoundError):
-        agents.fork("local", "a", ["cid"], "turn_unknown")
-
-
 def test_who_was_not_used_for_long_is_forgotten_unless_pinned(
     agents: AgentLedger, clock: Clock
 ) -> None:

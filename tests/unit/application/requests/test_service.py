@@ -25,14 +25,12 @@ from semantic.domain.agents import Agent, Principal, Quota
 from semantic.domain.chat import (
     AgentHint,
     ChatRequest,
-    ImagePart,
     JsonObject,
     Message,
     RawPrompt,
     RegexFormat,
     Role,
     Thinking,
-    ThinkingPart,
     ToolSpec,
     ToolUsePart,
 )
@@ -211,16 +209,6 @@ async def test_a_seed_decides_and_its_absence_does_not(service: InferenceService
         ({"model": "other"}, ModelNotFoundError, None),
         ({"messages": (Message.of(Role.USER, "x" * 140_000),)}, ContextLengthError, "messages"),
         ({"output_format": RegexFormat("(")}, InvalidRequestError, "response_format"),
-        (
-            {"messages": (Message(Role.USER, (ImagePart("image/png", "x"),)),)},
-            InvalidRequestError,
-            "messages[0].content[0]",
-        ),
-        (
-            {"messages": (Message(Role.USER, (ToolUsePart("id", "f", {}),)),)},
-            InvalidRequestError,
-            "messages[0].content[0]",
-        ),
         ({"tools": (ToolSpec("f", "", nested(400)),)}, InvalidRequestError, None),
         (
             {"messages": (Message(Role.ASSISTANT, (ToolUsePart("id", "f", nested(400)),)),)},
@@ -262,19 +250,6 @@ async def test_a_request_has_a_deadline(
     assert isinstance(final.error, GenerationTimeoutError)
 
 
-async def test_tools_are_part_of_the_prompt_and_old_thinking_is_not(
-    service: InferenceService,
-) -> None:
-    spoken = (*REQUEST.messages, Message.of(Role.ASSISTANT, "yes"), *REQUEST.messages)
-    thought = Message(Role.ASSISTANT, (ThinkingPart("hmm"), *spoken[1].parts))
-    plain = replace(REQUEST, messages=spoken)
-    thinking = replace(REQUEST, messages=(spoken[0], thought, spoken[2]))
-    with_tool = replace(plain, tools=(ToolSpec("f", "", {}),))
-    requests = (plain, thinking, with_tool)
-    counts = [finished(await ask(service, r)).usage.prompt_tokens for r in requests]
-    assert counts[0] == counts[1] < counts[2]
-
-
 @pytest.mark.parametrize("is_stopping", [True, False])
 async def test_a_refused_submission_leaves_no_reply_behind(
     service: InferenceService, device: tuple[DeviceThread, ReplyHub], is_stopping: bool
@@ -310,32 +285,6 @@ async def test_a_raw_prompt_is_taken_as_it_stands(
     assert turn.messages == ()
 
 
-@pytest.mark.parametrize("content", ["", (), (258,), (-1,), "\ud800"])
-async def test_a_raw_prompt_is_checked_early(
-    service: InferenceService, content: str | tuple[int, ...]
-) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        await service.start(ChatRequest("fake", (), raw_prompt=RawPrompt(content)), ME)
-    assert caught.value.param == "prompt"
-
-
-async def test_turns_of_a_named_agent_are_logged(
-    service: InferenceService, agents: AgentLedger
-) -> None:
-    greedy = SamplingParams(temperature=0)
-    request = replace(REQUEST, agent=AgentHint(agent_id="coder"), sampling=greedy)
-    text = text_of(await ask(service, request))
-    said = (*REQUEST.messages, Message.of(Role.ASSISTANT, text))
-    again = replace(request, messages=(*said, Message.of(Role.USER, "go on")))
-    await ask(service, again)
-    second, first = agents.turns(agents.get("local", "coder"))
-    assert first.messages == said
-    assert second.parent == first.id
-    assert second.messages[0] == Message.of(Role.USER, "go on")
-    assert second.reuse.reused >= first.num_tokens - 1
-    assert first.pointer is not None
-
-
 @pytest.mark.parametrize(
     "error,is_on_disk,said",
     [
@@ -365,16 +314,6 @@ async def test_a_reply_tells_whether_its_turn_is_safe(
     )
     final = finished(await ask(service))
     assert final.is_durable is said
-
-
-async def test_who_names_no_agent_is_known_by_what_it_says(
-    service: InferenceService, agents: AgentLedger
-) -> None:
-    said = replied(REQUEST, await ask(service))
-    await ask(service, replace(REQUEST, messages=said))
-    (agent,) = agents.agents("local")
-    assert agent.is_anonymous
-    assert agent.num_turns == 2
 
 
 # -- whose turn it is, and what a request that is refused leaves behind -------------------------

@@ -22,7 +22,6 @@ from semantic.domain.errors import (
     AgentNotFoundError,
     ContextLengthError,
     GenerationTimeoutError,
-    ModelNotFoundError,
     OverloadedError,
     StateQuotaError,
 )
@@ -220,25 +219,7 @@ async def test_a_message_beyond_the_quota_is_refused_all_the_same(rig: Rig) -> N
     assert len(rig.turns()) == 1
 
 
-async def test_without_leave_to_drop_a_full_quota_refuses(rig: Rig) -> None:
-    chat = rig.start(100)
-    await say(chat, "x" * 60)
-
-    with pytest.raises(StateQuotaError):
-        await say(chat, "y" * 60)
-
-
 # -- the queue --------------------------------------------------------------------------------
-
-
-async def test_turns_wait_for_those_before_and_see_them(rig: Rig) -> None:
-    chat = rig.start()
-
-    replies = await asyncio.gather(*(say(chat, f"q{i}") for i in range(5)))
-
-    texts = [text for turn in reversed(rig.turns()) for text in said(turn)]
-    assert texts == [text for i in range(5) for text in (f"q{i}", replies[i][0])]
-    assert rig.lanes.num_turns("local", "a") == 0
 
 
 async def test_a_reply_that_nobody_reads_does_not_hold_up_the_next(rig: Rig) -> None:
@@ -248,22 +229,6 @@ async def test_a_reply_that_nobody_reads_does_not_hold_up_the_next(rig: Rig) -> 
     await say(chat, "read")
 
     assert [said(turn)[0] for turn in rig.turns()] == ["read", "unread"]
-
-
-async def test_whoever_gives_up_leaves_the_queue(rig: Rig) -> None:
-    chat = rig.start()
-    running = await chat.generate(ME, "a", ask("long", 200))
-    waiting = asyncio.create_task(say(chat, "never"))
-    await asyncio.sleep(0)
-    assert rig.lanes.num_turns("local", "a") == 2
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    await read(running)
-
-    await say(chat, "next")
-
-    assert [said(turn)[0] for turn in rig.turns()] == ["next", "long"]
 
 
 async def test_a_queue_that_is_full_refuses(rig: Rig) -> None:
@@ -312,21 +277,3 @@ async def test_whoever_waits_for_an_agent_that_goes_is_told(rig: Rig) -> None:
     for result in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(result, AgentNotFoundError)
     assert rig.turns() == []
-
-
-async def test_a_turn_is_not_logged_for_an_agent_that_went_elsewhere(rig: Rig) -> None:
-    chat = rig.start()
-    await say(chat, "one")
-    running = await chat.generate(ME, "a", ask("two"))
-    rig.agents.rewind("local", "a", None)
-
-    await read(running)
-
-    assert rig.turns() == []
-
-
-async def test_an_agents_own_model_is_asked(rig: Rig) -> None:
-    rig.make(model="other")
-
-    with pytest.raises(ModelNotFoundError, match="other"):
-        await rig.chat().generate(ME, "a", ask("hello"))
