@@ -140,6 +140,10 @@ class Reuse:
         """Tokens that were not computed."""
         return self.hot + self.pool + self.disk
 
+    def __add__(self, other: "Reuse") -> "Reuse":
+        hot, pool, disk = self.hot + other.hot, self.pool + other.pool, self.disk + other.disk
+        return Reuse(hot, pool, disk, self.computed + other.computed)
+
 
 @dataclass(frozen=True, slots=True)
 class Divergence:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from semantic.domain.agents import Agent
 from semantic.domain.errors import CachePersistenceError, GenerationTimeoutError
@@ -25,31 +25,12 @@ _POLL_S = 0.05
 _MAX_SEEN = 4096
 
 
-class AgentTable(Protocol):
-    """Who exists. Thread-safe."""
-
-    def find(self, tenant: str, agent_id: str) -> Agent | None:
-        """Find an agent."""
-
-    def of_tenant(self, tenant: str) -> list[Agent]:
-        """All agents of a tenant."""
-
-    def known(self) -> list[Agent]:
-        """The agents whose KV cache this process may have, of all tenants."""
-
-    def put(self, agent: Agent, before: Agent | None, epoch: int | None) -> LedgerChange:
-        """Note an agent, and say what is to be written; `before` and `epoch` as `AdvanceHead`'s."""
-
-    def drop(self, agent: Agent) -> None:
-        """Note that an agent is gone."""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other processes have these agents too."""
-
-
 class OwnAgents:
-    """All agents there are, in memory: nobody else has them."""
+    """All agents there are, in memory: nobody else has them. Thread-safe.
+
+    Attributes:
+        is_shared: Whether other processes have these agents too.
+    """
 
     is_shared = False
 
@@ -74,7 +55,7 @@ class OwnAgents:
             return list(self._agents.values())
 
     def put(self, agent: Agent, before: Agent | None, epoch: int | None) -> LedgerChange:  # noqa: ARG002
-        """Note an agent; what it was is in memory alone, so it is written as it is."""
+        """Note an agent, and say what is to be written: it as it is, for nobody else moves it."""
         with self._lock:
             self._agents[agent.tenant, agent.id] = agent
         return PutAgent(agent)
@@ -86,7 +67,7 @@ class OwnAgents:
 
 
 class SharedAgents:
-    """Agents that are read from the ledger whenever they are asked for."""
+    """Agents that are read from the ledger whenever they are asked for. Thread-safe."""
 
     is_shared = True
 
@@ -109,12 +90,12 @@ class SharedAgents:
         return list(self._ledger.agents(tenant))
 
     def known(self) -> list[Agent]:
-        """The agents that were here of late."""
+        """The agents that were here of late, whose KV cache this process may have."""
         with self._lock:
             return list(self._seen.values())
 
     def put(self, agent: Agent, before: Agent | None, epoch: int | None) -> LedgerChange:
-        """Write an agent over what it was, and over nothing else."""
+        """Note an agent, and say what is to be written: it over what it was, and nothing else."""
         self._note(agent)
         return AdvanceHead(agent, before, epoch)
 
@@ -133,6 +114,9 @@ class SharedAgents:
             self._seen.move_to_end((agent.tenant, agent.id))
             if len(self._seen) > _MAX_SEEN:
                 self._seen.popitem(last=False)
+
+
+AgentTable: TypeAlias = OwnAgents | SharedAgents  # who exists
 
 
 @dataclass(frozen=True, slots=True)

@@ -321,13 +321,7 @@ class TurnWatch:
             return
         counts.replies += 1
         counts.hits += bool(more.reused)
-        counts.reuse = replace(
-            counts.reuse,
-            hot=counts.reuse.hot + more.hot,
-            pool=counts.reuse.pool + more.pool,
-            disk=counts.reuse.disk + more.disk,
-            computed=counts.reuse.computed + more.computed,
-        )
+        counts.reuse += more
 
 
 def _running(turn: TurnStarted, trace: RequestTrace) -> RunningTurn:

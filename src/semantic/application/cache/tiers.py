@@ -164,10 +164,7 @@ class BlockTiers:
     def _end_writing(self, part: BlockPart, file: BlockPart | None) -> None:
         """Note that a part is on disk, or that it could not be written. On the writer's thread."""
         with self.lock:
-            node = self.index.get(part.name)
-            assert node is not None  # noqa: S101 - what is being written is held
-            self._writing.remove(part.key)
-            self.pool.let_go(part.key)
+            node = self._written(part)
             if file is None:
                 self.counts.unwritten += 1
                 self._dirty[part.key] = WantedPart(node, part.kind)
@@ -191,12 +188,16 @@ class BlockTiers:
     def _lose_payload(self, part: BlockPart) -> None:
         """Forget a part whose bytes never came from the device. On the writer's thread."""
         with self.lock:
-            node = self.index.get(part.name)
-            assert node is not None  # noqa: S101 - what is being written is held
-            self._writing.remove(part.key)
-            self.pool.let_go(part.key)
             self.counts.corrupt += 1
-            self.drop_payloads([WantedPart(node, part.kind)])
+            self.drop_payloads([WantedPart(self._written(part), part.kind)])
+
+    def _written(self, part: BlockPart) -> BlockNode:
+        """Let go of a part that was handed to the writer; returns its node."""
+        node = self.index.get(part.name)
+        assert node is not None  # noqa: S101 - what is being written is held
+        self._writing.remove(part.key)
+        self.pool.let_go(part.key)
+        return node
 
     def is_on_disk(self, pointer: Pointer) -> bool:
         """Whether all that leads to a place is on disk, and none of it is still to be written."""

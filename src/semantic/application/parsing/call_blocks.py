@@ -7,7 +7,7 @@ import ast
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 from semantic.domain.chat import JsonObject, JsonValue, ToolSpec
@@ -241,25 +241,20 @@ class _Reader:
 
     def object(self, depth: int) -> JsonObject:
         values: JsonObject = {}
-        self._pass("{")
-        while self._peek() != "}":
+        for _ in self._items("{", "}"):
             key = self._key()
             self._pass(":")
             values[key] = self._value(depth)
-            if self._peek() != "}":
-                self._pass(",")
-        self._pass("}")
         return values
 
-    def _list(self, depth: int) -> list[JsonValue]:
-        values: list[JsonValue] = []
-        self._pass("[")
-        while self._peek() != "]":
-            values.append(self._value(depth))
-            if self._peek() != "]":
+    def _items(self, start: str, end: str) -> Iterator[None]:
+        """Stop before each item between brackets, which the caller reads."""
+        self._pass(start)
+        while self._peek() != end:
+            yield
+            if self._peek() != end:
                 self._pass(",")
-        self._pass("]")
-        return values
+        self._pass(end)
 
     def _value(self, depth: int) -> JsonValue:
         if depth > _MAX_DEPTH:
@@ -269,7 +264,9 @@ class _Reader:
             return self._quoted()
         if char == "{":
             return self.object(depth + 1)
-        return self._list(depth + 1) if char == "[" else self._word()
+        if char == "[":
+            return [self._value(depth + 1) for _ in self._items("[", "]")]
+        return self._word()
 
     def _quoted(self) -> str:
         start = self.at + len(self._quote)

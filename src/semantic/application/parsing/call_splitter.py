@@ -15,7 +15,7 @@ from semantic.application.parsing.call_syntax import (
     StreamedCall,
 )
 from semantic.application.parsing.json_arguments import JsonArguments
-from semantic.application.parsing.splitter import Splitter
+from semantic.application.parsing.splitter import PendingText, Splitter
 from semantic.domain.chat import ToolSpec
 from semantic.domain.events import Event, TextDelta, ToolCallDelta, ToolCallEnded, ToolCallStarted
 from semantic.domain.reply_format import CALL_MARKERS, ToolFormat
@@ -41,6 +41,16 @@ class CallNumbers:
     def end(self) -> ToolCallEnded:
         """End the call begun last."""
         return ToolCallEnded(self.num_calls - 1)
+
+    def read(
+        self, arguments: JsonArguments, pending: PendingText, size: int, *, is_final: bool
+    ) -> list[Event]:
+        """Read on in the arguments of the call begun last, which end it where they end or break."""
+        used, given = arguments.feed(pending.text[:size], is_final=is_final)
+        pending.drop(used)
+        if arguments.is_broken or (is_final and not arguments.is_done):
+            given += arguments.close()
+        return [*self.delta(given), *([self.end()] if arguments.is_done else [])]
 
     def whole(self, name: str, arguments: str) -> list[Event]:
         """A call that is complete."""
@@ -189,17 +199,11 @@ class CallSplitter(Splitter):
     # -- calls that are streamed ----------------------------------------------------------------
 
     def _read_arguments(self, is_final: bool) -> list[Event]:
-        arguments = self._arguments
-        size, given = arguments.feed(self._pending.text, is_final=is_final)
-        self._pending.drop(size)
-        if arguments.is_done:
-            self._state = _State.TAIL
-        elif arguments.is_broken or is_final:
-            given += arguments.close()
-            self._state = _State.TEXT
-        else:
-            return self._numbers.delta(given)
-        return [*self._numbers.delta(given), self._numbers.end()]
+        size = len(self._pending.text)
+        events = self._numbers.read(self._arguments, self._pending, size, is_final=is_final)
+        if self._arguments.is_done:
+            self._state = _State.TEXT if self._arguments.is_broken else _State.TAIL
+        return events
 
     def _tail(self, is_final: bool) -> list[Event]:
         """Pass over what ends a call, once it is known what follows."""

@@ -125,19 +125,12 @@ class HarmonySplitter(Splitter):
         return [self._numbers.start(self._name)]
 
     def _more_arguments(self, size: int, *, is_final: bool) -> list[Event]:
-        arguments = self._arguments
-        was_done = arguments.is_done
-        if was_done:
+        if self._arguments.is_done:
             self._pending.drop(size)  # whitespace, or what no client could use
             return []
-        used, given = arguments.feed(self._pending.text[:size], is_final=is_final)
-        self._pending.drop(used)
-        events = self._numbers.delta(given)
-        if arguments.is_broken or (is_final and not arguments.is_done):
-            events += [*self._numbers.delta(arguments.close()), self._numbers.end()]
+        events = self._numbers.read(self._arguments, self._pending, size, is_final=is_final)
+        if self._arguments.is_broken:
             self._body = _Body.TEXT
-        elif arguments.is_done:
-            events.append(self._numbers.end())
         return events
 
     def _end_body(self) -> list[Event]:
