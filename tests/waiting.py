@@ -4,13 +4,15 @@ import time
 from collections.abc import Callable
 
 
-def eventually(condition: Callable[[], object], timeout_s: float = 60.0) -> bool:
+def eventually(
+    condition: Callable[[], object], timeout_s: float = 60.0, *, every_s: float = 0.01
+) -> bool:
     """Whether a condition comes to hold in time."""
     until = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= until:
             return False
-        time.sleep(0.01)
+        time.sleep(every_s)
     return True
 
 

@@ -10,12 +10,14 @@ import random
 import socket
 import struct
 import threading
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import httpx
 
-from tests.attack.site import MODEL, SETTINGS, Attack, Server, ServerAttack, client, wait_until
+from tests.attack.site import MODEL, SETTINGS, Attack, Server, ServerAttack, client
 from tests.chaos.talk import ask
+from tests.waiting import eventually
 
 DESCRIPTORS = 256  # that the server may have open; more sockets than that are opened
 MAX_LOG_LINES = 2000  # that one round may cost
@@ -33,7 +35,7 @@ class Connections(ServerAttack):
 
     kind: ClassVar[str] = "connections"
     # A turn shares the engine with every stream that is not read.
-    settings: ClassVar[str] = SETTINGS.replace("request_timeout_s = 30", "request_timeout_s = 120")
+    settings: ClassVar[Mapping[str, Any]] = {**SETTINGS, "request_timeout_s": 120}
 
     def open(self) -> None:
         self.server = Server(self.work, settings=self.settings, max_files=DESCRIPTORS).start()
@@ -51,7 +53,7 @@ class Connections(ServerAttack):
         if turn.trouble:
             self.find(f"{name}: a running turn {turn.trouble}")
         # What a limit refused a moment ago is welcome again.
-        if not wait_until(self._is_answered):
+        if not eventually(self._is_answered, every_s=0.05):
             self.restart(f"{name}: nobody is answered afterwards")
             return
         if (num_lines := len(self.server.new_log_lines())) > MAX_LOG_LINES:
@@ -71,7 +73,7 @@ class Connections(ServerAttack):
             except httpx.HTTPError:
                 return False
 
-        if not wait_until(is_healthy, 20):
+        if not eventually(is_healthy, 20, every_s=0.05):
             self.find(f"{name}: /health does not answer")
 
     def _is_answered(self) -> bool:

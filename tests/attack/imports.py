@@ -15,10 +15,10 @@ from tests.attack.site import (
     MODEL,
     PATIENCE_S,
     ServerAttack,
-    wait_until,
 )
 from tests.attack.tampering import CHANGES, Export, spoil_bytes, untouched
 from tests.chaos.talk import Message, ask
+from tests.waiting import eventually
 
 _HEADERS = {"content-type": "application/x-tar"}
 _BACKUP_EVERY = 10  # rounds between two looks at upkeep
@@ -140,7 +140,7 @@ class TamperedImports(ServerAttack):
         before = backup.stat().st_mtime_ns if backup.exists() else 0
         ask(self.server.http, MODEL, self._conversation(random.Random(0)), 2, "new")  # noqa: S311
         self.num_requests += 1
-        if not wait_until(
+        if not eventually(
             lambda: backup.exists() and backup.stat().st_mtime_ns > before, PATIENCE_S / 2
         ):
             self.find("the ledger is no longer backed up")

@@ -17,9 +17,9 @@ from tests.attack.site import (
     MODEL,
     ServerAttack,
     client,
-    wait_until,
 )
 from tests.chaos.talk import Message
+from tests.waiting import eventually
 
 NUM_CLIENTS = 6
 OPERATIONS = 8  # of each client in a round
@@ -43,7 +43,7 @@ class Races(ServerAttack):
             for trouble in racer.troubles:
                 self.find(trouble)
         replies = {turn: text for racer in racers for turn, text in racer.replies.items()}
-        if not wait_until(self._is_idle):
+        if not eventually(self._is_idle):
             self.find("something still runs after everybody has left")
         for agent in self._agents():
             self._check_agent(agent, replies)

@@ -4,16 +4,15 @@ Promised: an answer or a 400 in good time; bounded memory, of the server and of 
 are served meanwhile.
 """
 
+import contextlib
 import json
-import os
 import random
-import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx
+import psutil
 
 from tests.attack.hostile_schemas import MAKERS, Schema
 from tests.attack.site import MAX_TOKENS, MODEL, ServerAttack, client
@@ -22,7 +21,6 @@ from tests.chaos.talk import ask
 DEADLINE_S = 60.0  # for the answer to a hostile request, several at once on a slow machine
 MAX_GROWTH = 2**30 * 3 // 2  # bytes that all processes together may grow by
 _LOOK_EVERY_S = 0.1
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class HostileSchemas(ServerAttack):
@@ -187,38 +185,24 @@ class _Watch:
         while not self._is_stopping.wait(_LOOK_EVERY_S) and not self.is_over:
             self.most = max(self.most, resident_bytes(self._pid))
         if self.is_over:
-            for pid in family(self._pid):
-                _kill(pid)
+            for process in family(self._pid):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
-def family(pid: int) -> list[int]:
-    """A process and all it started; nothing where there is no /proc."""
-    parents: dict[int, int] = {}
-    for place in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = place.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has just ended
-        parents[int(place.parent.name)] = int(fields[1])
-    found = [pid] if pid in parents else []
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all it started."""
+    try:
+        first = psutil.Process(pid)
+        return [first, *first.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def resident_bytes(pid: int) -> int:
     """The memory of a process and all it started."""
     total = 0
-    for one in family(pid):
-        try:
-            total += int(Path(f"/proc/{one}/statm").read_text().split()[1]) * _PAGE
-        except (OSError, IndexError):
-            continue
+    for process in family(pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += process.memory_info().rss
     return total
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return

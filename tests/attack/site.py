@@ -6,12 +6,11 @@ the campaign's own directory.
 
 import contextlib
 import random
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import httpx
 
@@ -24,8 +23,8 @@ MAX_TOKENS = 12
 PATIENCE_S = 60.0  # nothing that is asked of a healthy server takes so long, on any machine
 DOCUMENTED_FAILURES = frozenset({503, 504, 529})
 # Expiry and backups come round often enough for an attack to meet them; nothing runs for long.
-SETTINGS = f"default_max_tokens = {MAX_TOKENS}\nupkeep_interval_s = 1\nrequest_timeout_s = 30\n"
-PATIENT_SETTINGS = f"default_max_tokens = {MAX_TOKENS}\n"
+PATIENT_SETTINGS: dict[str, Any] = {"default_max_tokens": MAX_TOKENS}
+SETTINGS = {**PATIENT_SETTINGS, "upkeep_interval_s": 1, "request_timeout_s": 30}
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,17 @@ class Server:
     """A server that can be started again over the same directory."""
 
     def __init__(
-        self, work: Path, *options: str, settings: str = SETTINGS, max_files: int | None = None
+        self,
+        work: Path,
+        *options: str,
+        settings: Mapping[str, Any] = SETTINGS,
+        max_files: int | None = None,
     ) -> None:
         work.mkdir(parents=True, exist_ok=True)
         self.work = work
         self.home = work / "home"
-        config = work / "attack.toml"
-        config.write_text(settings)
-        self._options = ("--backend", "fake", "--config", str(config), *options)
+        self._options = ("--backend", "fake", *options)
+        self._settings = settings
         self._max_files = max_files
         self._running = contextlib.ExitStack()
         self._num_starts = 0
@@ -76,11 +78,10 @@ class Server:
         self._num_read = 0
         log = self.work / f"server-{self._num_starts}.log"
         self.process = self._running.enter_context(
-            serve(self.home, log, *self._options, max_files=self._max_files)
+            serve(self.home, log, *self._options, max_files=self._max_files, **self._settings)
             if self._max_files
-            else serve_forked(self.home, log, *self._options)
+            else serve_forked(self.home, log, *self._options, **self._settings)
         )
-        self.process.await_ready()
         self.http = self._running.enter_context(client(self.process.url))
         return self
 
@@ -174,7 +175,7 @@ class ServerAttack(Attack):
     """An attack on one server that must survive all rounds."""
 
     options: ClassVar[tuple[str, ...]] = ()
-    settings: ClassVar[str] = SETTINGS
+    settings: ClassVar[Mapping[str, Any]] = SETTINGS
 
     def open(self) -> None:
         self.server = Server(self.work, *self.options, settings=self.settings).start()
@@ -226,13 +227,3 @@ class ServerAttack(Attack):
             if "Traceback" in line or '"level": "error"' in line:
                 self.find(f"the log tells of a defect: {line[:120]} ... {line[-300:]}")
                 return
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
-    """Wait for something that should come soon; whether it came."""
-    until = time.monotonic() + timeout_s
-    while time.monotonic() < until:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.domain.chat import Message as SaidMessage
 from semantic.entrypoints.cli.app import main
@@ -81,7 +79,7 @@ class Trial:
         """Let everyone have one more turn on a server that is stopped in order, and check."""
         with self._serve() as server:
             server.await_ready()
-            with httpx.Client(base_url=server.url, timeout=PATIENCE_S, trust_env=False) as http:
+            with server.client(timeout=PATIENCE_S) as http:
                 for agent in self.agents:
                     agent.take_turn(http)
             assert server.stop() == 0
@@ -92,13 +90,14 @@ class Trial:
         """Compare every reply with that of a server that keeps nothing; returns how many."""
         options = [*self.options, "--durability", "none"]
         received = [done for agent in self.agents for done in agent.received]
-        with serve_forked(self.home, self.work / "reference.log", *options) as server:
-            server.await_ready()
-            with httpx.Client(base_url=server.url, timeout=PATIENCE_S, trust_env=False) as http:
-                for done in received:
-                    agent = self.agents[0]
-                    right = ask(http, agent.model, done.messages, agent.max_tokens)
-                    assert done.reply == right, done
+        with (
+            serve_forked(self.home, self.work / "reference.log", *options) as server,
+            server.client(timeout=PATIENCE_S) as http,
+        ):
+            for done in received:
+                agent = self.agents[0]
+                right = ask(http, agent.model, done.messages, agent.max_tokens)
+                assert done.reply == right, done
         return len(received)
 
     def check_directory(self, *, is_all_written: bool = False) -> None:
@@ -133,7 +132,7 @@ class Trial:
 
     def _serve(self) -> contextlib.AbstractContextManager[ServerProcess]:
         options = [*self.options, "--durability", self.durability, "--cache-dir", str(self.cache)]
-        return serve_forked(self.home, self.work / "server.log", *options)
+        return serve_forked(self.home, self.work / "server.log", *options, is_ready=False)
 
 
 def _link_blocks(source: str, target: str) -> None:

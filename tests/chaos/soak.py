@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 
 import httpx
+import psutil
 
 from tests.attack.site import MAX_TOKENS, MODEL, PATIENT_SETTINGS, Server, Truth, client
 from tests.chaos.talk import PATIENCE_S, Message, ask
@@ -30,21 +31,11 @@ NUM_AGENTS = 8
 NUM_SETTLING = 5 * NUM_AGENTS  # replies before figures count
 DISK_BUDGET_MB = 256  # of which the ledger takes a part
 # What nobody reaches any more goes after a minute instead of a week, so that the figures settle.
-SETTINGS = f"{PATIENT_SETTINGS}upkeep_interval_s = 1\norphan_ttl_h = {1 / 60}\n"
+SETTINGS = {**PATIENT_SETTINGS, "upkeep_interval_s": 1, "orphan_ttl_h": 1 / 60}
 OPTIONS = ("--disk-budget-mb", str(DISK_BUDGET_MB), "--memory-budget-mb", "2")
 WORDS = [
-    "rivers",
-    "hills",
-    "salt",
-    "wool",
-    "paper",
-    "clocks",
-    "books",
-    "rails",
-    "gates",
-    "citizens",
-    "trade",
-    "coast",
+    *("rivers", "hills", "salt", "wool", "paper", "clocks"),
+    *("books", "rails", "gates", "citizens", "trade", "coast"),
 ]
 # What a figure may be over its own of the first half: allocators and caches fill up.
 ALLOWED = {"memory_mb": (1.10, 20.0), "descriptors": (1.0, 8.0), "threads": (1.0, 4.0)}
@@ -175,16 +166,14 @@ class Talker(threading.Thread):
 
 def sample(server: Server) -> dict[str, float]:
     """What a server takes now."""
-    process = Path(f"/proc/{server.pid}")
-    pages = int((process / "statm").read_text().split()[1])
-    disk = 0
+    process, disk = psutil.Process(server.pid), 0
     for path in server.cache.rglob("*"):
         with contextlib.suppress(OSError):  # it may go meanwhile
             disk += path.stat().st_size if path.is_file() else 0
     return {
-        "memory_mb": pages * 4096 / 2**20,
-        "descriptors": len(list((process / "fd").iterdir())),
-        "threads": len(list((process / "task").iterdir())),
+        "memory_mb": process.memory_info().rss / 2**20,
+        "descriptors": process.num_fds(),
+        "threads": process.num_threads(),
         "disk_mb": disk / 2**20,
     }
 

@@ -40,8 +40,6 @@ def clients() -> Path:
 def server(starter_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that is ready."""
     place = tmp_path_factory.mktemp("server")
-    config = place / "patient.toml"
-    config.write_text("hang_timeout_s = 600\n")  # a busy machine may take long for a long prompt
-    with serve(starter_home, place / "log", "--config", str(config)) as running:
-        running.await_ready()
+    # A busy machine may take long for a long prompt.
+    with serve(starter_home, place / "log", hang_timeout_s=600) as running:
         yield running

@@ -156,7 +156,7 @@ def num_computed(http: httpx.Client) -> float:
 def test_a_session_that_is_killed_in_mid_prefill_is_given_up_at_once(
     claude: ClaudeCode, server: ServerProcess
 ) -> None:
-    with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:
+    with server.client() as http:
         before, computed = server.output.count('"/v1/messages"'), num_computed(http)
         long = " ".join(f"word{index}" for index in range(1000))
         body = {"model": STARTER_MODEL, "messages": [{"role": "user", "content": long}]}

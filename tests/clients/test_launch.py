@@ -43,7 +43,6 @@ WITH_FAKE = {"qwen", "opencode"}
 def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     place = tmp_path_factory.mktemp("fake")
     with serve(place / "home", place / "log", "--backend", "fake") as running:
-        running.await_ready()
         yield running
 
 

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
+import psutil
 import pytest
 
 from tests.waiting import eventually
@@ -82,9 +82,10 @@ class Node:
 
     def kill(self) -> None:
         """End all of its processes at once."""
-        for pid in [self.process.pid, *_descendants(self.process.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.kill()
         self.process.wait()
 
     def start_again(self) -> None:
@@ -110,20 +111,6 @@ def environment(home: Path | None = None) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-
-
-def _descendants(pid: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            words = path.read_text().rpartition(")")[2].split()
-            children.setdefault(int(words[1]), []).append(int(path.parent.name))
-    found, waiting = [], [pid]
-    while waiting:
-        below = children.get(waiting.pop(), [])
-        found += below
-        waiting += below
-    return found
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

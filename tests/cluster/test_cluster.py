@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
@@ -132,15 +131,16 @@ def test_streams_end_before_the_cluster_stops(fleet: Fleet, tmp_path: Path) -> N
     assert talk.tokens_seen > seen
     assert fleet.driver.wait(60) == 0
     # A plain server finds what was said, and uploaded at the end.
-    with serve(tmp_path, tmp_path / "log", "--config", str(fleet.config)) as server:
-        server.await_ready()
-        with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:
-            for one in talk.talkers:
-                body = {"messages": [{"role": "user", "content": "and?"}], "max_tokens": 4}
-                reply = http.post(f"/v1/agents/{one.name}/generate", json=body).json()
-                assert reply["reuse"]["disk"] > reply["reuse"]["computed"]
-                turns = http.get(f"/v1/agents/{one.name}/turns").json()["data"]
-                assert turns[1]["id"] == one.turns[-1].turn
+    with (
+        serve(tmp_path, tmp_path / "log", "--config", str(fleet.config)) as server,
+        server.client() as http,
+    ):
+        for one in talk.talkers:
+            body = {"messages": [{"role": "user", "content": "and?"}], "max_tokens": 4}
+            reply = http.post(f"/v1/agents/{one.name}/generate", json=body).json()
+            assert reply["reuse"]["disk"] > reply["reuse"]["computed"]
+            turns = http.get(f"/v1/agents/{one.name}/turns").json()["data"]
+            assert turns[1]["id"] == one.turns[-1].turn
 
 
 def test_the_head_is_killed_and_comes_back(fleet: Fleet) -> None:

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -42,19 +43,19 @@ def pair(tmp_path: Path, database_url: str) -> Iterator[Pair]:
     haproxy = shutil.which("haproxy")
     if haproxy is None:
         pytest.skip("there is no haproxy: apt-get install haproxy")
-    settings = tmp_path / "config.toml"
-    objects = (tmp_path / "objects").as_uri()
-    settings.write_text(
-        f'store = "shared"\ndatabase_url = "{database_url}"\nobjects_url = "{objects}"\n'
-        'backend = "fake"\nlease_s = 1.0\n'
-    )
+    settings: dict[str, Any] = {
+        "store": "shared",
+        "database_url": database_url,
+        "objects_url": (tmp_path / "objects").as_uri(),
+        "backend": "fake",
+        "lease_s": 1.0,
+    }
     text = CONFIG.read_text().replace("bind :8000", f"bind 127.0.0.1:{PORT}")
     with contextlib.ExitStack() as stack:
         servers = []
         for number, name in enumerate(("one", "two"), 1):
-            options = ("--config", str(settings))
-            server = stack.enter_context(serve(tmp_path / name, tmp_path / f"{name}.log", *options))
-            server.await_ready()
+            started = serve(tmp_path / name, tmp_path / f"{name}.log", **settings)
+            server = stack.enter_context(started)
             address = server.url.removeprefix("http://")
             # Each is called by its process, as replicas of Ray call themselves.
             text = text.replace(

@@ -54,12 +54,10 @@ def test_agents_side_by_side_equal_agents_alone(tiny_starter_dir: Path, tmp_path
     # Only float32 promises the same tokens in every batch. Neither server finds the other's state.
     options = ("--model", str(tiny_starter_dir), "--dtype", "float32", "--durability", "none")
     with serve(tmp_path, tmp_path / "together", *options) as server:
-        server.await_ready()
         with ThreadPoolExecutor(len(QUESTIONS)) as pool:
             together = list(pool.map(lambda asked: talk(server.url, asked), QUESTIONS.values()))
         assert server.stop() == 0
     with serve(tmp_path, tmp_path / "alone", *options) as server:
-        server.await_ready()
         for asked, conversation in zip(QUESTIONS.values(), together, strict=True):
             alone = talk(server.url, asked)
             assert [turn.text for turn in conversation] == [turn.text for turn in alone]

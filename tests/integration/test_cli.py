@@ -25,7 +25,6 @@ Run = Callable[..., str]
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     place = tmp_path_factory.mktemp("server")
     with serve(place / "home", place / "log", "--backend", "fake") as server:
-        server.await_ready()
         yield server.url
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -35,11 +36,8 @@ def examples(page: str) -> list[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     place = tmp_path_factory.mktemp("server")
-    config = place / "settings.toml"
-    config.write_text('model_aliases = ["smollm2-135m-instruct"]\ndefault_max_tokens = 16\n')
-    arguments = ("--backend", "fake", "--config", str(config))
-    with serve(place / "home", place / "log", *arguments) as server:
-        server.await_ready()
+    settings: Any = {"model_aliases": ["smollm2-135m-instruct"], "default_max_tokens": 16}
+    with serve(place / "home", place / "log", "--backend", "fake", **settings) as server:
         yield server.url
 
 

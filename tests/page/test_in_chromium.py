@@ -189,8 +189,7 @@ def test_the_map_lives(running: RunningServer, http: httpx.Client, browser: Brow
 
 def test_a_server_that_dies_comes_back(tmp_path: Path, browser: Browser) -> None:
     with serve(tmp_path / "home", tmp_path / "log", "--backend", "fake") as first:
-        first.await_ready()
-        with httpx.Client(base_url=first.url, trust_env=False, timeout=60) as http:
+        with first.client() as http:
             make(http, id="survivor", system=LONG)
             say(http, "survivor", "one")
         page = browser.open(f"{first.url}/#/chat/survivor")
@@ -201,8 +200,7 @@ def test_a_server_that_dies_comes_back(tmp_path: Path, browser: Browser) -> None
     page.await_text("Try again", ".live button")
 
     port = first.url.rsplit(":", 1)[1]
-    with serve(tmp_path / "home", tmp_path / "log2", "--backend", "fake", "--port", port) as second:
-        second.await_ready()
+    with serve(tmp_path / "home", tmp_path / "log2", "--backend", "fake", "--port", port):
         page.await_true("!document.querySelector('.down')")
         page.click(".live button", "Try again")
         page.await_true("document.querySelectorAll('.exchange:not(.live)').length === 2")

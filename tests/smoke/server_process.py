@@ -1,18 +1,20 @@
 """A real server process: what a user starts, asks and stops."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import httpx
+
+from tests.waiting import eventually
 
 
 class StartFailedError(AssertionError):
@@ -49,38 +51,35 @@ class ServerProcess:
     def output(self) -> str:
         return self.log.read_text()
 
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, trust_env=False, **{"timeout": 60, **options})
+
     def await_listening(self) -> None:
-        """Read the address off the banner."""
-        for _ in range(2400):
-            for line in self.output.splitlines():
-                if "listening" in line:
-                    self.url = line.split()[1]
-                    return
-            if self.process.poll() is not None:
-                raise StartFailedError(self.process.returncode, self.output)
-            time.sleep(0.05)
-        raise AssertionError(f"it never listened: {self.output}")
+        """Read the address off the banner.
 
-    def await_ready(self) -> None:
-        with httpx.Client(trust_env=False, timeout=60) as http:
-            self.await_ready_by(http)
+        Raises:
+            StartFailedError: it ended before, or never listened.
+        """
+        banner, ended = "listening", self.process.poll
+        eventually(lambda: banner in self.output or ended() is not None, 120, every_s=0.05)
+        lines = [line for line in self.output.splitlines() if banner in line]
+        if not lines:
+            raise StartFailedError(ended() or 0, self.output)
+        self.url = lines[0].split()[1]
 
-    def await_ready_by(self, http: httpx.Client) -> None:
-        """Ask with a client that may know a certificate."""
-        for _ in range(1200):
-            if http.get(f"{self.url}/health/ready").status_code == 200:
-                return
-            assert self.process.poll() is None, self.output
-            time.sleep(0.1)
-        raise AssertionError(f"it never got ready: {self.output}")
+    def await_ready(self, **options: Any) -> None:
+        """Wait until it serves a model; `options` are those of the client that asks."""
+        with self.client(**options) as http:
+
+            def is_ready() -> bool:
+                assert self.process.poll() is None, self.output
+                return http.get("/health/ready").status_code == 200
+
+            assert eventually(is_ready, 120, every_s=0.1), f"it never got ready: {self.output}"
 
     def await_line(self, words: str) -> None:
         """Wait until it has said something."""
-        for _ in range(600):
-            if words in self.output:
-                return
-            time.sleep(0.05)
-        raise AssertionError(f"it never said {words!r}: {self.output}")
+        assert eventually(lambda: words in self.output, 30), f"not {words!r}: {self.output}"
 
     def stop(self) -> int:
         """Send Ctrl-C and return the exit status."""
@@ -90,18 +89,24 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def serve(
-    home: Path, log: Path, *arguments: str, max_files: int | None = None
+    home: Path,
+    log: Path,
+    *arguments: str,
+    max_files: int | None = None,
+    is_ready: bool = True,
+    **settings: Any,
 ) -> Iterator[ServerProcess]:
-    """Start a server on a free port and wait until it listens; kills it at the end.
+    """Start a server on a free port and wait until it is ready; kills it at the end.
 
     Args:
         home: Its `--home`.
         log: Where its output goes.
         arguments: More of its command line.
         max_files: How many files it may open.
+        is_ready: Whether to wait for the model too, and not only until it listens.
+        settings: What its file of settings says.
     """
-    fixed = ["--port", "0", "--home", str(home)]
-    command = [sys.executable, "-m", "semantic", "serve", *fixed, *arguments]
+    command = [sys.executable, "-m", "semantic", *_arguments(home, log, arguments, settings)]
     if max_files is not None:
         command = ["/bin/sh", "-c", f'ulimit -n {max_files}; exec "$@"', "sh", *command]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SEMANTIC_")}
@@ -114,24 +119,39 @@ def serve(
             text=True,
             env=environment,
         )
-    with _listening(process, log) as server:
+    with _running(process, log, is_ready=is_ready) as server:
         yield server
 
 
 @contextlib.contextmanager
-def serve_forked(home: Path, log: Path, *arguments: str) -> Iterator[ServerProcess]:
+def serve_forked(
+    home: Path, log: Path, *arguments: str, is_ready: bool = True, **settings: Any
+) -> Iterator[ServerProcess]:
     """As `serve`, as a fork of an interpreter that has imported everything: it starts at once."""
     log.write_text("")
-    process = ForkedProcess(["serve", "--port", "0", "--home", str(home), *arguments], log)
-    with _listening(process, log) as server:
+    process = ForkedProcess(_arguments(home, log, arguments, settings), log)
+    with _running(process, log, is_ready=is_ready) as server:
         yield server
 
 
+def _arguments(
+    home: Path, log: Path, more: Sequence[str], settings: Mapping[str, Any]
+) -> list[str]:
+    made = ["serve", "--port", "0", "--home", str(home), *more]
+    if settings:
+        config = log.with_suffix(".toml")
+        config.write_text("".join(f"{name} = {json.dumps(v)}\n" for name, v in settings.items()))
+        made += ["--config", str(config)]
+    return made
+
+
 @contextlib.contextmanager
-def _listening(process: Process, log: Path) -> Iterator[ServerProcess]:
+def _running(process: Process, log: Path, *, is_ready: bool) -> Iterator[ServerProcess]:
     server = ServerProcess(process, log)
     try:
         server.await_listening()
+        if is_ready:
+            server.await_ready()
         yield server
     finally:
         process.kill()

@@ -3,50 +3,35 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
-import httpx
 import pytest
 
 from semantic.entrypoints.cli.app import main
 from tests.chaos.kills import logged_conversations
 from tests.chaos.talk import Load, ask, make_agents
-from tests.smoke.server_process import serve
+from tests.smoke.server_process import StartFailedError, serve
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.smoke
-
-
-def start(home: Path) -> subprocess.CompletedProcess[str]:
-    """Start a server that is expected to refuse."""
-    command = [sys.executable, "-m", "semantic", "serve", "--port", "0", "--home", str(home)]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SEMANTIC_")}
-    return subprocess.run(  # noqa: S603 - our own command
-        [*command, "--backend", "fake"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=environment,
-    )
 
 
 def test_a_directory_in_use_is_refused_by_servers_and_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serve(tmp_path, tmp_path / "log", "--backend", "fake") as server:
-        server.await_ready()
-        refused = start(tmp_path)
-        assert refused.returncode == 2
-        assert refused.stdout == ""
+        with (
+            pytest.raises(StartFailedError) as refused,
+            serve(tmp_path, tmp_path / "second.log", "--backend", "fake"),
+        ):
+            pass
+        assert refused.value.status == 2
         assert main(["cache", "verify", "--home", str(tmp_path)]) == 2
-        for words in (refused.stderr, capsys.readouterr().err):
+        for words in (refused.value.output, capsys.readouterr().err):
             assert f"process {server.process.pid}" in words
             assert "--cache-dir" in words
             assert words.count("\n") == 1
-        with httpx.Client(base_url=server.url, timeout=30, trust_env=False) as http:
+        with server.client() as http:
             assert ask(http, "fake", [{"role": "user", "content": "still there?"}], 5)
         assert server.stop() == 0
     assert main(["cache", "verify", "--home", str(tmp_path)]) == 0
@@ -59,8 +44,7 @@ def test_everything_a_server_writes_is_its_owners_alone(tmp_path: Path) -> None:
         (home / "logs").mkdir(parents=True)  # as an earlier version left them
         (home / "logs" / "server.log").write_text("earlier\n")
         with serve(home, tmp_path / "log", "--backend", "fake", "--durability", "sync") as server:
-            server.await_ready()
-            with httpx.Client(base_url=server.url, timeout=30, trust_env=False) as http:
+            with server.client() as http:
                 ask(http, "fake", [{"role": "user", "content": "a secret " * 50}], 5)
             modes = modes_below(home)
             assert server.stop() == 0
@@ -79,7 +63,7 @@ def modes_below(home: Path) -> dict[Path, str]:
 def test_a_model_that_cannot_be_loaded_is_one_sentence_and_leaves_the_directory_free(
     tmp_path: Path,
 ) -> None:
-    with serve(tmp_path, tmp_path / "log", "--model", "nowhere/at-all") as server:
+    with serve(tmp_path, tmp_path / "log", "--model", "nowhere/at-all", is_ready=False) as server:
         assert server.process.wait(30) == 2
     last = server.output.splitlines()[-1]
     assert last.startswith("semantic: the model could not be loaded: there is no model 'nowhere")
@@ -92,18 +76,12 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence_and_leaves_the_directory_
 def test_ctrl_c_while_much_is_unwritten_leaves_sound_files(
     starter_home: Path, tmp_path: Path
 ) -> None:
-    config = tmp_path / "small.toml"
-    config.write_text("write_queue_mb = 1\nmax_idle = 0\n")
     cache = tmp_path / "cache"
-    options = ("--cache-dir", str(cache), "--config", str(config), "--durability", "sync")
+    options = ("--cache-dir", str(cache), "--durability", "sync")
     agents = make_agents("smollm2-135m-instruct", 3, max_tokens=4)
-    with serve(starter_home, tmp_path / "log", *options) as server:
-        server.await_ready()
+    with serve(starter_home, tmp_path / "log", *options, write_queue_mb=1, max_idle=0) as server:
         load = Load(server.url, agents)
-        is_answered = threading.Event()
-        while not is_answered.wait(0.05):
-            if any(agent.received for agent in agents):
-                is_answered.set()
+        await_that(lambda: any(agent.received for agent in agents))
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 0
         load.stop()
@@ -118,9 +96,8 @@ def test_ctrl_c_while_much_is_unwritten_leaves_sound_files(
 
 def test_a_clean_stop_leaves_a_backup_and_an_empty_lock(tmp_path: Path) -> None:
     with serve(tmp_path, tmp_path / "log", "--backend", "fake") as server:
-        server.await_ready()
         assert json.loads((tmp_path / "cache" / "lock").read_text())["pid"] == server.process.pid
-        with httpx.Client(base_url=server.url, timeout=30, trust_env=False) as http:
+        with server.client() as http:
             ask(http, "fake", [{"role": "user", "content": "hello"}], 5, "greeter")
         assert server.stop() == 0
     cache = tmp_path / "cache"

@@ -2,7 +2,6 @@
 
 import contextlib
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,17 +18,11 @@ HALF_A_REQUEST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
 HALF_A_BODY = HALF_A_REQUEST + b"content-type: application/json\r\ncontent-length: 99\r\n\r\n{"
 
 
-@contextlib.contextmanager
 def fake_server(
-    tmp_path: Path, *, max_files: int | None = None, **settings: object
-) -> Iterator[ServerProcess]:
-    """Serve the fake model; the log is empty at first."""
-    config = tmp_path / "config.toml"
-    config.write_text("".join(f"{name} = {value}\n" for name, value in settings.items()))
-    arguments = ("--backend", "fake", "--durability", "sync", "--config", str(config))
-    with serve(tmp_path / "home", tmp_path / "log", *arguments, max_files=max_files) as server:
-        server.await_ready()
-        yield server
+    tmp_path: Path, max_files: int | None = None, **settings: Any
+) -> contextlib.AbstractContextManager[ServerProcess]:
+    arguments = ("--backend", "fake", "--durability", "sync")
+    return serve(tmp_path / "home", tmp_path / "log", *arguments, max_files=max_files, **settings)
 
 
 def connect(server: ServerProcess, content: bytes = b"") -> socket.socket:
@@ -42,8 +35,8 @@ def connect(server: ServerProcess, content: bytes = b"") -> socket.socket:
 
 def ask(server: ServerProcess, method: str, path: str, **options: Any) -> httpx.Response:
     """Ask on a connection of its own."""
-    with httpx.Client(trust_env=False, timeout=60) as http:
-        return http.request(method, f"{server.url}{path}", **options)
+    with server.client() as http:
+        return http.request(method, path, **options)
 
 
 def is_closed(opened: socket.socket) -> bool:

@@ -14,9 +14,8 @@ from tests.smoke.server_process import ServerProcess, StartFailedError, serve
 pytestmark = pytest.mark.smoke
 
 
-def client(server: ServerProcess, certificate: Path | None = None) -> httpx.Client:
-    verify = ssl.create_default_context(cafile=certificate) if certificate else False
-    return httpx.Client(base_url=server.url, verify=verify, trust_env=False, timeout=30)
+def client(server: ServerProcess, certificate: Path) -> httpx.Client:
+    return server.client(verify=ssl.create_default_context(cafile=certificate))
 
 
 def test_keys_and_certificate_are_read_again_on_a_signal(tmp_path: Path) -> None:
@@ -26,11 +25,11 @@ def test_keys_and_certificate_are_read_again_on_a_signal(tmp_path: Path) -> None
     first, key = make_certificate(tmp_path)
     given = ("--backend", "fake", "--tls-cert", str(first), "--tls-key", str(key))
     remote = ("--host", "0.0.0.0", "--allow-remote")  # noqa: S104 - that is the point
-    with serve(home, log, *given, *remote) as server:
+    with serve(home, log, *given, *remote, is_ready=False) as server:
         assert server.url.startswith("https://")
         server.url = server.url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
+        server.await_ready(verify=ssl.create_default_context(cafile=first))
         with client(server, first) as http:
-            server.await_ready_by(http)
             assert http.get("/v1/models").status_code == 401
             assert http.get("/v1/models", headers={"x-api-key": old}).status_code == 200
             new = add_key(home)

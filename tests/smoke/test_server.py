@@ -3,7 +3,6 @@
 import contextlib
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -12,9 +11,11 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from tests.smoke.server_process import serve
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.smoke
 
@@ -30,10 +31,7 @@ def client_for(url: str) -> openai.OpenAI:
 def test_it_answers_the_paris_question_and_stops_while_it_computes(
     starter_home: Path, tmp_path: Path
 ) -> None:
-    config = tmp_path / "stop.toml"
-    config.write_text("shutdown_timeout_s = 0.01")
-    with serve(starter_home, tmp_path / "log", "--config", str(config)) as server:
-        server.await_ready()
+    with serve(starter_home, tmp_path / "log", shutdown_timeout_s=0.01) as server:
         with client_for(server.url) as client:
             model = client.models.list().data[0].id
             reply = client.chat.completions.create(model=model, messages=QUESTION, temperature=0)
@@ -98,7 +96,6 @@ def test_ctrl_c_in_mid_generation_stops_cleanly(tmp_path: Path) -> None:
                     is_streaming.set()
 
     with serve(tmp_path / "home", tmp_path / "log", "--backend", "fake") as server:
-        server.await_ready()
         reader = threading.Thread(target=read, args=(server.url,))
         reader.start()
         assert is_streaming.wait(20)
@@ -110,15 +107,13 @@ def test_ctrl_c_in_mid_generation_stops_cleanly(tmp_path: Path) -> None:
 
 
 def test_sigterm_refuses_new_work_and_lets_replies_end(tmp_path: Path) -> None:
-    config = tmp_path / "stop.toml"
-    config.write_text("shutdown_timeout_s = 60")
-    options = ("--backend", "fake", "--config", str(config))
     body = {"model": "fake", "messages": QUESTION, "max_tokens": 3000, "ignore_eos": True}
     path = "/v1/chat/completions"
-    with serve(tmp_path / "home", tmp_path / "log", *options) as server:
-        server.await_ready()
+    with serve(
+        tmp_path / "home", tmp_path / "log", "--backend", "fake", shutdown_timeout_s=60
+    ) as server:
         with (
-            httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http,
+            server.client() as http,
             http.stream("POST", path, json={**body, "stream": True}) as answer,
         ):
             lines = answer.iter_lines()
@@ -136,11 +131,9 @@ def test_sigterm_refuses_new_work_and_lets_replies_end(tmp_path: Path) -> None:
 def test_clients_that_hold_up_a_stop_are_cut_off_by_a_second_ctrl_c_or_in_time(
     timeout_s: float, num_signals: int, tmp_path: Path
 ) -> None:
-    config = tmp_path / "stop.toml"
-    config.write_text(f"shutdown_timeout_s = {timeout_s}")
-    options = ("--backend", "fake", "--config", str(config))
-    with serve(tmp_path / "home", tmp_path / "log", *options) as server:
-        server.await_ready()
+    with serve(
+        tmp_path / "home", tmp_path / "log", "--backend", "fake", shutdown_timeout_s=timeout_s
+    ) as server:
         address = httpx.URL(server.url)
         with socket.create_connection((address.host, address.port)) as upload:
             upload.sendall(b"POST /v1/agents/import HTTP/1.1\r\nhost: localhost\r\n")
@@ -170,19 +163,9 @@ def test_it_ends_at_once_while_a_schema_takes_all_the_time_there_is(tmp_path: Pa
             http.post(f"{url}/v1/chat/completions", json=body, timeout=60)
 
     with serve(tmp_path, tmp_path / "log", "--backend", "fake") as server:
-        server.await_ready()
         asking = threading.Thread(target=ask, args=[server.url])
         asking.start()
-        while not children_of(server.process.pid):
-            time.sleep(0.01)
+        await_that(psutil.Process(server.process.pid).children)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(20) == 0, server.output
         asking.join()
-
-
-def children_of(pid: int) -> list[int]:
-    """The processes that a process started."""
-    command = ["/bin/ps", "-A", "-o", "pid=,ppid="]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
-    pairs = (line.split() for line in told.splitlines())
-    return [int(child) for child, parent in pairs if int(parent) == pid]

@@ -22,20 +22,18 @@ class Site:
     def __init__(self, directory: Path, database_url: str, stack: ExitStack) -> None:
         self._directory = directory
         self._stack = stack
-        self._config = directory / "config.toml"
-        objects = (directory / "objects").as_uri()
-        self._config.write_text(
-            f'store = "shared"\ndatabase_url = "{database_url}"\nobjects_url = "{objects}"\n'
-            "lease_s = 1.0\n"
-        )
+        self._settings: dict[str, Any] = {
+            "store": "shared",
+            "database_url": database_url,
+            "objects_url": (directory / "objects").as_uri(),
+            "lease_s": 1.0,
+        }
 
     def start(self, name: str) -> tuple[ServerProcess, httpx.Client]:
         home, log = self._directory / name, self._directory / f"{name}.log"
-        options = ("--backend", "fake", "--config", str(self._config))
-        server = self._stack.enter_context(serve(home, log, *options))
-        server.await_ready()
-        client = httpx.Client(base_url=server.url, trust_env=False, timeout=60)
-        return server, self._stack.enter_context(client)
+        started = serve(home, log, "--backend", "fake", **self._settings)
+        server = self._stack.enter_context(started)
+        return server, self._stack.enter_context(server.client())
 
 
 @pytest.fixture
