@@ -22,6 +22,7 @@ from tests.contract.models import (
     BLOCK_TOKENS,
     FAMILIES,
     WINDOW,
+    GetModel,
     TinyModel,
     family_config,
     write_model,
@@ -86,7 +87,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> NativeBuild:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> GetModel:
     """Writes a family's tiny model when it is first asked for."""
     written: dict[str, TinyModel] = {}
 
@@ -100,7 +101,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
 
 
 @pytest.fixture(scope="session")
-def mlx_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+def mlx_model(tmp_path_factory: pytest.TempPathFactory) -> GetModel:
     """Writes a family's tiny model for MLX when it is first asked for; skips without MLX."""
     written: dict[str, TinyModel] = {}
 
@@ -145,8 +146,8 @@ _NAMES = (
 @pytest.fixture(scope="session", params=_NAMES)
 def subject(
     request: pytest.FixtureRequest,
-    tiny_model: Callable[[str], TinyModel],
-    mlx_model: Callable[[str], TinyModel],
+    tiny_model: GetModel,
+    mlx_model: GetModel,
     native: NativeBuild,
 ) -> Subject:
     name: str = request.param

@@ -1,8 +1,9 @@
 """Drives a backend step by step, the way an engine does, and keeps what it answers."""
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -180,3 +181,31 @@ def mask(*tokens: int) -> bytes:
     for token in tokens:
         bits[token // 8] |= 1 << token % 8
     return bytes(bits)
+
+
+def check_batch(
+    backend: ModelBackendPort, prompts: Sequence[list[int]], num_reply: int = NUM_REPLY
+) -> list[list[int]]:
+    """Replies side by side, which are those of each alone."""
+    alone = [begin(backend, n, tokens).finish(num_reply) for n, tokens in enumerate(prompts)]
+    together = [begin(backend, 1000 + n, tokens) for n, tokens in enumerate(prompts)]
+    finish(together, num_reply)
+    assert [run.reply for run in together] == alone
+    return alone
+
+
+def check_logprobs(
+    backend: ModelBackendPort, tokens: list[int], expected: Any, limit: float
+) -> None:
+    """After chunks of all sizes, beside another sequence, within and beyond a window."""
+    run, neighbour = begin(backend, 0, tokens), begin(backend, 1, prompt(100, seed=1))
+    draw = Draw(replace(GREEDY, top_logprobs=20), run.num_prompt)
+    ends = [end for end in (0, 1, 2, 7, 8, 21, 23, 53, 54, 60) if end <= len(tokens)]
+    for start, end in itertools.pairwise(ends):
+        beside = neighbour.chunk(3)
+        row, other = step(backend, Chunk(run.seq, start, tuple(tokens[start:end]), draw), beside)
+        neighbour.take(beside, other)
+        logprob = sampled(row).logprob
+        assert logprob is not None
+        for token, value in logprob.top:
+            assert abs(value - float(expected[end - 1][token])) < limit, (end, token)

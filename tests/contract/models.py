@@ -5,10 +5,10 @@ float32's error: a wrong key or value shows as a wrong token.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import (
@@ -22,7 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from semantic.domain.spec import ModelCacheSpec
+from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, ModelCacheSpec
 
 BLOCK_TOKENS = 8
 WINDOW = 12
@@ -86,6 +86,15 @@ def family_config(name: str) -> Any:
     raise ValueError(name)
 
 
+GetModel: TypeAlias = Callable[[str], TinyModel]
+
+
+def spec_of(directory: Path, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> ModelCacheSpec:
+    """The geometry that a model's config says."""
+    config = json.loads((directory / "config.json").read_text())
+    return ModelCacheSpec.from_config(config, block_tokens=block_tokens)
+
+
 def write_weights(directory: Path, config: Any) -> None:
     """Make a model's weights up and write it."""
     torch.manual_seed(5)
@@ -95,5 +104,16 @@ def write_weights(directory: Path, config: Any) -> None:
 def write_model(directory: Path, config: Any) -> TinyModel:
     """Write a model and read its geometry back."""
     write_weights(directory, config)
-    written = json.loads((directory / "config.json").read_text())
-    return TinyModel(directory, ModelCacheSpec.from_config(written, block_tokens=BLOCK_TOKENS))
+    return TinyModel(directory, spec_of(directory, BLOCK_TOKENS))
+
+
+def library_logprobs(
+    model: TinyModel, tokens: list[int], implementation: str = "eager"
+) -> torch.Tensor:
+    """The log-probabilities after each token, by Hugging Face's own code."""
+    library: Any = AutoModelForCausalLM.from_pretrained(
+        model.directory, dtype=torch.float32, attn_implementation=implementation
+    )
+    with torch.inference_mode():
+        logits: torch.Tensor = library.eval()(torch.tensor([tokens])).logits[0]
+    return logits.log_softmax(-1)

@@ -1,6 +1,5 @@
 """GGUF files of GPT-OSS: experts in MXFP4, and the same logits as the library's own model."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from semantic.adapters.outbound.models.gguf import import_gguf
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
-from tests.contract.driver import begin, finish, prompt
+from tests.contract.driver import check_batch, prompt
+from tests.contract.models import spec_of
 
 pytestmark = pytest.mark.contract
 
@@ -48,8 +48,7 @@ class Pair:
 
     @property
     def spec(self) -> ModelCacheSpec:
-        config = json.loads((self.directory / "config.json").read_text())
-        return ModelCacheSpec.from_config(config, block_tokens=8)
+        return spec_of(self.directory, block_tokens=8)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode():
@@ -120,10 +119,7 @@ def test_experts_stay_in_four_bits_on_disk(published: Pair) -> None:
 def test_a_batch_gives_what_each_gives_alone(published: Pair) -> None:
     backend = TorchBackend(published.directory, published.spec)
     texts = [[token % len(TOKENS) for token in prompt(12 + n, seed=n)] for n in range(3)]
-    alone = [begin(backend, n, text).finish(6) for n, text in enumerate(texts)]
-    together = [begin(backend, 10 + n, text) for n, text in enumerate(texts)]
-    finish(together, 6)
-    assert [run.reply for run in together] == alone
+    check_batch(backend, texts)
 
 
 def test_the_tokenizer_cuts_as_gpt_4o_and_the_reply_has_three_ends(published: Pair) -> None:

@@ -1,34 +1,51 @@
 """What holds for the MLX backend alone: it computes what Hugging Face computes, or refuses."""
 
-import itertools
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 from semantic.adapters.outbound.backends.mlx import runtime
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.sampling import SamplingParams
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
-from semantic.ports.backend import Chunk, Draw, ModelBackendPort, Sampled, SequenceId, Step
+from semantic.ports.backend import ModelBackendPort, Sampled, SequenceId, Step
 from tests.contract.conftest import make_mlx, require_mlx
-from tests.contract.driver import GREEDY, Run, begin, finish, prompt, restored, sampled, step
+from tests.contract.driver import (
+    GREEDY,
+    Run,
+    begin,
+    check_batch,
+    check_logprobs,
+    finish,
+    prompt,
+    restored,
+    sampled,
+    step,
+)
 from tests.contract.mlx_models import ALL_FAMILIES, MLX_FAMILIES
-from tests.contract.models import SIZES, WINDOW, TinyModel, write_model
+from tests.contract.models import (
+    SIZES,
+    WINDOW,
+    GetModel,
+    TinyModel,
+    library_logprobs,
+    write_model,
+)
 from tests.contract.plain_kernels import PlainKernels
 
 pytestmark = pytest.mark.contract
 
-GetModel = Callable[[str], TinyModel]
 WARM = SamplingParams(temperature=0.9, seed=3)
 PENALISED = SamplingParams(temperature=0, seed=0, repetition_penalty=1.8)
+# More groups than the kernel of attention takes at once, some with rows of unlike length.
+MANY_GROUPS = (3, 9, 300, 305, 600, 800, 1100, 1300)
 WHOLE_LAYERS = ("llama", "qwen2", "qwen3")  # that our CUDA kernels run; not with windows
 
 
@@ -47,38 +64,16 @@ def llama(mlx_model: GetModel) -> Iterator[ModelBackendPort]:
 # -- the same numbers ---------------------------------------------------------------------------
 
 
-def _library_logprobs(model: TinyModel, tokens: list[int]) -> torch.Tensor:
-    """The log-probabilities after each token, by Hugging Face's own code."""
-    library: Any = AutoModelForCausalLM.from_pretrained(
-        model.directory, dtype=torch.float32, attn_implementation="eager"
-    )
-    with torch.inference_mode():
-        logits: torch.Tensor = library.eval()(torch.tensor([tokens])).logits[0]
-    return logits.log_softmax(-1)
-
-
 # Those written as Hugging Face reads them too; its DeepSeek and hybrids differ in rounding alone.
 COMPARED = [family for family in ALL_FAMILIES if family != "gpt-oss"]
 
 
 @pytest.mark.parametrize("family", COMPARED)
 def test_logits_are_hugging_faces(mlx_model: GetModel, family: str) -> None:
-    """After chunks of all sizes, beside another sequence, within and beyond a window."""
     model = mlx_model(family)
     backend = make_mlx(model)
     tokens = prompt(min(60, backend.spec.max_context))
-    expected = _library_logprobs(model, tokens)
-    run, neighbour = begin(backend, 0, tokens), begin(backend, 1, prompt(100, seed=1))
-    draw = Draw(replace(GREEDY, top_logprobs=20), run.num_prompt)
-    ends = [end for end in (0, 1, 2, 7, 8, 21, 23, 53, 54, 60) if end <= len(tokens)]
-    for start, end in itertools.pairwise(ends):
-        beside = neighbour.chunk(3)
-        row, other = step(backend, Chunk(run.seq, start, tuple(tokens[start:end]), draw), beside)
-        neighbour.take(beside, other)
-        logprob = sampled(row).logprob
-        assert logprob is not None
-        for token, value in logprob.top[:5]:
-            assert value == pytest.approx(float(expected[end - 1, token]), abs=5e-3), (end, token)
+    check_logprobs(backend, tokens, library_logprobs(model, tokens), 5e-3)
     backend.shutdown()
 
 
@@ -86,16 +81,13 @@ def test_logits_are_hugging_faces(mlx_model: GetModel, family: str) -> None:
 def test_families_that_differ_in_arithmetic_alone(mlx_model: GetModel, family: str) -> None:
     """Batched equals alone, and restored equals computed."""
     backend = make_mlx(mlx_model(family))
-    alone = {}
-    for n in (1, 9, 30):
-        run = begin(backend, n, prompt(n, seed=n))
-        alone[n] = run.finish()
-        backend.close(run.seq)
-    runs = [begin(backend, 100 + n, prompt(n, seed=n)) for n in alone]
+    prompts = [prompt(n, seed=n) for n in (1, 9, 30)]
+    alone = check_batch(backend, prompts)
+    runs = [begin(backend, 100 + n, tokens) for n, tokens in enumerate(prompts)]
     finish(runs, 3)
-    runs = [restored(run, 200 + run.num_prompt) for run in runs]
+    runs = [restored(run, 200 + n) for n, run in enumerate(runs)]
     finish(runs)
-    assert {run.num_prompt: run.reply for run in runs} == alone
+    assert [run.reply for run in runs] == alone
     backend.shutdown()
 
 
@@ -138,30 +130,7 @@ def test_a_row_that_pauses_keeps_its_place(llama: ModelBackendPort) -> None:
 
 def test_growing_through_every_size(llama: ModelBackendPort) -> None:
     """Sequences outgrow their groups one by one, and meet again in the next."""
-    lengths = (250, 253, 505)
-    expected = [begin(llama, n, prompt(n, seed=n)).finish(12) for n in lengths]
-    runs = [begin(llama, 1000 + n, prompt(n, seed=n)) for n in lengths]
-    finish(runs, 12)
-    assert [run.reply for run in runs] == expected
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_rows_attend_together_where_the_kernel_runs(
-    mlx_model: GetModel, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
-    """More groups than the kernel takes at once, some with rows of unlike length."""
-    lengths = (3, 9, 300, 305, 600, 800, 1100, 1300)
-    plain = make_mlx(mlx_model(family))
-    expected = [begin(plain, n, prompt(n, seed=n)).finish(4) for n in lengths]
-    plain.shutdown()
-    kernels = PlainKernels(monkeypatch)
-    backend: Any = make_mlx(mlx_model(family))
-    assert backend._runner.batching.value == "all rows"
-    runs = [begin(backend, n, prompt(n, seed=n)) for n in lengths]
-    finish(runs, 4)
-    assert [run.reply for run in runs] == expected
-    assert kernels.calls["attend"]
-    backend.shutdown()
+    check_batch(llama, [prompt(n, seed=n) for n in (250, 253, 505)], 12)
 
 
 def test_what_cannot_be_batched_runs_alone(mlx_model: GetModel) -> None:
@@ -225,24 +194,33 @@ def test_bfloat16_is_restored_exactly(mlx_model: GetModel) -> None:
     assert [bytes(b.data) for b in second.buffers] == [bytes(b.data) for b in first.buffers]
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize(
+    "family, lengths",
+    [
+        *((family, (5, 9, 30)) for family in ALL_FAMILIES),
+        *((family, MANY_GROUPS) for family in ("llama", "qwen3", "gemma3")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} rows",
+)
 def test_tuned_layers_compute_the_same(
-    mlx_model: GetModel, monkeypatch: pytest.MonkeyPatch, family: str
+    mlx_model: GetModel, monkeypatch: pytest.MonkeyPatch, family: str, lengths: tuple[int, ...]
 ) -> None:
     """As on CUDA: layers with the same input are one, and a few rows have kernels of ours."""
-    model = mlx_model(family)
-    lengths = (5, 9, 30)
+    model, prompts = mlx_model(family), [prompt(n, seed=n) for n in lengths]
     plain = make_mlx(model)
-    expected = [begin(plain, n, prompt(n, seed=n)).finish(4) for n in lengths]
+    expected = [begin(plain, n, tokens).finish(4) for n, tokens in enumerate(prompts)]
     plain.shutdown()
     kernels = PlainKernels(monkeypatch)
-    backend = make_mlx(model)
-    runs = [begin(backend, n, prompt(n, seed=n)) for n in lengths]
+    backend: Any = make_mlx(model)
+    runs = [begin(backend, n, tokens) for n, tokens in enumerate(prompts)]
     finish(runs, 4)
     assert [run.reply for run in runs] == expected
     assert kernels.calls["multiply"]
-    # Whole layers are ours where they are known.
+    # Whole layers are ours where they are known, and rows attend together in many groups.
     assert bool(kernels.calls["keep_and_attend"]) == (family in WHOLE_LAYERS)
+    if lengths is MANY_GROUPS:
+        assert backend._runner.batching.value == "all rows"
+        assert kernels.calls["attend"]
     backend.shutdown()
 
 

@@ -13,10 +13,9 @@ from benchmarks.gpt_oss_file import TOKENS, write_gpt_oss
 from semantic.adapters.outbound.backends.mlx import runtime
 from semantic.adapters.outbound.backends.torch.grouped import load_grouped
 from semantic.adapters.outbound.models.gguf import import_gguf
-from semantic.domain.spec import ModelCacheSpec
 from tests.contract.conftest import make_mlx, require_mlx
-from tests.contract.driver import begin, finish, prompt
-from tests.contract.models import TinyModel
+from tests.contract.driver import check_batch, prompt
+from tests.contract.models import TinyModel, spec_of
 from tests.contract.test_gpt_oss_gguf import SIZES
 from tests.contract.test_torch_grouped import WIDE, write_grouped
 
@@ -48,8 +47,7 @@ def write(kind: str, folder: Path) -> tuple[TinyModel, torch.Tensor]:
         model = load_grouped(directory, torch.float32, "sdpa", is_kept=False).eval()
     with torch.inference_mode():
         logits = model(torch.tensor([TEXT])).logits[0]
-    config = json.loads((directory / "config.json").read_text())
-    return TinyModel(directory, ModelCacheSpec.from_config(config, block_tokens=8)), logits
+    return TinyModel(directory, spec_of(directory, block_tokens=8)), logits
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt-oss"])
@@ -78,8 +76,5 @@ def test_a_batch_gives_what_each_gives_alone(tmp_path: Path) -> None:
     model, _ = write("gpt-oss", tmp_path)
     backend = make_mlx(model)
     texts = [[token % len(TOKENS) for token in prompt(12 + n, seed=n)] for n in range(3)]
-    alone = [begin(backend, n, text).finish(6) for n, text in enumerate(texts)]
-    together = [begin(backend, 10 + n, text) for n, text in enumerate(texts)]
-    finish(together, 6)
-    assert [run.reply for run in together] == alone
+    check_batch(backend, texts)
     backend.shutdown()

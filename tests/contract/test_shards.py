@@ -3,7 +3,7 @@
 import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal, cast
 
@@ -21,7 +21,7 @@ from semantic.ports.backend import ModelBackendPort, SequenceId, Step, Ticket
 from tests.contract.conftest import make_mlx, require_mlx
 from tests.contract.driver import begin, finish, prompt, restored, sampled, step
 from tests.contract.mlx_models import write_mlx_model
-from tests.contract.models import TinyModel, family_config, write_model
+from tests.contract.models import GetModel, TinyModel, family_config, write_model
 from tests.contract.sharded import fake_in_ranks, in_threads
 
 pytestmark = pytest.mark.contract
@@ -142,13 +142,13 @@ def test_ranks_that_disagree_are_given_up() -> None:
         backend.open(seq, [])
 
 
-def test_what_cannot_be_divided_is_refused(tiny_model: Callable[[str], TinyModel]) -> None:
+def test_what_cannot_be_divided_is_refused(tiny_model: GetModel) -> None:
     spec = tiny_model("llama").spec
     with pytest.raises(InvalidRequestError, match="llama cannot be divided into 5 shards"):
         share_of(spec, 5)
 
 
-def test_a_share_that_cannot_be_loaded_says_why(tiny_model: Callable[[str], TinyModel]) -> None:
+def test_a_share_that_cannot_be_loaded_says_why(tiny_model: GetModel) -> None:
     model = tiny_model("gpt-oss")
     with pytest.raises(InvalidRequestError, match="gpt_oss cannot be sharded: the library"):
         sharded(model, "torch")

@@ -1,15 +1,12 @@
 """What holds for the torch backend alone: it computes what the library computes, or refuses."""
 
-import itertools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, OPTConfig
+from transformers import BloomConfig, LlamaConfig, OPTConfig
 
 from semantic.adapters.outbound.backends.fake import FakeBackend, fake_spec
 from semantic.adapters.outbound.backends.torch.attention import packed_attention
@@ -17,14 +14,20 @@ from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
-from semantic.ports.backend import Chunk, Draw, ModelBackendPort
-from tests.contract.driver import GREEDY, begin, prompt, restored, sampled, step
-from tests.contract.models import FAMILIES, SIZES, TinyModel, write_model, write_weights
+from semantic.ports.backend import ModelBackendPort
+from tests.contract.driver import begin, check_logprobs, prompt, restored, step
+from tests.contract.models import (
+    FAMILIES,
+    SIZES,
+    GetModel,
+    TinyModel,
+    library_logprobs,
+    write_model,
+    write_weights,
+)
 from tests.number_formats import HAS_BFLOAT16
 
 pytestmark = pytest.mark.contract
-
-GetModel = Callable[[str], TinyModel]
 
 
 def _float32(model: TinyModel) -> TorchBackend:
@@ -34,37 +37,14 @@ def _float32(model: TinyModel) -> TorchBackend:
 # -- the same numbers ---------------------------------------------------------------------------
 
 
-def _library_logprobs(model: TinyModel, tokens: list[int], implementation: str) -> torch.Tensor:
-    """The log-probabilities after each token, by the library's own attention."""
-    library: Any = AutoModelForCausalLM.from_pretrained(
-        model.directory, dtype=torch.float32, attn_implementation=implementation
-    )
-    with torch.inference_mode():
-        logits: torch.Tensor = library.eval()(torch.tensor([tokens])).logits[0]
-    return logits.log_softmax(-1)
-
-
 REFERENCES = [(family, "eager") for family in FAMILIES]
 REFERENCES += [(family, "sdpa") for family in FAMILIES if family not in ("gemma2", "gpt-oss")]
 
 
 @pytest.mark.parametrize("family,implementation", REFERENCES)
 def test_logits_are_the_librarys(tiny_model: GetModel, family: str, implementation: str) -> None:
-    """After chunks of all sizes, beside another sequence, within and beyond a window."""
-    tokens = prompt(60)
-    expected = _library_logprobs(tiny_model(family), tokens, implementation)
-    backend = _float32(tiny_model(family))
-    run, neighbour = begin(backend, 0, tokens), begin(backend, 1, prompt(100, seed=1))
-    draw = Draw(replace(GREEDY, top_logprobs=20), run.num_prompt)
-    for start, end in itertools.pairwise((0, 1, 2, 7, 8, 21, 23, 53, 54, 60)):
-        beside = neighbour.chunk(3)
-        row, other = step(backend, Chunk(run.seq, start, tuple(tokens[start:end]), draw), beside)
-        neighbour.take(beside, other)
-        logprob = sampled(row).logprob
-        assert logprob is not None
-        assert logprob.token == int(expected[end - 1].argmax())
-        for token, value in logprob.top:
-            assert value == pytest.approx(float(expected[end - 1, token]), abs=1e-4), (end, token)
+    tokens, model = prompt(60), tiny_model(family)
+    check_logprobs(_float32(model), tokens, library_logprobs(model, tokens, implementation), 1e-4)
 
 
 def test_state_in_the_format_a_server_chooses_is_restored_exactly(tiny_model: GetModel) -> None:

@@ -1,6 +1,5 @@
 """Our modules for a CPU against the library's own: as fast ones compute, and how others round."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,7 +19,7 @@ from semantic.adapters.outbound.backends.torch.cpu import (
     speed_up,
 )
 from tests.contract.driver import prompt
-from tests.contract.models import FAMILIES, SIZES, TinyModel, write_weights
+from tests.contract.models import FAMILIES, SIZES, GetModel, write_weights
 from tests.number_formats import needs_bfloat16
 
 pytestmark = [pytest.mark.contract, needs_bfloat16]
@@ -40,9 +39,7 @@ def logits(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_computes_the_same_to_bfloat16s_rounding(
-    tiny_model: Callable[[str], TinyModel], family: str
-) -> None:
+def test_a_model_computes_the_same_to_bfloat16s_rounding(tiny_model: GetModel, family: str) -> None:
     original, faster = load(tiny_model(family).directory), load(tiny_model(family).directory)
     speed_up(faster)
     names = {type(module).__name__ for module in faster.modules()}
@@ -52,7 +49,7 @@ def test_a_model_computes_the_same_to_bfloat16s_rounding(
     assert functional.cosine_similarity(got, expected, dim=-1).min() > 0.995
 
 
-def test_llama_is_fused_throughout(tiny_model: Callable[[str], TinyModel]) -> None:
+def test_llama_is_fused_throughout(tiny_model: GetModel) -> None:
     faster = load(tiny_model("llama").directory)
     speed_up(faster)
     kinds = [type(module).__name__ for module in faster.modules()]
@@ -92,7 +89,7 @@ def test_shapes_the_kernels_cannot_take_use_more_bits(
 
 
 def test_a_merged_linear_keeps_nothing_of_the_last_step(
-    tiny_model: Callable[[str], TinyModel],
+    tiny_model: GetModel,
 ) -> None:
     faster = load(tiny_model("qwen2").directory)
     speed_up(faster)
@@ -124,7 +121,7 @@ def inputs_of_last_norm(model: Any) -> list[torch.dtype]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_residual_stream_is_float32_where_only_our_norms_read_it(
-    tiny_model: Callable[[str], TinyModel], family: str
+    tiny_model: GetModel, family: str
 ) -> None:
     model = load(tiny_model(family).directory)
     round_less(model)
@@ -175,7 +172,7 @@ def test_a_head_is_refined_where_the_embedding_keeps_its_weights(
 
 
 @pytest.mark.parametrize("num_rows", [1, 40])
-def test_a_norm_rounds_once(tiny_model: Callable[[str], TinyModel], num_rows: int) -> None:
+def test_a_norm_rounds_once(tiny_model: GetModel, num_rows: int) -> None:
     torch.manual_seed(num_rows)
     norm = load(tiny_model("llama").directory).model.norm
     with torch.inference_mode():
@@ -188,7 +185,7 @@ def test_a_norm_rounds_once(tiny_model: Callable[[str], TinyModel], num_rows: in
     torch.testing.assert_close(got, expected, rtol=2**-7, atol=0)
 
 
-def test_norms_of_llama_are_replaced(tiny_model: Callable[[str], TinyModel]) -> None:
+def test_norms_of_llama_are_replaced(tiny_model: GetModel) -> None:
     model = load(tiny_model("llama").directory)
     replace_norms(model)
     kinds = [type(module).__name__ for module in model.modules()]

@@ -21,9 +21,8 @@ from semantic.adapters.outbound.backends.torch.grouped import (
 )
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.domain.errors import InvalidRequestError
-from semantic.domain.spec import ModelCacheSpec
-from tests.contract.driver import begin, finish, prompt
-from tests.contract.models import SIZES, write_weights
+from tests.contract.driver import begin, check_batch, prompt
+from tests.contract.models import SIZES, spec_of, write_weights
 
 pytestmark = pytest.mark.contract
 
@@ -55,10 +54,6 @@ def write_grouped(directory: Path, config: object, bits: dict[str, int]) -> Path
     quantization = {"group_size": 32, "bits": 4}
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization": quantization}))
     return directory
-
-
-def spec_of(directory: Path) -> ModelCacheSpec:
-    return ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
 
 
 # -- one linear -----------------------------------------------------------------------------------
@@ -163,10 +158,7 @@ def test_a_kept_model_computes_nearly_the_same_and_alike_in_a_batch(
     assert ((found - expected).norm() / expected.norm()).item() < 1e-3
     backend = TorchBackend(directory, spec_of(directory))
     assert backend.traits.kv_abi == "torch.v1.float32.grouped"
-    alone = [begin(backend, n, prompt(12 + n, seed=n)).finish(6) for n in range(3)]
-    together = [begin(backend, 10 + n, prompt(12 + n, seed=n)) for n in range(3)]
-    finish(together, 6)
-    assert [run.reply for run in together] == alone
+    check_batch(backend, [prompt(12 + n, seed=n) for n in range(3)])
 
 
 def test_asking_for_a_dtype_or_for_full_weights_expands_them(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """How the torch backend chooses device, number format and threads, and what it refuses."""
 
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from semantic.adapters.outbound.backends.torch.loading import (
 from semantic.domain.errors import InvalidRequestError
 from semantic.domain.spec import Compute
 from tests.contract.driver import begin, prompt
-from tests.contract.models import FAMILIES, TinyModel
+from tests.contract.models import FAMILIES, GetModel
 from tests.number_formats import HAS_BFLOAT16, needs_bfloat16
 
 pytestmark = pytest.mark.contract
@@ -33,7 +32,7 @@ def test_the_dtype_is_measured_unless_given() -> None:
     assert "times as fast as" in reason
 
 
-def test_a_backend_says_how_it_computes(tiny_model: Callable[[str], TinyModel]) -> None:
+def test_a_backend_says_how_it_computes(tiny_model: GetModel) -> None:
     model = tiny_model("llama")
     backend = TorchBackend(model.directory, model.spec, TorchOptions("float32", num_threads=1))
     assert backend.traits.compute == Compute("cpu", "float32", 1, "PyTorch", "it was asked for")
@@ -57,7 +56,7 @@ def test_a_missing_cuda_device_is_named() -> None:
 
 
 def test_quantised_weights_need_a_format_with_kernels(
-    tiny_model: Callable[[str], TinyModel],
+    tiny_model: GetModel,
 ) -> None:
     model = tiny_model("llama")
     with pytest.raises(InvalidRequestError, match="bfloat16"):
@@ -66,7 +65,7 @@ def test_quantised_weights_need_a_format_with_kernels(
 
 @needs_bfloat16
 def test_quantised_weights_run_and_have_state_of_their_own(
-    tiny_model: Callable[[str], TinyModel],
+    tiny_model: GetModel,
 ) -> None:
     model = tiny_model("llama")
     for weights in ("int8", "int4"):
@@ -81,7 +80,7 @@ def test_quantised_weights_run_and_have_state_of_their_own(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_whose_modules_are_called_directly_computes_the_very_same(
-    tiny_model: Callable[[str], TinyModel], family: str
+    tiny_model: GetModel, family: str
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model(family).directory).eval()
     tokens = torch.tensor([prompt(40)])

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ from semantic.adapters.outbound.backends.torch.native import Library, NativeBuil
 from semantic.adapters.outbound.backends.torch.plain import PlainModel, read_plain
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.backend import Chunk, SequenceId
-from tests.contract.driver import advance, begin, finish, prompt, save
-from tests.contract.models import FAMILIES, SIZES, TinyModel, write_weights
+from tests.contract.driver import advance, begin, check_batch, prompt, save
+from tests.contract.models import FAMILIES, SIZES, GetModel, spec_of, write_weights
 from tests.contract.test_torch_grouped import WIDE, write_grouped
 
 pytestmark = pytest.mark.contract
@@ -41,10 +40,6 @@ def library(native: NativeBuild) -> Library:
     if made is None:
         pytest.skip("the native library is for ARM CPUs, and needs a compiler")
     return made
-
-
-def spec_of(directory: Path) -> ModelCacheSpec:
-    return ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
 
 
 # -- one linear -----------------------------------------------------------------------------------
@@ -75,7 +70,7 @@ def test_a_linear_multiplies(library: Library, num_outputs: int, num_rows: int, 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_models_are_run_in_one_call(
-    native: NativeBuild, tiny_model: Callable[[str], TinyModel], family: str
+    native: NativeBuild, tiny_model: GetModel, family: str
 ) -> None:
     model = tiny_model(family)
     backend = TorchBackend(model.directory, model.spec, TorchOptions("float32", native=native))
@@ -97,11 +92,7 @@ def test_quantised_models_answer_as_without_it_and_alike_in_a_batch(
     for build in (None, native):
         options = TorchOptions(num_threads=num_threads, native=build)
         backend = TorchBackend(directory, spec_of(directory), options)
-        alone = [begin(backend, n, prompt(150 + n, seed=n)).finish(6) for n in range(3)]
-        together = [begin(backend, 10 + n, prompt(150 + n, seed=n)) for n in range(3)]
-        finish(together, 6)
-        assert [run.reply for run in together] == alone
-        replies.append(alone)
+        replies.append(check_batch(backend, [prompt(150 + n, seed=n) for n in range(3)]))
         decoders.append(backend._decoder)
     assert decoders[1] is not None
     assert replies[0] == replies[1]
@@ -110,7 +101,7 @@ def test_quantised_models_answer_as_without_it_and_alike_in_a_batch(
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_prompts_in_chunks_have_the_state_of_the_models_own_code(
-    native: NativeBuild, tiny_model: Callable[[str], TinyModel], family: str
+    native: NativeBuild, tiny_model: GetModel, family: str
 ) -> None:
     """Beside a sequence that decodes; chunks of one token up to several tiles of attention."""
     model, states = tiny_model(family), []
@@ -203,7 +194,7 @@ def _logits(model: Any, spec: ModelCacheSpec, tokens: tuple[int, ...]) -> torch.
     ids=["rope", "activation", "missing", "family", "head", "size"],
 )
 def test_what_is_not_known_by_heart_is_the_librarys_to_read(
-    change: dict[str, object], tiny_model: Callable[[str], TinyModel]
+    change: dict[str, object], tiny_model: GetModel
 ) -> None:
     model = tiny_model("llama")
     config = json.loads((model.directory / "config.json").read_text())
@@ -215,7 +206,7 @@ def test_what_is_not_known_by_heart_is_the_librarys_to_read(
 
 @pytest.mark.usefixtures("library")
 def test_a_plain_model_is_loaded_without_the_librarys_code(
-    native: NativeBuild, tiny_model: Callable[[str], TinyModel]
+    native: NativeBuild, tiny_model: GetModel
 ) -> None:
     """It takes longer to import than all else takes together."""
     code = """

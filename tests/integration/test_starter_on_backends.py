@@ -1,6 +1,5 @@
 """The starter model on torch, its weights in full and as the server keeps them, and on MLX."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
@@ -14,11 +13,10 @@ from semantic.adapters.outbound.backends.torch.grouped import has_kleidi, load_g
 from semantic.adapters.outbound.backends.torch.loading import TorchOptions
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.sampling import SamplingParams
-from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.backend import Chunk, Draw, ModelBackendPort
 from tests.contract.conftest import make_mlx, require_mlx
 from tests.contract.driver import begin, finish, sampled, step
-from tests.contract.models import TinyModel
+from tests.contract.models import TinyModel, spec_of
 from tests.number_formats import HAS_BFLOAT16, needs_bfloat16
 
 pytestmark = pytest.mark.integration
@@ -44,10 +42,6 @@ def backend(starter_model_dir: Path) -> Iterator[TorchBackend]:
     made = make_backend(starter_model_dir, TorchOptions(weights="full"))
     yield made
     made.shutdown()
-
-
-def spec_of(directory: Path) -> ModelCacheSpec:
-    return ModelCacheSpec.from_config(json.loads((directory / "config.json").read_text()))
 
 
 def make_backend(directory: Path, options: TorchOptions) -> TorchBackend:
