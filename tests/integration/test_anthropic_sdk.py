@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import AsyncIterator, Iterator
-from datetime import date
 from typing import Any
 
 import anthropic
@@ -12,7 +11,6 @@ from anthropic.types import RawMessageStartEvent, TextBlock, ThinkingBlock, Tool
 from semantic.adapters.inbound.http import streaming
 from semantic.adapters.outbound.backends import fake as fake_backend
 from semantic.adapters.outbound.backends.fake import FakeTokenizer
-from semantic.domain.chat import JsonObject
 from tests.http_server import RunningServer, make_settings, run_server
 
 pytestmark = pytest.mark.integration
@@ -39,20 +37,10 @@ class ThinkingTokenizer(FakeTokenizer):
 
     chat_template = "<think></think>"
 
-    def render_chat(
-        self,
-        messages: Any,
-        tools: Any = (),
-        *,
-        add_generation_prompt: bool = True,
-        today: date | None = None,
-        is_thinking: bool | None = None,
-    ) -> str:
-        shown: list[JsonObject] = [dict(message) for message in messages]
-        text = super().render_chat(
-            shown, tools, add_generation_prompt=add_generation_prompt, today=today
-        )
-        return text + ("<think>\n" if add_generation_prompt and is_thinking is not False else "")
+    def render_chat(self, messages: Any, tools: Any = (), **options: Any) -> str:
+        is_thinking = options.pop("is_thinking", None) is not False
+        is_open = options.get("add_generation_prompt", True) and is_thinking
+        return super().render_chat(messages, tools, **options) + ("<think>\n" if is_open else "")
 
 
 @pytest.fixture(scope="module")

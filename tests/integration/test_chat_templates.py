@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,6 @@ from semantic.application.prompt.replay import (
 from semantic.application.prompt.special_text import SpecialText
 from semantic.domain.chat import (
     ChatRequest,
-    JsonObject,
     Message,
     Role,
     TextPart,
@@ -47,22 +47,8 @@ class RecordingTokenizer(HFTokenizer):
 
     text = ""
 
-    def render_chat(
-        self,
-        messages: Sequence[JsonObject],
-        tools: Sequence[JsonObject] = (),
-        *,
-        add_generation_prompt: bool = True,
-        today: date | None = None,
-        is_thinking: bool | None = None,
-    ) -> str:
-        self.text = super().render_chat(
-            messages,
-            tools,
-            add_generation_prompt=add_generation_prompt,
-            today=today,
-            is_thinking=is_thinking,
-        )
+    def render_chat(self, *messages: Any, **options: Any) -> str:
+        self.text = super().render_chat(*messages, **options)
         return self.text
 
 
@@ -214,15 +200,6 @@ def test_halves_of_special_tokens_do_not_join(model: Model) -> None:
             assert specials(model, prompt) == specials(model, plain)
 
 
-def test_adjoining_parts_do_not_join_to_a_special_token(qwen: Model) -> None:
-    halves = Message(Role.ASSISTANT, (TextPart("<|im_"), TextPart("end|>")))
-    prompt = qwen.renderer.render(ask(user("hi"), halves, user("ok")))
-    assert specials(qwen, prompt) == specials(
-        qwen, qwen.renderer.render(ask(user("hi"), say("x"), user("ok")))
-    )
-    assert "<|im_end|>" in spoken(qwen, prompt)
-
-
 # -- each turn extends the last -----------------------------------------------------------------
 
 
@@ -344,46 +321,31 @@ def two_turns(model: Model, reply: Message, echo: Message, *more: Message) -> tu
 SAID = say("Hello  there", use("t1", "Read", path="é\n", limit=1000.0))
 
 
-@pytest.mark.parametrize(
-    "echo,is_replayed",
-    [
-        (SAID, True),
-        (say("Hello  there", use("t1", "Read", limit=1000, path="\u00e9\n")), True),
-        (say("Hello", "  there", use("other", "Read", limit=1e3, path="é\n")), True),
-        (say("Hello there", use("t1", "Read", path="é\n", limit=1000)), False),
-        (say("Hello  there", use("t1", "Read", path="é\n", limit=1001)), False),
-        (say("Hello  there", use("t1", "Read", path="é\n", limit="1000")), False),
-        (say("Hello  there", use("t1", "Write", path="é\n", limit=1000)), False),
-        (say("Hello  there"), False),
-    ],
-)
-def test_a_reply_is_replayed_if_it_says_the_same(
-    qwen: Model, echo: Message, is_replayed: bool
-) -> None:
-    result = results(text_result("t1", "x"))
-    assert two_turns(qwen, SAID, echo, result)[0] == is_replayed
-
-
 THOUGHT = Message(Role.ASSISTANT, (ThinkingPart("hmm", "sig"), TextPart("Yes.")))
-REDACTED = Message(Role.ASSISTANT, (ThinkingPart("", "sig", is_redacted=True), TextPart("Yes.")))
 OTHER_THOUGHT = Message(Role.ASSISTANT, (ThinkingPart("edited"), TextPart("Yes.")))
 IN_LOOP = (results(text_result("t1", "x")),)
 
 
 @pytest.mark.parametrize(
-    "echo,more,is_replayed",
+    "reply,echo,more,is_replayed",
     [
-        (THOUGHT, (), True),  # echoed, though the template drops old thinking
-        (REDACTED, (), True),
-        (OTHER_THOUGHT, (), False),
-        (say("Yes."), (), False),  # dropped by both: the prompt goes on without it
-        (say("Yes."), IN_LOOP, True),  # the template shows it here
+        (SAID, SAID, IN_LOOP, True),
+        (SAID, say("Hello  there", use("o", "Read", limit=1000, path="\u00e9\n")), IN_LOOP, True),
+        (SAID, say("Hello  there", use("t1", "Read", path="é\n", limit="1000")), IN_LOOP, False),
+        (SAID, say("Hello  there"), IN_LOOP, False),
+        (THOUGHT, THOUGHT, (), True),  # echoed, though the template drops old thinking
+        (THOUGHT, OTHER_THOUGHT, (), False),
+        (THOUGHT, say("Yes."), (), False),  # dropped by both: the prompt goes on without it
+        (THOUGHT, say("Yes."), IN_LOOP, True),  # the template shows it here
     ],
 )
-def test_thinking(qwen: Model, echo: Message, more: tuple[Message, ...], is_replayed: bool) -> None:
-    was_extended, second = two_turns(qwen, THOUGHT, echo, *more)
+def test_a_reply_is_replayed_if_it_says_the_same(
+    qwen: Model, reply: Message, echo: Message, more: tuple[Message, ...], is_replayed: bool
+) -> None:
+    was_extended, second = two_turns(qwen, reply, echo, *more)
     assert was_extended == is_replayed
-    assert ("hmm" in spoken(qwen, second)) == is_replayed
+    if reply is THOUGHT:
+        assert ("hmm" in spoken(qwen, second)) == is_replayed
 
 
 def test_templates_that_know_no_thinking_leave_it_out(models: Models) -> None:
@@ -427,14 +389,6 @@ def test_a_reply_ended_by_a_stop_string_replays_what_was_emitted(models: Models,
     second = model.prompt(ask(user("hi"), say(emitted), user("ok")))
     whole = (*prompt.tokens, *kept, model.end)
     assert second.tokens[: len(whole)] == whole
-
-
-def test_replies_of_another_tenant_are_not_replayed(qwen: Model) -> None:
-    _, mine = two_turns(qwen, SAID, SAID, *IN_LOOP)
-    request = ask(user("hi"), SAID, *IN_LOOP, tools=(READ,))
-    theirs = qwen.renderer.render(request, today=TODAY, replays=TenantReplays(b"other", qwen.book))
-    assert theirs.num_replayed == 0
-    assert theirs.tokens != mine.tokens
 
 
 # -- the date -----------------------------------------------------------------------------------

@@ -203,6 +203,56 @@ def test_a_schema_is_followed_in_the_other_protocols(http: httpx.Client) -> None
     assert json.loads(new["output"][0]["content"][0]["text"])["city"]
 
 
+Json = dict[str, Any]
+
+
+def _chat(schema: Json, *, is_strict: bool = False) -> tuple[str, Json]:
+    form = {"type": "json_schema", "json_schema": {"schema": schema, "strict": is_strict}}
+    return "/v1/chat/completions", {"messages": HI, "response_format": form}
+
+
+def _response(schema: Json, *, is_strict: bool = False) -> tuple[str, Json]:
+    form = {"type": "json_schema", "name": "x", "schema": schema, "strict": is_strict}
+    return "/v1/responses", {"input": "hi", "text": {"format": form}}
+
+
+def _message(schema: Json) -> tuple[str, Json]:
+    form = {"type": "json_schema", "schema": schema}
+    return "/v1/messages", {"messages": HI, "max_tokens": 40, "output_config": {"format": form}}
+
+
+@pytest.mark.parametrize("ask", [_chat, _response, _message])
+def test_a_schema_that_takes_too_much_is_a_bad_request(http: httpx.Client, ask: Any) -> None:
+    multiples = [{"multipleOf": number} for number in (99_999_989, 99_999_971, 1_000_003)]
+    for schema in (
+        {"allOf": [{"type": "integer"}, *multiples]},
+        {"enum": ["x" * 1_000_000]},
+        {"type": "string", "pattern": "^((.{1,1000}){1,100}){1,100}b$"},
+    ):
+        path, body = ask(schema)
+        answer = http.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+        assert "enforce" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "keyword, schema",
+    [
+        ("propertyNames", {"type": "object", "propertyNames": {"type": "string"}}),
+        ("uniqueItems", {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}),
+    ],
+)
+def test_what_generators_write_is_taken_unless_it_is_strict(
+    http: httpx.Client, keyword: str, schema: Json
+) -> None:
+    for path, body in (_chat(schema), _response(schema), _message(schema)):
+        assert http.post(path, json=body).status_code == 200
+    for path, body in (_chat(schema, is_strict=True), _response(schema, is_strict=True)):
+        answer = http.post(path, json=body)
+        assert answer.status_code == 400
+        assert keyword in answer.json()["error"]["message"]
+
+
 # -- a reply that was begun -------------------------------------------------------------------
 
 
