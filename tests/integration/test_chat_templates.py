@@ -47,9 +47,15 @@ class RecordingTokenizer(HFTokenizer):
 
     text = ""
 
-    def render_chat(self, *messages: Any, **options: Any) -> str:
-        self.text = super().render_chat(*messages, **options)
-        return self.text
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        render = self.render_chat
+
+        def record(*messages: Any, **options: Any) -> str:
+            self.text = render(*messages, **options)
+            return self.text
+
+        self.render_chat = record
 
 
 Loaded = tuple[RecordingTokenizer, Tokenizer]
