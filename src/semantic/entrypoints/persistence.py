@@ -8,13 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import structlog
 
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.outbound import host_memory
-from semantic.adapters.outbound.blocks.codec import KVCodec
+from semantic.adapters.outbound.blocks.codec import FORMATS, KVCodec
 from semantic.adapters.outbound.blocks.directory import DirectoryLock, claim
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.cipher import load_cipher
@@ -58,8 +58,6 @@ _DRAFT_SHARE = 64  # of a smaller budget, the memory for guesses is not taken of
 _log = structlog.get_logger(__name__)
 _FLUSH_S = 0.5
 
-_FORMATS: dict[int, Literal["raw", "q8g64", "q4g64"]] = {16: "raw", 8: "q8g64", 4: "q4g64"}
-
 
 class AgentMemory:
     """One directory's agents and blocks.
@@ -93,7 +91,7 @@ class AgentMemory:
         self._disk_quota = disk_quota
         self._namings: set[tuple[str, str]] = set()  # of the models that were loaded
         self._telemetry = telemetry
-        self.codec = KVCodec(_FORMATS[settings.kv_bits])
+        self.codec = KVCodec(FORMATS[settings.kv_bits])
         self._closing = threading.Lock()
         self._is_closed = False
         self._lock: DirectoryLock | None = None

@@ -47,14 +47,6 @@ def test_the_documentation_names_every_command() -> None:
     assert {name for name in commands | groups if f"`semantic {name}" not in page} == set()
 
 
-@pytest.mark.parametrize("action", ["stats", "verify", "gc"])
-def test_cache_commands_have_help(action: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cache", action, "--help"]) == 0
-    text = capsys.readouterr().out
-    assert "--cache-dir" in text
-    assert ("--orphan-age-h" in text) == (action == "gc")
-
-
 @pytest.mark.parametrize(
     "arguments,words",
     [

@@ -139,9 +139,3 @@ def test_settings_that_will_not_do_are_refused(
 ) -> None:
     assert main(["cluster", *arguments]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_help_names_what_scales(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cluster", "--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(flag in text for flag in ("--replicas", "--max-replicas", "--ray-address"))

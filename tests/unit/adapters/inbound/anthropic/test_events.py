@@ -25,6 +25,8 @@ from semantic.domain.events import (
     Usage,
 )
 from semantic.domain.sampling import FinishReason
+from tests.canned_replies import EVERYTHING
+from tests.unit.adapters.inbound.openai.test_transcripts import check
 
 pytestmark = pytest.mark.unit
 
@@ -38,129 +40,30 @@ def run(events: list[Event], **options: bool) -> list[dict[str, Any]]:
     return [made for event in events for made in stream.push(event)]
 
 
-def transcript(events: list[Event], **options: bool) -> str:
-    return "".join(
-        streaming.named_event(str(made["type"]), made) for made in run(events, **options)
-    )
-
-
-START = (
-    "event: message_start\n"
-    'data: {"type":"message_start","message":{"id":"msg_1f","type":"message","role":"assistant",'
-    '"model":"m","content":[],"stop_reason":null,"stop_sequence":null,"usage":{"input_tokens":0,'
-    '"cache_creation_input_tokens":10,"cache_read_input_tokens":30,"output_tokens":0}}}\n\n'
+@pytest.mark.parametrize(
+    "name, shows", [("anthropic_stream.txt", True), ("anthropic_stream_omitted.txt", False)]
 )
-
-
-def ending(reason: str, stop: str = "null") -> str:
-    return (
-        "event: message_delta\n"
-        f'data: {{"type":"message_delta","delta":{{"stop_reason":"{reason}",'
-        f'"stop_sequence":{stop}}},"usage":{{"input_tokens":0,"cache_creation_input_tokens":10,'
-        '"cache_read_input_tokens":30,"output_tokens":9,'
-        '"output_tokens_details":{"thinking_tokens":4}}}\n\n'
-        'event: message_stop\ndata: {"type":"message_stop"}\n\n'
-    )
-
-
-def block(index: int, content: str, *deltas: str) -> str:
-    head = f'{{"type":"content_block_start","index":{index},"content_block":{content}}}'
-    frames = [f"event: content_block_start\ndata: {head}\n\n"]
-    for delta in deltas:
-        body = f'{{"type":"content_block_delta","index":{index},"delta":{delta}}}'
-        frames.append(f"event: content_block_delta\ndata: {body}\n\n")
-    stop = f'{{"type":"content_block_stop","index":{index}}}'
-    return "".join([*frames, f"event: content_block_stop\ndata: {stop}\n\n"])
-
-
-def test_text() -> None:
-    events: list[Event] = [
-        STARTED,
-        FOUND,
-        TextDelta("Hé"),
-        TextDelta("llo"),
-        Finished(FinishReason.STOP_SEQUENCE, USAGE, "END"),
-    ]
-    assert transcript(events) == (
-        START
-        + block(
-            0,
-            '{"type":"text","text":""}',
-            '{"type":"text_delta","text":"Hé"}',
-            '{"type":"text_delta","text":"llo"}',
-        )
-        + ending("stop_sequence", '"END"')
-    )
-
-
-THINKING_AND_CALLS: list[Event] = [
-    STARTED,
-    FOUND,
-    ThinkingDelta("Hm."),
-    ThinkingEnded("a1b2"),
-    TextDelta("Let me look."),
-    ToolCallStarted(0, "c0", "read"),
-    ToolCallDelta(0, '{"path": '),
-    ToolCallDelta(0, '"x"}'),
-    ToolCallEnded(0),
-    ToolCallStarted(1, "c1", "list"),
-    ToolCallEnded(1),
-    Finished(FinishReason.TOOL_USE, USAGE),
-]
-
-
-def test_thinking_text_and_calls() -> None:
-    assert transcript(THINKING_AND_CALLS) == (
-        START
-        + block(
-            0,
-            '{"type":"thinking","thinking":"","signature":""}',
-            '{"type":"thinking_delta","thinking":"Hm."}',
-            '{"type":"signature_delta","signature":"a1b2"}',
-        )
-        + block(1, '{"type":"text","text":""}', '{"type":"text_delta","text":"Let me look."}')
-        + block(
-            2,
-            '{"type":"tool_use","id":"toolu_c0","name":"read","input":{}}',
-            '{"type":"input_json_delta","partial_json":"{\\"path\\": "}',
-            '{"type":"input_json_delta","partial_json":"\\"x\\"}"}',
-        )
-        + block(3, '{"type":"tool_use","id":"toolu_c1","name":"list","input":{}}')
-        + ending("tool_use")
-    )
-
-
-def test_thinking_may_be_kept_back() -> None:
-    events: list[Event] = [
-        STARTED,
-        FOUND,
-        ThinkingDelta("Hm."),
-        ThinkingEnded("a1"),
-        TextDelta("Hi"),
-        Finished(FinishReason.END_TURN, USAGE),
-    ]
-    assert transcript(events, shows_thinking=False) == (
-        START
-        + block(
-            0,
-            '{"type":"thinking","thinking":"","signature":""}',
-            '{"type":"signature_delta","signature":"a1"}',
-        )
-        + block(1, '{"type":"text","text":""}', '{"type":"text_delta","text":"Hi"}')
-        + ending("end_turn")
-    )
+def test_a_stream_whose_thinking_may_be_kept_back(name: str, shows: bool) -> None:
+    made = run([EVERYTHING[0], FOUND, *EVERYTHING[1:]], shows_thinking=shows)
+    check(name, "".join(streaming.named_event(str(event["type"]), event) for event in made))
 
 
 def test_a_whole_message_is_what_its_stream_adds_up_to() -> None:
-    message = whole_message(run(THINKING_AND_CALLS))
+    message = whole_message(run([*EVERYTHING]))
     assert message["content"] == [
-        {"type": "thinking", "thinking": "Hm.", "signature": "a1b2"},
-        {"type": "text", "text": "Let me look."},
-        {"type": "tool_use", "id": "toolu_c0", "name": "read", "input": {"path": "x"}},
-        {"type": "tool_use", "id": "toolu_c1", "name": "list", "input": {}},
+        {"type": "thinking", "thinking": "Let me look.", "signature": "sig"},
+        {"type": "text", "text": "I look."},
+        {"type": "tool_use", "id": "toolu_1", "name": "read", "input": {"path": "ä.txt"}},
+        {"type": "tool_use", "id": "toolu_2", "name": "list", "input": {}},
     ]
-    assert message["stop_reason"] == "tool_use"
-    assert message["id"] == "msg_1f"
+    assert (message["stop_reason"], message["id"]) == ("tool_use", "msg_abc")
+
+
+def test_a_stop_sequence_is_told() -> None:
+    ended = Finished(FinishReason.STOP_SEQUENCE, USAGE, "END")
+    *_, delta, _ = run([STARTED, TextDelta("Hi"), ended])
+    assert delta["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "END"}
+    assert delta["usage"]["output_tokens_details"] == {"thinking_tokens": 4}
 
 
 def test_an_empty_reply_has_no_block() -> None:

@@ -95,12 +95,6 @@ async def test_whoever_stops_reading_cancels_all() -> None:
     assert all(reply.is_cancelled for reply in replies)
 
 
-def test_a_named_frame() -> None:
-    assert (
-        streaming.named_event("ping", {"type": "ping"}) == 'event: ping\ndata: {"type":"ping"}\n\n'
-    )
-
-
 # -- frames that are kept -----------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ from hypothesis.extra import numpy as arrays
 
 from semantic.adapters.outbound.blocks.codec import (
     FLOATS,
-    FORMATS,
     KVCodec,
     KVFormat,
     StoredBuffer,
@@ -212,16 +211,6 @@ def test_what_does_not_fit_its_shape_is_refused() -> None:
     ):
         with pytest.raises(CacheCorruptionError):
             codec.decode(StoredBuffer("keys", shape, dtype, kv_format, resting.tensors))
-
-
-def test_formats() -> None:
-    assert [KVCodec(kv_format).kv_format for kv_format in FORMATS.values()] == [
-        "raw",
-        "q8g64",
-        "q4g64",
-    ]
-    with pytest.raises(ValueError, match="q8g32"):
-        KVCodec("q8g32")  # type: ignore[arg-type]
 
 
 def test_a_nan_that_signals_is_widened_without_a_warning() -> None:

@@ -1,4 +1,3 @@
-import json
 import os
 import resource
 import stat
@@ -21,7 +20,6 @@ from semantic.domain.blocks import BlockName, BlockNamespace, BlockPart
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload
-from semantic.ports.storage import BlockFilesPort
 from tests.unit.adapters.outbound.blocks.sealed_files import (
     ROOT,
     buffers_of,
@@ -81,12 +79,6 @@ def test_the_bytes_of_a_file(tmp_path: Path) -> None:
     assert EXAMPLE[8:].split(b" " * 8)[0].decode() in page.read_text().replace("\n", "")
 
 
-def test_it_is_the_port(cache: SafetensorsCache) -> None:
-    port: BlockFilesPort = cache
-    part = port.write(make_part(), make_payload(make_part()), is_synced=True)
-    assert buffers_of(port.read(part)) == buffers_of(make_payload(make_part()))
-
-
 def test_the_library_reads_it(tmp_path: Path) -> None:
     part = make_part(range(9))  # token ids that end off the alignment
     numbers = np.arange(18, dtype=np.float32).reshape(1, 9, 2)
@@ -133,12 +125,6 @@ def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-def test_only_the_file_is_left(tmp_path: Path, cache: SafetensorsCache) -> None:
-    put(cache, make_part())
-    put(cache, make_part())
-    assert all_files(tmp_path) == [file_of(tmp_path, make_part())]
-
-
 # -- what is read -----------------------------------------------------------------------------
 
 
@@ -162,14 +148,6 @@ def test_every_kind_comes_back(cache: SafetensorsCache, kind: LayerKind) -> None
     read = cache.read(cache.write(part, payload, is_synced=False))
     assert replace(read, buffers=()) == replace(payload, buffers=())
     assert buffers_of(read) == buffers_of(payload)
-
-
-def test_full_and_window_parts_of_a_block_are_files_of_their_own(cache: SafetensorsCache) -> None:
-    full, window = make_part(kind=LayerKind.FULL), make_part(kind=LayerKind.WINDOW)
-    put(cache, full)
-    put(cache, window)
-    cache.delete(full)
-    assert cache.read(window).kind is LayerKind.WINDOW
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 255, 256])
@@ -298,17 +276,6 @@ def test_a_full_disk(small_disk: Path) -> None:
     put(cache, make_part((2,)), big_buffer(600_000))
 
 
-def test_a_disk_that_cannot_be_written(small_disk: Path) -> None:
-    cache = SafetensorsCache(small_disk)
-    kept = put(cache, make_part((1,)))
-    assert system("mount", "-o", "remount,ro", str(small_disk))
-    with pytest.raises(CachePersistenceError, match="Read-only"):
-        put(cache, make_part((2,)))
-    with pytest.raises(CachePersistenceError, match="Read-only"):
-        cache.delete(kept)
-    assert cache.read(kept).buffers
-
-
 def test_a_write_that_stops_half_way(tmp_path: Path, cache: SafetensorsCache) -> None:
     """A limit on the size of files ends a write after its first part, without privileges."""
     kept = put(cache, make_part((1,)))
@@ -326,13 +293,6 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path, cache: SafetensorsCache
     (tmp_path / "blocks").write_text("in the way")
     with pytest.raises(CachePersistenceError, match="a block could not be written"):
         put(cache, make_part())
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(CachePersistenceError, match="Permission denied"):
-        put(SafetensorsCache(tmp_path / "cache"), make_part())
 
 
 # -- delete, scan, used bytes -----------------------------------------------------------------
@@ -486,11 +446,3 @@ def test_reads_beside_writes(tmp_path: Path, cache: SafetensorsCache) -> None:
             reader.join()
     assert wrong == []
     assert cache.used_bytes() == size_of(tmp_path)
-
-
-def test_metadata_is_text(tmp_path: Path, cache: SafetensorsCache) -> None:
-    """As the format of safetensors asks for."""
-    put(cache, make_part())
-    content = file_of(tmp_path, make_part()).read_bytes()
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    assert all(isinstance(value, str) for value in header["__metadata__"].values())

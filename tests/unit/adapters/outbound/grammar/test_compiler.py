@@ -196,16 +196,6 @@ def test_a_required_call_may_be_the_last_or_be_followed_by_another(
     assert allowed(constraint.allowed()) == [ord("\n"), END_TOKEN]
 
 
-def test_several_calls_are_complete_within_the_budget(grammar: LLGuidanceGrammar) -> None:
-    shape = ReplyShape(PLAIN, tools=TOOLS, tool_choice=ToolChoice(ToolMode.REQUIRED))
-    for max_tokens in (200, 260):
-        for seed in range(4):
-            constraint = grammar.constrain(shape, max_tokens)
-            assert constraint is not None
-            reply = write_at_random(constraint, TOKENIZER, max_tokens, seed)
-            assert reply.text.endswith("</tool_call>")
-
-
 def test_a_model_without_an_end_token_cannot_be_constrained() -> None:
     class Endless(FakeTokenizer):
         eos_ids = frozenset()

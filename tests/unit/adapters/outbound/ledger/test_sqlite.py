@@ -14,25 +14,18 @@ import pytest
 
 from semantic.adapters.outbound.ledger import schema as ledger_schema
 from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.domain.agents import Pointer
 from semantic.domain.errors import CachePersistenceError
 from semantic.ports.storage import (
-    MarkDurable,
-    MarkIndexWhole,
     PutAgent,
     PutPart,
     PutReplay,
     PutTenant,
     PutTurn,
-    Repoint,
     Tenant,
     TouchParts,
-    TurnPlace,
 )
 from tests.unit.adapters.outbound.ledger.ledger_values import (
-    ROOT,
     agent_of,
-    name_of,
     part_of,
     turn_of,
 )
@@ -72,90 +65,6 @@ def test_a_new_ledger_is_empty_and_its_directory_is_made(tmp_path: Path) -> None
 
     assert (state.tenants, state.agents, state.parts) == ((), (), ())
     assert (state.is_index_lost, state.problem) == (True, "")
-
-
-def test_everything_is_there_after_a_restart(tmp_path: Path, ledger: SqliteLedger) -> None:
-    agent, part, turn = agent_of("coder", "t1"), part_of(1, 2), turn_of("t1", block=name_of(1, 2))
-    replay = PutReplay("local", b"key", (7, 8), at=1.0)
-    changes = (LOCAL, PutTurn("local", turn), PutAgent(agent), PutPart(part), replay)
-    ledger.apply([*changes, MarkIndexWhole()], is_synced=False)
-    ledger.close()
-
-    with closing(SqliteLedger(tmp_path)) as again:
-        state = again.load()
-        assert (state.tenants, state.agents, state.parts) == ((LOCAL.tenant,), (agent,), (part,))
-        assert (state.is_index_lost, state.problem) == (False, "")
-        assert again.turn("local", "t1") == turn
-        assert again.replay("local", b"key") == (7, 8)
-        assert again.pointers() == (turn.pointer,)
-
-
-def test_a_lost_index_stays_lost_until_someone_says_it_is_whole(either: SqliteLedger) -> None:
-    either.apply([PutPart(part_of(1))], is_synced=False)
-    assert either.load().is_index_lost
-
-    either.apply([MarkIndexWhole()], is_synced=False)
-    assert not either.load().is_index_lost
-
-
-def test_a_turn_of_another_tenant_is_not_there(either: SqliteLedger) -> None:
-    mine, theirs = turn_of("t1", text="mine", block=name_of(1)), turn_of("t1", text="theirs")
-    child = turn_of("t2", "t1", block=name_of(1))
-    either.apply([PutTurn("local", mine), PutTurn("acme", theirs)], is_synced=False)
-    either.apply([PutTurn("acme", child)], is_synced=False)
-
-    assert either.turn("local", "t1") == mine
-    assert either.turn("acme", "t1") == theirs
-    assert either.turn("local", "t2") is None
-    assert either.place("local", "t1") == TurnPlace(3, mine.pointer)
-    assert either.place("acme", "t1") == TurnPlace(3, None)
-    assert either.place("local", "t2") is None
-    assert either.turns("local", "t2", limit=9) == ()
-    assert either.turns("acme", "t2", limit=9) == (child, theirs)
-    assert either.replay("acme", b"key") is None
-
-
-def test_a_log_is_read_from_its_head_backwards(either: SqliteLedger) -> None:
-    log = [turn_of(f"t{i}", f"t{i - 1}" if i else None, at=float(-i)) for i in range(50)]
-    either.apply([PutTurn("local", turn) for turn in log[::-1]], is_synced=False)
-
-    assert either.turns("local", "t49", limit=1000) == tuple(log[::-1])
-    assert either.turns("local", "t30", limit=2) == (log[30], log[29])
-    assert either.turns("local", "t30", limit=0) == ()
-    assert either.ancestry("local", "t49") == tuple(turn.id for turn in log[::-1])
-    assert either.ancestry("local", "t2") == ("t2", "t1", "t0")
-    assert either.ancestry("local", "t49", until="t47") == ("t49", "t48", "t47")
-    assert either.ancestry("acme", "t2") == either.ancestry("local", "nothing") == ()
-    assert either.turns("local", "nothing", limit=5) == ()
-
-
-def test_a_log_that_bites_its_tail_ends(either: SqliteLedger) -> None:
-    changes = [PutTurn("local", turn_of("t1", "t2")), PutTurn("local", turn_of("t2", "t1"))]
-    either.apply([*changes, PutAgent(agent_of("coder", "t1"))], is_synced=False)
-
-    assert [turn.id for turn in either.turns("local", "t1", limit=99)] == ["t1", "t2"]
-    assert either.ancestry("local", "t1") == ("t1", "t2")
-    assert either.pointers() == ()
-    assert either.forget_unreachable(before=99.0, replays_before=99.0) == 0
-
-
-def test_repointing_keeps_the_number_of_tokens(either: SqliteLedger) -> None:
-    either.apply([PutTurn("local", turn_of("t1", block=name_of(1)))], is_synced=False)
-    either.apply([Repoint(name_of(1), name_of(1, 2)), MarkDurable("t1")], is_synced=False)
-
-    turn = either.turn("local", "t1")
-    assert turn
-    assert (turn.pointer, turn.is_durable) == (Pointer(ROOT, name_of(1, 2), 3), True)
-
-
-def test_forgetting_keeps_what_a_newer_turn_follows(either: SqliteLedger) -> None:
-    old, new = turn_of("old", at=1.0), turn_of("new", "old", at=9.0)
-    alone = turn_of("alone", at=1.0)
-    either.apply([PutTurn("local", turn) for turn in (old, new, alone)], is_synced=False)
-
-    assert either.forget_unreachable(before=5.0, replays_before=5.0) == 1
-    assert either.turns("local", "new", limit=9) == (new, old)
-    assert either.forget_unreachable(before=10.0, replays_before=10.0) == 2
 
 
 def test_forgetting_gives_the_space_back(tmp_path: Path, ledger: SqliteLedger) -> None:

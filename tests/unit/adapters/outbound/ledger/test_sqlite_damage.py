@@ -150,7 +150,9 @@ def test_whatever_is_done_to_a_ledger_what_was_backed_up_is_there(
         assert again.is_index_lost
 
 
-def test_the_damaged_file_is_kept_and_named(directory: Path) -> None:
+def test_the_damaged_file_is_kept_and_named_and_what_came_after_the_backup_is_counted(
+    directory: Path,
+) -> None:
     (directory / "ledger.db").write_bytes(b"x" * 9000)
 
     with closing(SqliteLedger(directory)) as ledger:
@@ -159,6 +161,8 @@ def test_the_damaged_file_is_kept_and_named(directory: Path) -> None:
     (kept,) = directory.glob("ledger.db.damaged-*")
     assert kept.read_bytes() == b"x" * 9000
     assert kept.name in problem
+    assert "restored 20 agents and 60 turns, with the backup of " in problem
+    assert "up to 2 of the latest changes" in problem
 
 
 @settings(max_examples=30)
@@ -284,16 +288,6 @@ def test_where_both_are_gone_that_is_said(directory: Path) -> None:
 
     with closing(SqliteLedger(directory)) as ledger:
         assert "up to 83 of the latest changes" in ledger.load().problem
-        assert ledger.load().problem == ""
-
-
-def test_what_came_after_the_backup_is_counted(directory: Path) -> None:
-    (directory / "ledger.db").write_bytes(b"x" * 9000)
-
-    with closing(SqliteLedger(directory)) as ledger:
-        problem = ledger.load().problem
-        assert "restored 20 agents and 60 turns, with the backup of " in problem
-        assert "up to 2 of the latest changes" in problem
         assert ledger.load().problem == ""
 
 

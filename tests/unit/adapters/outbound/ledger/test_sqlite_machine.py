@@ -27,6 +27,7 @@ from semantic.ports.storage import (
     Repoint,
     Tenant,
     TouchParts,
+    TurnPlace,
 )
 from tests.unit.adapters.outbound.ledger.ledger_values import LedgerModel
 from tests.unit.adapters.outbound.ledger.test_codec import any_message
@@ -149,6 +150,9 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert self.ledger.turn(tenant, turn_id) == expected
                 assert self.ledger.turns(tenant, turn_id, limit=99) == log
                 assert self.ledger.turns(tenant, turn_id, limit=2) == log[:2]
+                assert self.ledger.ancestry(tenant, turn_id) == tuple(turn.id for turn in log)
+                place = TurnPlace(expected.num_tokens, expected.pointer) if expected else None
+                assert self.ledger.place(tenant, turn_id) == place
             for key in KEYS:
                 put = self.model.replays.get((tenant, key))
                 assert self.ledger.replay(tenant, key) == (put.tokens if put else None)
