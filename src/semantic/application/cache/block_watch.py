@@ -1,7 +1,7 @@
 """All blocks as those see them who draw a map: a page at a time, then only what changed.
 
-Reads names, positions and sizes; it changes nothing, and holds the store's lock only to look names
-up, so that a map of 50,000 blocks costs the engine nothing.
+It changes nothing, and holds the store's lock only to look names up, so that a map of 50,000 blocks
+costs the engine nothing: what of a block is where is read when it is drawn.
 """
 
 from dataclasses import dataclass
@@ -9,26 +9,6 @@ from dataclasses import dataclass
 from semantic.application.cache.index import BlockNode
 from semantic.application.cache.tiers import BlockTiers
 from semantic.domain.blocks import BlockName
-
-
-@dataclass(frozen=True, slots=True)
-class BlockView:
-    """A block, and what of it is where.
-
-    Attributes:
-        parent: The block before it, or the root of its chain.
-        start: Position of its first token.
-        last_used: Seconds since the epoch.
-    """
-
-    name: BlockName
-    parent: BlockName
-    start: int
-    num_tokens: int
-    memory_bytes: int
-    disk_bytes: int
-    last_used: float
-    is_pinned: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +25,7 @@ class BlockPage:
 
     mark: int
     num_blocks: int
-    blocks: tuple[BlockView, ...] = ()
+    blocks: tuple[BlockNode, ...] = ()
     gone: tuple[BlockName, ...] = ()
     cursor: str | None = None
     is_stale: bool = False
@@ -66,7 +46,7 @@ class BlockWatch:
         rest.sort(key=lambda node: node.name)
         shown = rest[:limit]
         cursor = shown[-1].name.hex() if len(rest) > len(shown) else None
-        return BlockPage(mark, len(nodes), tuple(map(_view, shown)), cursor=cursor)
+        return BlockPage(mark, len(nodes), tuple(shown), cursor=cursor)
 
     def changes(self, since: int, limit: int) -> BlockPage:
         """List the blocks that came, changed or went since a mark; stale if they are too many."""
@@ -77,17 +57,4 @@ class BlockWatch:
                 return BlockPage(mark, num_blocks, is_stale=True)
             nodes = [self._index.get(name) for name in names]
         gone = tuple(name for name, node in zip(names, nodes, strict=True) if node is None)
-        return BlockPage(mark, num_blocks, tuple(_view(node) for node in nodes if node), gone)
-
-
-def _view(node: BlockNode) -> BlockView:
-    return BlockView(
-        name=node.name,
-        parent=node.parent,
-        start=node.start,
-        num_tokens=node.num_tokens,
-        memory_bytes=node.memory_bytes,
-        disk_bytes=node.disk_bytes,
-        last_used=node.last_used,
-        is_pinned=node.num_pins > 0,
-    )
+        return BlockPage(mark, num_blocks, tuple(filter(None, nodes)), gone)

@@ -1,7 +1,6 @@
 """What is read ahead lies within the memory budget, and nobody waits for ever for room in it."""
 
 import random
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -497,24 +496,3 @@ def test_whatever_the_room_and_the_order_it_is_right_and_within_the_budget(
             bench.expect_alone(*jobs, *fresh)
         finally:
             bench.close()
-
-
-def test_on_readers_of_its_own_it_is_right_too(tmp_path: Path) -> None:
-    jobs = [talk(name, 6) for name in "pqrs"]
-    bench = Bench(tmp_path, SPEC, 2**28)
-    bench.serve(*jobs)
-    bench.close()
-    disk = DiskTier(SafetensorsCache(tmp_path), SqliteLedger.in_memory(), DiskLimits(2**30, 2**28))
-    store = AgentCacheStore(BlockPool(SPEC, live_bytes(*jobs) + 2 * PART_BYTES), disk)
-    store.restore_index(SafetensorsCache(tmp_path).scan())
-    disk.start(store.is_on_disk)
-    news = threading.Event()
-    rig = EngineRig(FakeBackend(SPEC), store, on_ready=news.set)
-    rig.submit(*jobs)
-    while rig.engine.has_work:
-        if not rig.step():
-            news.wait(0.05)
-            news.clear()
-        assert store.usage().used <= store.usage().total
-    rig.expect_alone(*jobs)
-    assert disk.close(10)

@@ -1,6 +1,5 @@
 """The disk behind the pool: what is written, what waits, what goes, and that no row is lost."""
 
-import math
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload
 from semantic.ports.storage import PutAgent, PutReplay
 from tests.unit.application.engine_rig import ROOT
-from tests.unit.application.ledger_rig import agents_of, exchange_of
+from tests.unit.application.ledger_rig import exchange_of
 from tests.unit.application.memory_rig import (
     HEADER_BYTES,
     MakeRig,
@@ -349,40 +348,6 @@ def block(first: int) -> tuple[list[int], list[KVPayload]]:
     """A block of its own."""
     data = HostBuffer("full", (8,), "u32", bytes(32))
     return [first] * 8, [KVPayload("fake.v1", LayerKind.FULL, 0, 8, (data,))]
-
-
-def test_a_ledger_that_outgrows_the_budget_keeps_turns_and_files(tmp_path: Path) -> None:
-    budget = 2**20
-    ledger = SqliteLedger(tmp_path)
-    disk = DiskTier(SafetensorsCache(tmp_path), ledger, DiskLimits(budget, 2**20))
-    agents = agents_of(ledger, disk.change)
-    store = AgentCacheStore(BlockPool(fake_spec(block_tokens=8), 2**20), disk)
-    disk.start(store.is_on_disk)
-    assert store.seal(ROOT, ROOT, *block(1))
-    assert disk.flush(10)
-    said = ["word " * 20_000]
-    done = [agents.commit("local", "talker", exchange_of([n], [n], said))[1] for n in range(12)]
-    assert [future.result(10) for future in done] == [None] * 12
-    assert disk.other_bytes > budget
-    assert store.seal(ROOT, ROOT, *block(2))
-    assert disk.flush(10)
-    assert "delete agents" in disk.problem
-    assert (store.counts.written, store.counts.unwritten) == (1, 1)
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 1
-    # Without its turns the ledger shrinks, and what waited is written.
-    agents.delete("local", "talker")
-    assert disk.flush(10)
-    assert ledger.forget_unreachable(before=math.inf, replays_before=0) == 12
-    assert disk.close(10)
-    disk = DiskTier(SafetensorsCache(tmp_path), ledger, DiskLimits(budget, 2**20))
-    store = AgentCacheStore(BlockPool(fake_spec(block_tokens=8), 2**20), disk)
-    ledger.load()
-    disk.start(store.is_on_disk)
-    assert disk.other_bytes < budget
-    assert store.seal(ROOT, ROOT, *block(2))
-    assert disk.close(10)
-    assert disk.problem == ""
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
 
 
 # -- reading ------------------------------------------------------------------------------------

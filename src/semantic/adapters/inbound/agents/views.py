@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self, get_args, get_origin
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from semantic.application.cache.block_watch import BlockPage, BlockView
+from semantic.application.cache.block_watch import BlockPage
+from semantic.application.cache.index import BlockNode
 from semantic.domain.agents import Agent, Reuse, Tier
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import (
@@ -436,10 +437,10 @@ class BlocksOut(View):
         )
 
 
-def _row(block: BlockView) -> list[str | int]:
+def _row(block: BlockNode) -> list[str | int]:
     return [
         *(block.name.short, block.parent.short, block.start, block.num_tokens),
-        *(block.memory_bytes, block.disk_bytes, int(block.last_used), int(block.is_pinned)),
+        *(block.memory_bytes, block.disk_bytes, int(block.last_used), int(block.num_pins > 0)),
     ]
 
 
