@@ -5,7 +5,6 @@ time and stops before the next starts, thinking ends with its signature, and the
 once. `MessageStream` keeps that order whatever comes; nothing here knows of HTTP.
 """
 
-import enum
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,17 +101,11 @@ class AnthropicModelPage(TypedDict):
 # -- a reply ------------------------------------------------------------------------------------
 
 
-class _Kind(enum.Enum):
-    TEXT = "text"
-    THINKING = "thinking"
-    TOOL_USE = "tool_use"
-
-
 @dataclass(frozen=True, slots=True)
 class _Open:
     """The block that is open; `call` is the number of its tool call."""
 
-    kind: _Kind
+    kind: Literal["text", "thinking", "tool_use"]
     call: int = -1
 
 
@@ -198,34 +191,33 @@ class MessageStream:
     def _content(self, event: Event) -> list[Json]:
         match event:
             case TextDelta(text):
-                return self._more(_Kind.TEXT, "text", text)
+                return self._more("text", text)
             case ThinkingDelta(text):
-                return self._more(_Kind.THINKING, "thinking", text)
+                return self._more("thinking", text)
             case ThinkingEnded(signature):
-                is_open = self._open is not None and self._open.kind is _Kind.THINKING
-                return self._close(signature) if is_open else []
+                return self._close(signature) if self._open == _Open("thinking") else []
             case ToolCallStarted(index, call_id, name):
                 block: Json = {"id": TOOL_ID_PREFIX + call_id, "name": name, "input": {}}
-                return self._start(_Open(_Kind.TOOL_USE, index), block)
+                return self._start(_Open("tool_use", index), block)
             case ToolCallDelta(index, arguments):
-                if self._open != _Open(_Kind.TOOL_USE, index) or not arguments:
+                if self._open != _Open("tool_use", index) or not arguments:
                     return []
                 return [self._delta({"type": "input_json_delta", "partial_json": arguments})]
             case ToolCallEnded(index):
-                return self._close() if self._open == _Open(_Kind.TOOL_USE, index) else []
+                return self._close() if self._open == _Open("tool_use", index) else []
             case _:
                 return []
 
-    def _more(self, kind: _Kind, field: str, text: str) -> list[Json]:
+    def _more(self, kind: Literal["text", "thinking"], text: str) -> list[Json]:
         """More text or thinking, in a block that is open or opened for it."""
         if not text:
             return []
         events: list[Json] = []
         if self._open != _Open(kind):
-            content: Json = {field: "", **({"signature": ""} if kind is _Kind.THINKING else {})}
+            content: Json = {kind: "", **({"signature": ""} if kind == "thinking" else {})}
             events = self._start(_Open(kind), content)
-        if kind is _Kind.TEXT or self._shows_thinking:
-            events.append(self._delta({"type": f"{field}_delta", field: text}))
+        if kind == "text" or self._shows_thinking:
+            events.append(self._delta({"type": f"{kind}_delta", kind: text}))
         return events
 
     def _start(self, block: _Open, content: Json) -> list[Json]:
@@ -235,7 +227,7 @@ class MessageStream:
         started: Json = {
             "type": "content_block_start",
             "index": self._index,
-            "content_block": {"type": block.kind.value, **content},
+            "content_block": {"type": block.kind, **content},
         }
         return [*events, started]
 
@@ -246,7 +238,7 @@ class MessageStream:
         if self._open is None:
             return []
         events: list[Json] = []
-        if self._open.kind is _Kind.THINKING:
+        if self._open.kind == "thinking":
             events.append(self._delta({"type": "signature_delta", "signature": signature}))
         self._open = None
         return [*events, {"type": "content_block_stop", "index": self._index}]

@@ -334,14 +334,6 @@ def test_what_a_cut_log_lost_comes_from_a_newer_backup(directory: Path, tmp_path
         assert ledger.load().problem == ""
 
 
-def test_a_log_that_is_gone_is_told(directory: Path, tmp_path: Path) -> None:
-    killed(directory, tmp_path / "killed", num_turns=3, backed_up_at=None)
-    (tmp_path / "killed" / "ledger.db-wal").unlink()
-
-    with closing(SqliteLedger(tmp_path / "killed")) as ledger:
-        assert "up to 6 of the latest changes" in ledger.load().problem
-
-
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"-5", b"9" * 5000, None])
 def test_a_mark_that_is_none_says_nothing(directory: Path, content: bytes | None) -> None:
     mark = directory / "ledger.mark"
