@@ -117,16 +117,6 @@ def test_a_home_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_the_export_key_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = []
-    for _ in range(2):
-        assert main(["cache", "export-key", "--home", str(tmp_path / "new")]) == 0
-        printed.append(capsys.readouterr().out)
-
-    assert printed[0] == printed[1]
-    assert len(bytes.fromhex(printed[0])) == 32
-
-
 @pytest.mark.parametrize(
     "typed,offered",
     [("semantic agents l", ["ls", "log"]), ("semantic launch co", ["codex", "continue"])],

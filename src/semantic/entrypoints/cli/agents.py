@@ -213,7 +213,7 @@ def import_agent(
         pieces = progress.track(
             file_pieces(file), total=-(-file.stat().st_size // 2**20), description="importing"
         )
-        found = client.upload("/v1/agents/import", iter(pieces), **query)
+        found = client.call("POST", "/v1/agents/import", content=iter(pieces), params=query)
     state = f"state {found['import_state']} ({found['import_reason']})"
     return Answer(found, f"{found['id']}: at turn {found['turns']:,}; {state}")
 

@@ -96,10 +96,6 @@ class ServerClient:
                 target.write(piece)
                 yield len(piece)
 
-    def upload(self, path: str, pieces: Iterator[bytes], **query: Any) -> Json:
-        """Send a file."""
-        return self.call("POST", path, content=pieces, params=query)
-
     @contextlib.contextmanager
     def _answers(self) -> Iterator[None]:
         try:

@@ -94,7 +94,7 @@ class SafetensorsCache:
 
     def read(self, part: BlockPart) -> KVPayload:
         """Read a payload and check it; its buffers are views of the one that was read into."""
-        return self._parsed(part, self._content(part))
+        return self.parse(part, self.content(part))
 
     def content(self, part: BlockPart) -> memoryview:
         """Read the bytes of a file as they are, encrypted if they are."""
@@ -107,10 +107,7 @@ class SafetensorsCache:
 
     def parse(self, part: BlockPart, content: memoryview) -> KVPayload:
         """Make a payload of the bytes of a file, and check it."""
-        return self._parsed(part, self._opened(part, content))
-
-    def _parsed(self, part: BlockPart, content: memoryview) -> KVPayload:
-        stored, payload = block_format.read(content, self._codec)
+        stored, payload = block_format.read(self._opened(part, content), self._codec)
         if dataclasses.replace(stored, nbytes=part.nbytes, last_used=part.last_used) != part:
             raise CacheCorruptionError("the file holds a different part")
         return payload
@@ -151,7 +148,7 @@ class SafetensorsCache:
         Raises:
             CacheCorruptionError: the file is missing or does not say.
         """
-        content = self._content(part)
+        content = self._opened(part, self.content(part))
         head = block_format.read_head(content, len(content))
         return head.field("fingerprint"), head.field("kv_format")
 
@@ -203,9 +200,6 @@ class SafetensorsCache:
         return tree_size(self._directory, skip=(BLOCKS, QUARANTINE))
 
     # -- files ----------------------------------------------------------------------------------
-
-    def _content(self, part: BlockPart) -> memoryview:
-        return self._opened(part, self.content(part))
 
     def _opened(self, part: BlockPart, content: memoryview) -> memoryview:
         if self._cipher is None:
@@ -281,28 +275,33 @@ def _write_file(name: str, directory: int, pieces: list[Piece], *, is_synced: bo
 
 def _read_file(name: str, directory: int, expected: int) -> memoryview:
     """Read a file at once into fresh memory; pages begin on multiples of 64."""
-    file = os.open(name, _READ_FLAGS, dir_fd=directory)
-    try:
-        status = os.fstat(file)
+    with _reading(name, directory) as (file, status):
         size = status.st_size
         if not stat.S_ISREG(status.st_mode) or not 0 < size <= _MAX_FILE:
             raise CacheCorruptionError("the file is not a block of KV cache")
         if expected not in (0, size):
             raise CacheCorruptionError(f"the file has {size} bytes, not {expected}")
-        _read_ahead(file)
+        if hasattr(os, "posix_fadvise"):  # all of it is about to be read
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
         content = host_memory.allocate(size)
         if os.readv(file, [content]) != size:
             raise CacheCorruptionError("the file was cut off while it was read")
+    return content
+
+
+@contextlib.contextmanager
+def _reading(name: str, directory: int) -> Iterator[tuple[int, os.stat_result]]:
+    """Open a file, which may be anything."""
+    file = os.open(name, _READ_FLAGS, dir_fd=directory)
+    try:
+        yield file, os.fstat(file)
     finally:
         os.close(file)
-    return content
 
 
 def _identify(name: str, directory: int, cipher: Cipher | None) -> BlockPart:
     """Read a file's header and token ids, mostly at once."""
-    file = os.open(name, _READ_FLAGS, dir_fd=directory)
-    try:
-        status = os.fstat(file)
+    with _reading(name, directory) as (file, status):
         if not stat.S_ISREG(status.st_mode):
             raise CacheCorruptionError("not a file")
         size = whole = status.st_size
@@ -324,18 +323,10 @@ def _identify(name: str, directory: int, cipher: Cipher | None) -> BlockPart:
             tokens = bytes(content[place.start : place.end])
         else:
             tokens = os.pread(file, min(place.end - place.start, _MAX_FILE), place.start)
-    finally:
-        os.close(file)
     return block_format.identify(head, tokens, whole, status.st_mtime)
 
 
 # -- what the system does for files -------------------------------------------------------------
-
-
-def _read_ahead(file: int) -> None:
-    """Tell the system that a whole file is about to be read."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def _write_pieces(file: int, pieces: Sequence[bytes | memoryview]) -> int:

@@ -62,10 +62,9 @@ class BlockTree:
         self._directory = directory
         self._numbers = itertools.count()
 
-    @contextlib.contextmanager
     def shard(
         self, place: Place, *, is_made: bool = False, is_synced: bool = False
-    ) -> Iterator[int]:
+    ) -> contextlib.AbstractContextManager[int]:
         """Open the directory of a file.
 
         Args:
@@ -77,8 +76,7 @@ class BlockTree:
             OSError: there is no such directory, or a link or a file is in its place.
         """
         levels = (BLOCKS, place.root, place.shard)
-        with self._opened(*levels, is_made=is_made, is_synced=is_synced) as handle:
-            yield handle
+        return self._opened(*levels, is_made=is_made, is_synced=is_synced)
 
     def places(self) -> Iterator[Place]:
         """All that is named like a block or an unfinished file, where these belong."""

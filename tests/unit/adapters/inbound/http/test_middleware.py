@@ -1,8 +1,5 @@
 """What stands around the app, over apps that misbehave; the HTTP server hears nothing of it."""
 
-from collections.abc import AsyncIterator
-from typing import Any
-
 import httpx
 import pytest
 from fastapi import FastAPI
@@ -46,23 +43,6 @@ async def test_a_defect_is_answered_in_shape_and_logged_once(app: FastAPI) -> No
     assert "boom" not in error["message"]
     (line,) = lines
     assert (line["path"], line["status"], line["exc_info"]) == ("/broken", 500, defect)
-
-
-async def test_a_body_that_grows_over_the_limit_is_answered_and_logged_once(app: FastAPI) -> None:
-    @app.post("/take")
-    async def take(body: dict[str, Any]) -> None:
-        raise AssertionError(body)
-
-    async def chunks() -> AsyncIterator[bytes]:
-        for _ in range(3):
-            yield b"x" * 60
-
-    with capture_logs() as lines:
-        async with client(app) as http:
-            answer = await http.post("/take", content=chunks())
-    assert answer.status_code == 413
-    assert answer.json()["error"]["code"] == "request_too_large"
-    assert [(line["log_level"], line["status"]) for line in lines] == [("info", 413)]
 
 
 async def test_a_defect_in_a_started_answer_is_logged_with_the_status_sent() -> None:
