@@ -1,7 +1,7 @@
 """Blocks of KV cache: git's objects. A block's way, in order.
 
 1. `store.py`: the engine seals a block here, and from then on it is known by its content.
-2. `index.py`: the tree of all blocks, walked along a prompt's tokens.
+2. `index.py`: the tree of all blocks, walked along a prompt's tokens; the page's map lists it.
 3. `tiers.py`: where a block's parts are, one for each kind of layer: in memory, within the budget
    of `domain/pool.py`, and on disk. What is not written yet is dirty.
 4. `writer.py`: one thread writes them to disk from a queue, a few read; `row_writer.py` writes rows
@@ -12,6 +12,6 @@
 7. `remote.py`: the object store that several machines share: uploads, and reads of others' blocks.
 
 `eviction.py` decides what goes when the disk is full, and what nobody will need again; memory is
-LRU, in `domain/pool.py`. `block_watch.py` lists blocks for the page's map. One lock, of `tiers.py`,
-guards store, index and loader; store and loader may be called on any thread.
+LRU, in `domain/pool.py`. One lock, of `tiers.py`, guards store, index and loader; store and loader
+may be called on any thread.
 """

@@ -7,9 +7,8 @@ whichever model is loaded; it does not know what is in payloads.
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from semantic.application.cache.block_watch import BlockWatch
 from semantic.application.cache.eviction import old_boundaries, orphans, resumable_blocks
-from semantic.application.cache.index import BlockNode
+from semantic.application.cache.index import BlockNode, BlockWatch
 from semantic.application.cache.loader import PartLoader
 from semantic.application.cache.remote import RemoteTier
 from semantic.application.cache.restore_plan import (
@@ -76,7 +75,7 @@ class AgentCacheStore:
         self.spec: ModelCacheSpec = pool.spec
         self.roots: set[BlockName] = set()
         self.loader = PartLoader(self._tiers)
-        self.watch = BlockWatch(self._tiers)
+        self.watch = BlockWatch(self._index, self._lock)
 
     # -- recall ---------------------------------------------------------------------------------
 

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, Self, get_args, get_origin
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from semantic.application.cache.block_watch import BlockPage
-from semantic.application.cache.index import BlockNode
+from semantic.application.cache.index import BlockNode, BlockPage
 from semantic.domain.agents import Agent, Reuse, Tier
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import (
