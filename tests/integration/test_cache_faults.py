@@ -264,7 +264,7 @@ def test_a_ledger_another_program_locks_is_refused_and_the_directory_let_go(
 @pytest.mark.parametrize(
     "name,words",
     [
-        ("", "setting cache_dir: a directory is needed"),
+        ("", "setting cache_dir: it must name a directory"),
         ("file", "is not a directory; choose another --cache-dir"),
         ("file/below", "Not a directory; choose another --cache-dir"),
     ],

@@ -141,13 +141,6 @@ def device(
         yield made
 
 
-def test_a_job_runs_and_ends() -> None:
-    with device() as made:
-        made.submit("a")
-        assert made.reason("a") is FinishReason.MAX_TOKENS
-        assert made.thread.num_live == 0
-
-
 def test_commands_keep_their_order() -> None:
     with device() as made:
         for i in range(50):
@@ -364,15 +357,6 @@ def test_a_request_waits_for_another_no_longer_than_it_may_and_alone_not_at_all(
         with made.thread.expecting():
             made.submit("b")
             made.final("b")
-
-
-def test_limits_can_be_changed() -> None:
-    with device() as made:
-        new = EngineLimits(default_max_tokens=7, batch_window_ms=0)
-        made.thread.reconfigure(new)
-        assert made.thread.limits == new
-        made.submit("a")
-        assert made.reason("a") is FinishReason.MAX_TOKENS
 
 
 def test_memory_can_be_taken_away_as_far_as_nobody_runs_in_it() -> None:

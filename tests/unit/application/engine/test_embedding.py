@@ -90,17 +90,6 @@ def test_everyone_who_waits_can_be_answered(backend: PiecesBackend) -> None:
     assert backend.pieces == [128]
 
 
-def test_an_idle_device_embeds_and_is_idle_again(backend: PiecesBackend) -> None:
-    model = LoadedModel("fake", backend, FakeTokenizer())
-    with ready_device(model) as (device, _):
-        jobs = [EmbeddingJob(TEXT), EmbeddingJob(TEXT)]
-        for job in jobs:
-            device.submit(job)
-        first, second = (job.result.result(20) for job in jobs)
-        assert first == second
-    assert device.num_live == 0
-
-
 def test_who_waits_when_the_device_stops_is_told(backend: PiecesBackend) -> None:
     model, jobs = LoadedModel("fake", backend, FakeTokenizer()), [EmbeddingJob(TEXT * 50)]
     with ready_device(model) as (device, _):

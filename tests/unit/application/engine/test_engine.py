@@ -6,7 +6,6 @@ import pytest
 
 from semantic.adapters.outbound.backends.fake import END_TOKEN, fake_spec
 from semantic.application.engine.scheduler import EngineLimits
-from semantic.domain.blocks import BlockNamespace
 from semantic.domain.chat import ServiceClass
 from semantic.domain.errors import (
     BackendError,
@@ -16,7 +15,7 @@ from semantic.domain.errors import (
     SemanticError,
 )
 from semantic.domain.events import PrefillProgress
-from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
+from semantic.domain.sampling import FinishReason, StopRules
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import LAST_SAMPLED, SequenceId, Ticket
 from tests.unit.application.engine_rig import GREEDY, FaultyBackend, alone, make_job, make_rig
@@ -110,15 +109,6 @@ def test_single_flight_does_not_outlive_the_flight() -> None:
     rig.expect_alone(younger)
 
 
-def test_tenants_do_not_share() -> None:
-    rig = make_rig()
-    mine = make_job("mine", "the same secret prompt, long enough for blocks")
-    theirs = replace(mine, id="theirs", root=BlockNamespace("fake", "fake.v1", b"salt").root())
-    rig.serve(mine, theirs)
-    assert rig.num_reused("theirs") == 0
-    rig.expect_alone(theirs)
-
-
 # -- the end of a reply -------------------------------------------------------------------------
 
 
@@ -173,16 +163,6 @@ def test_as_many_tokens_are_drawn_as_were_asked_for_and_penalties_count_from_the
     rig.serve(job)
     draws = [c.draw for step in rig.backend.steps for c in step.chunks if c.draw is not None]
     assert [draw.num_prompt for draw in draws] == [len(job.tokens)] * 7
-
-
-@either_depth
-def test_same_seed_same_text_whatever_else_runs(depth: Depth) -> None:
-    warm = SamplingParams(temperature=1.3, top_p=0.95, seed=42)
-    job = make_job("a", sampling=warm, max_tokens=30)
-    rig = make_rig(pipeline_depth=depth)
-    others = [make_job(f"o{i}", f"noise {i}", sampling=SamplingParams(seed=i)) for i in range(6)]
-    rig.serve(job, *others)
-    rig.expect_alone(job)
 
 
 # -- cancelled, late ----------------------------------------------------------------------------

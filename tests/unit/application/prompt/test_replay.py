@@ -169,14 +169,6 @@ class Shelf:
         self.restart()
 
 
-def test_a_reply_survives_a_restart() -> None:
-    shelf = Shelf()
-    shelf.replies.remember(KEY, [1, 2])
-    shelf.restart()
-    assert shelf.replies.lookup(KEY) == (1, 2)
-    assert shelf.replies.lookup(OTHER) is None
-
-
 def test_a_reply_that_is_of_use_is_not_forgotten() -> None:
     shelf = Shelf()
     for key in (KEY, OTHER):
