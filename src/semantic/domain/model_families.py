@@ -28,6 +28,10 @@ class LayerKind(enum.Enum):
     WINDOW = "window"  # those of the last `window` tokens before a boundary
     STATE = "state"  # a recurrent state, valid at the one boundary where it was taken
 
+    __hash__ = (
+        object.__hash__
+    )  # the library's is written in Python, and keys of blocks are hashed often
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from semantic.application.engine.request import NO_DRAFT, Draft, Generation
 from semantic.application.engine.speculation import DraftPlanner
 
+_LEAST_SPREAD = 0.01  # of sizes, over their mean, squared: with less there is no line
 _SMOOTHING = 0.3
 _SECONDS_TO_MS = 1000.0
 
@@ -59,6 +60,41 @@ class EngineLimits:
     draft_tokens: int = 16
 
 
+class _Line:
+    """How long prompts of some sizes took, the last ones most, and how long others would take.
+
+    A step takes a while however few tokens it has, and that while is much where the device is fast.
+    """
+
+    def __init__(self) -> None:
+        self._weights = self._tokens = self._squares = self._ms = self._products = 0.0
+
+    def add(self, num_tokens: int, elapsed_ms: float, weight: float) -> None:
+        """Learn from one step."""
+        kept = 1 - _SMOOTHING * weight
+        self._weights = self._weights * kept + weight
+        self._tokens = self._tokens * kept + weight * num_tokens
+        self._squares = self._squares * kept + weight * num_tokens**2
+        self._ms = self._ms * kept + weight * elapsed_ms
+        self._products = self._products * kept + weight * num_tokens * elapsed_ms
+
+    @property
+    def mean_slope(self) -> float:
+        """Milliseconds a token, all in all; 0 before the first."""
+        return self._ms / self._tokens if self._tokens else 0.0
+
+    def longest(self, elapsed_ms: float) -> float:
+        """How many tokens take so long: those seen say little of more than three times as many."""
+        by_mean = elapsed_ms / self.mean_slope
+        spread = self._weights * self._squares - self._tokens**2
+        slope = self._weights * self._products - self._tokens * self._ms
+        if spread <= _LEAST_SPREAD * self._tokens**2 or slope <= 0:
+            return by_mean
+        first_ms = (self._ms - slope / spread * self._tokens) / self._weights
+        by_line = (elapsed_ms - first_ms) * spread / slope
+        return max(by_mean, min(by_line, 3 * self._tokens / self._weights))
+
+
 class ChunkBudget:
     """How many prompt tokens fit a step, learnt from how long steps took.
 
@@ -79,7 +115,7 @@ class ChunkBudget:
     MAX_ALIGNED = 2048
 
     def __init__(self) -> None:
-        self._seen_ms = self._seen_tokens = 0.0  # of prompts, the last ones most
+        self._seen = _Line()
         self._decode_ms = 0.0
 
     def observe(self, num_prompt_tokens: int, elapsed_s: float) -> None:
@@ -93,18 +129,21 @@ class ChunkBudget:
         self._decode_ms = min(self._decode_ms, elapsed_ms / 2)
         # A few tokens take as long as many where weights are read anyway: they teach little.
         weight = min(1.0, num_prompt_tokens / self.USUAL)
-        kept = 1 - _SMOOTHING * weight
-        self._seen_ms = self._seen_ms * kept + weight * (elapsed_ms - self._decode_ms)
-        self._seen_tokens = self._seen_tokens * kept + weight * num_prompt_tokens
+        self._seen.add(num_prompt_tokens, elapsed_ms - self._decode_ms, weight)
 
     @property
     def _ms_per_token(self) -> float:
-        return self._seen_ms / self._seen_tokens if self._seen_tokens else 0.0
+        return self._seen.mean_slope
 
     @property
     def seconds_per_token(self) -> float:
         """What a prompt token costs; 0 before the first step."""
         return self._ms_per_token / _SECONDS_TO_MS
+
+    @property
+    def tokens_at_a_stretch(self) -> float:
+        """What is computed of one prompt before another begins: most are answered sooner then."""
+        return self.ALONE_MS / self._ms_per_token if self._ms_per_token else 0.0
 
     def target_ms(self, limits: EngineLimits) -> float:
         """How long a step should take while others decode; 0 as long as that is not known."""
@@ -118,7 +157,7 @@ class ChunkBudget:
         target_ms = self.target_ms(limits)
         if self._ms_per_token and target_ms:
             room_ms = target_ms - self._decode_ms
-            fitting = min(room_ms / self._ms_per_token, limits.prefill_step_size)
+            fitting = min(self._seen.longest(room_ms), limits.prefill_step_size)
         return max(self._rounded(fitting), self.MIN_TOKENS)
 
     def tokens_alone(self, limits: EngineLimits) -> int:
@@ -126,7 +165,7 @@ class ChunkBudget:
         usual = min(self.USUAL, limits.prefill_step_size)
         if not self._ms_per_token:
             return min(self.FIRST, usual)
-        fitting = min(self.ALONE_MS / self._ms_per_token, limits.prefill_step_size)
+        fitting = min(self._seen.longest(self.ALONE_MS), limits.prefill_step_size)
         slowest = max(self._rounded(self.SLOWEST_MS / self._ms_per_token), self.MIN_TOKENS)
         return max(self._rounded(fitting), min(usual, slowest))
 
@@ -340,6 +379,9 @@ class ConcurrentScheduler:
         if is_suspect or now - generation.waiting_since >= self.limits.ageing_s:
             return (0, generation.waiting_since, 0, generation.order)
         served = self._clock.time_of(generation.job.agent)
+        stretch = self.budget.tokens_at_a_stretch
+        if generation.is_reuse_reported or generation.num_behind <= stretch / 8:
+            served -= stretch  # it has begun, or will soon be done
         return (1, generation.is_background, served, generation.order)
 
     def _serve(self, portion: Portion, now: float) -> None:

@@ -61,6 +61,32 @@ def test_being_served_ends_the_wait() -> None:
     assert (first, second) == (["a"], ["b"])
 
 
+def test_a_prompt_that_has_begun_is_not_put_off_for_another_but_for_a_short_one() -> None:
+    scheduler = ConcurrentScheduler(EngineLimits(prefill_step_size=512))
+    scheduler.budget.observe(1000, 0.1)  # 2,500 tokens are a quarter of a second
+
+    def turn() -> list[str]:
+        portions = scheduler.plan(now=0.0)
+        for portion in portions:
+            portion.generation.num_launched += portion.num_tokens
+            portion.generation.is_reuse_reported = True
+        return names(portion.generation for portion in portions)
+
+    for item in (generation("a", 0, prompt=1536), generation("b", 1, prompt=6000)):
+        scheduler.add(item)
+        scheduler.admit(item)
+    assert [turn(), turn()] == [["a"], ["a"]]
+    short = generation("short", 2, prompt=300)
+    scheduler.add(short)
+    scheduler.admit(short)
+    assert turn() == ["short"]
+    assert [turn(), turn()] == [["a"], ["b"]]
+    late = generation("late", 3, prompt=1536)
+    scheduler.add(late)
+    scheduler.admit(late)
+    assert [name for _ in range(8) for name in turn()] == [*["b"] * 4, *["late"] * 3, "b"]
+
+
 def test_a_suspect_goes_before_those_that_are_not() -> None:
     scheduler = ConcurrentScheduler(EngineLimits())
     scheduler.add(generation("free", 0))
@@ -168,6 +194,17 @@ def test_chunk_budget_finds_the_target(per_token: float, fixed: float, target: f
     assert at_bounds or took <= 1.2 * target + block_ms
     least = target / 2 if tokens >= ChunkBudget.USUAL else target  # large ones are powers of two
     assert at_bounds or took >= 0.8 * least - block_ms
+
+
+def test_steps_that_took_long_once_do_not_keep_prompts_in_small_pieces() -> None:
+    budget, limits, sizes = ChunkBudget(), EngineLimits(prefill_step_size=4096), []
+    budget.observe(0, 0.005)
+    for step in range(60):
+        tokens = budget.tokens(limits) if step % 5 else 200  # what was left of a prompt
+        budget.observe(tokens, (20 + tokens / 40 + (60 if step < 5 else 0)) / 1000)
+        sizes.append(tokens)
+    assert min(sizes[1:6]) < 500
+    assert set(sizes[-10:]) == {200, 1024}
 
 
 @pytest.mark.parametrize("decode_ms", [5, 40])
