@@ -154,11 +154,10 @@ class BlockPoolBatchEngine:
         rows = self._schedule(now)
         if rows:
             self._launch(rows)
-        num_ahead = self._backend.traits.pipeline_depth if rows and self._flights else 0
-        if num_ahead and self._flights[-1].is_awaited(len(self._generations)):
-            num_ahead = 0
         is_busy = bool(rows or self._flights or self._embeddings) or self._is_restoring()
-        self._collect_all(but=num_ahead)
+        num_requests, flights = len(self._generations), self._flights
+        is_awaited = not rows or not flights or flights[-1].is_awaited(num_requests)
+        self._collect_all(but=0 if is_awaited else self._backend.traits.pipeline_depth)
         if self._embeddings:
             self._events += self._embeddings.step(self._backend, is_alone=not self._generations)
         self._hand_out()
@@ -269,7 +268,7 @@ class BlockPoolBatchEngine:
         generation.seq = seq
         self._scheduler.admit(generation)
         self._attempt(generation, lambda it: self._sharing.open(it, source))
-        self._advance(generation)
+        self._advance(generation, self._restore_bytes())
         if generation.is_starved and len(self._scheduler.running) > 1:
             self._close(generation)
             self._scheduler.requeue(generation)
@@ -283,10 +282,11 @@ class BlockPoolBatchEngine:
     # -- restore --------------------------------------------------------------------------------
 
     def _restore(self) -> None:
-        """Load more of what running requests are waiting for."""
+        """Load more of what running requests are waiting for, one after the other."""
         restoring = [g for g in self._scheduler.running if g.restore is not None]
+        max_bytes = self._restore_bytes() * len(restoring)
         for generation in restoring:
-            self._advance(generation)
+            max_bytes -= self._advance(generation, max_bytes)
         if restoring:
             self._relieve()
 
@@ -304,16 +304,17 @@ class BlockPoolBatchEngine:
             elif not self._memory.tighten(retried or starved[0]):
                 self._attempt(retried or starved[0], self._sharing.settle_for_loaded)
             for generation in starved:
-                self._advance(generation)
+                self._advance(generation, self._restore_bytes())
 
-    def _advance(self, generation: Generation) -> None:
+    def _advance(self, generation: Generation, max_bytes: int) -> int:
         """Load more of a sequence; working copies give way if its next part finds no room."""
-        if generation.restore is None:
-            return
-        max_bytes = self._restore_bytes()
+        if (restore := generation.restore) is None:
+            return 0
+        before = restore.num_bytes
         self._attempt(generation, lambda it: self._sharing.advance(it, max_bytes))
         while generation.is_starved and self._memory.close_oldest_idle():
             self._attempt(generation, lambda it: self._sharing.advance(it, max_bytes))
+        return restore.num_bytes - before
 
     def _attempt(self, generation: Generation, work: Callable[[Generation], None]) -> None:
         """Do something for a request that ends it if it fails."""
