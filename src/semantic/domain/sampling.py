@@ -178,11 +178,13 @@ def num_undecided(text: str, markers: Sequence[str]) -> int:
         >>> num_undecided("see <to", ("<tool_call>",))
         3
     """
-    longest = max(map(len, markers), default=1) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(marker.startswith(text[-size:]) for marker in markers):
-            return size
-    return 0
+    longest = 0
+    for marker in markers:
+        for size in range(min(len(marker) - 1, len(text)), longest, -1):
+            if marker.startswith(text[-size:]):
+                longest = size
+                break
+    return longest
 
 
 class StopMatcher:
