@@ -53,9 +53,7 @@ class EmbeddingQueue:
         self._jobs.append(job)
 
     def step(self, backend: ModelBackendPort, *, is_alone: bool) -> EventBatch:
-        """Compute a piece of the first text; returns the event of its end, if it has ended."""
-        if not self._jobs:
-            return []
+        """Compute a piece of the first text there is; returns the event of its end, if it ended."""
         job = self._jobs[0]
         try:
             if not job.result.done():
