@@ -153,19 +153,19 @@ def test_exports_are_not_encrypted_and_come_in_anywhere(tmp_path: Path) -> None:
 
 def test_what_is_sealed_opens_in_its_place_with_its_key_only() -> None:
     cipher, other = Cipher(bytes(32)), Cipher(bytes([1] * 32))
-    sealed = cipher.seal(b"text", b"here")
-    assert cipher.open(memoryview(sealed), b"here") == b"text"
-    assert sealed != cipher.seal(b"text", b"here")
+    encrypted = cipher.encrypt(b"text", b"here")
+    assert cipher.decrypt(memoryview(encrypted), b"here") == b"text"
+    assert encrypted != cipher.encrypt(b"text", b"here")
     wrong: list[tuple[Cipher, bytes, bytes]] = [
-        (cipher, sealed, b"there"),
-        (other, sealed, b"here"),
-        (cipher, sealed[:-1] + b"x", b"here"),
-        (cipher, sealed[:20], b"here"),
+        (cipher, encrypted, b"there"),
+        (other, encrypted, b"here"),
+        (cipher, encrypted[:-1] + b"x", b"here"),
+        (cipher, encrypted[:20], b"here"),
         (cipher, b"text", b"here"),
     ]
     for who, content, context in wrong:
         with pytest.raises(CacheCorruptionError):
-            who.open(content, context)
+            who.decrypt(content, context)
 
 
 @pytest.mark.parametrize(

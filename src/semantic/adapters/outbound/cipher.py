@@ -1,6 +1,6 @@
 """Encrypts what rests on disk: AES-256-GCM, with a key that is kept elsewhere.
 
-What is sealed says so in its first bytes, is bound to its place, and cannot be changed
+What is encrypted says so in its first bytes, is bound to its place, and cannot be changed
 unnoticed. It knows neither files nor rows.
 """
 
@@ -45,27 +45,29 @@ class Cipher:
         self._gcm = AESGCM(key)
         self._invalid = InvalidTag
 
-    def seal(self, content: bytes | memoryview, context: bytes) -> bytes:
+    def encrypt(self, content: bytes | memoryview, context: bytes) -> bytes:
         """Encrypt; `context` says what it is, and has to be given again to open it."""
         nonce = os.urandom(_NONCE_BYTES)  # of 96 bits: the same one twice is not to be expected
         return b"".join((MAGIC, nonce, self._gcm.encrypt(nonce, content, context)))
 
-    def open(self, sealed: bytes | memoryview, context: bytes) -> bytes:
+    def decrypt(self, encrypted: bytes | memoryview, context: bytes) -> bytes:
         """Decrypt.
 
         Raises:
-            CacheCorruptionError: it was changed, belongs elsewhere, or was sealed with another key.
+            CacheCorruptionError: it was changed, belongs elsewhere, or has another key.
         """
         start = len(MAGIC) + _NONCE_BYTES
-        if len(sealed) < OVERHEAD or not is_sealed(sealed):
+        if len(encrypted) < OVERHEAD or not is_encrypted(encrypted):
             raise CacheCorruptionError("it is not encrypted")
         try:
-            return self._gcm.decrypt(bytes(sealed[len(MAGIC) : start]), sealed[start:], context)
+            return self._gcm.decrypt(
+                bytes(encrypted[len(MAGIC) : start]), encrypted[start:], context
+            )
         except self._invalid:
             raise CacheCorruptionError("it was changed, or encrypted with another key") from None
 
 
-def is_sealed(content: bytes | memoryview) -> bool:
+def is_encrypted(content: bytes | memoryview) -> bool:
     """Whether bytes say that they are encrypted."""
     return content[: len(MAGIC)] == MAGIC
 

@@ -84,7 +84,7 @@ class SafetensorsCache:
         pieces = block_format.compose(part, payload, self._codec, fingerprint)
         place = Place.of(part)
         if self._cipher is not None:
-            pieces = block_format.seal(pieces, self._cipher, place.name.encode())
+            pieces = block_format.encrypt(pieces, self._cipher, place.name.encode())
         with (
             _refusal("a block could not be written"),
             self._tree.shard(place, is_made=True, is_synced=is_synced) as directory,
@@ -204,7 +204,7 @@ class SafetensorsCache:
     def _opened(self, part: BlockPart, content: memoryview) -> memoryview:
         if self._cipher is None:
             return content
-        plain = block_format.open_sealed(content, self._cipher, Place.of(part).name.encode())
+        plain = block_format.decrypt(content, self._cipher, Place.of(part).name.encode())
         # Into memory that begins with a page, as where nothing is encrypted.
         opened = host_memory.allocate(len(plain))
         opened[:] = plain
@@ -307,12 +307,12 @@ def _identify(name: str, directory: int, cipher: Cipher | None) -> BlockPart:
         size = whole = status.st_size
         content = memoryview(os.pread(file, _SCAN_BYTES, 0))
         if cipher is not None:
-            _, end = block_format.sealed_head(content)
+            _, end = block_format.encrypted_head(content)
             if end > len(content):
                 content = memoryview(os.pread(file, min(end, _MAX_FILE), 0))
-            content = block_format.open_head(content, cipher, name.encode())
+            content = block_format.decrypt_head(content, cipher, name.encode())
             size -= block_format.SEALED_OVERHEAD
-        elif block_format.is_sealed(content):
+        elif block_format.is_encrypted(content):
             raise PermissionError(errno.EACCES, "the file is encrypted")  # which is no damage
         end = block_format.LENGTH_BYTES + block_format.header_length(content, size)
         if end > len(content):

@@ -125,7 +125,7 @@ def compose(part: BlockPart, payload: KVPayload, codec: KVCodec, fingerprint: st
     return [head[:_SUM_START] + digits + head[_SUM_END:], *pieces]
 
 
-def seal(pieces: Sequence[Piece], cipher: Cipher, context: bytes) -> list[Piece]:
+def encrypt(pieces: Sequence[Piece], cipher: Cipher, context: bytes) -> list[Piece]:
     """Encrypt a composed file: header and token ids by themselves, so that they can be read alone.
 
     Args:
@@ -133,44 +133,44 @@ def seal(pieces: Sequence[Piece], cipher: Cipher, context: bytes) -> list[Piece]
         cipher: Encrypts.
         context: Which file it is.
     """
-    head = cipher.seal(b"".join(pieces[:2]), context + b" head")
-    body = cipher.seal(b"".join(pieces[2:]), context + b" body")
+    head = cipher.encrypt(b"".join(pieces[:2]), context + b" head")
+    body = cipher.encrypt(b"".join(pieces[2:]), context + b" body")
     return [SEALED, struct.pack("<I", len(head)), head, body]
 
 
-def is_sealed(content: memoryview) -> bool:
+def is_encrypted(content: memoryview) -> bool:
     """Whether a file's first bytes say that it is encrypted."""
     return bytes(content[: len(SEALED)]) == SEALED
 
 
-def sealed_head(content: memoryview) -> tuple[int, int]:
+def encrypted_head(content: memoryview) -> tuple[int, int]:
     """Where the encrypted head lies in a file's first bytes.
 
     Raises:
         CacheCorruptionError: they are not those of an encrypted file.
     """
     start = len(SEALED) + 4
-    if len(content) < start or not is_sealed(content):
+    if len(content) < start or not is_encrypted(content):
         raise CacheCorruptionError("the file is not encrypted")
     (length,) = struct.unpack_from("<I", content, len(SEALED))
     return start, start + length
 
 
-def open_head(content: memoryview, cipher: Cipher, context: bytes) -> memoryview:
+def decrypt_head(content: memoryview, cipher: Cipher, context: bytes) -> memoryview:
     """Decrypt header and token ids.
 
     Raises:
-        CacheCorruptionError: it was changed, is another file's, or was sealed with another key.
+        CacheCorruptionError: it was changed, is another file's, or was encrypted with another key.
     """
-    start, end = sealed_head(content)
-    return memoryview(cipher.open(content[start:end], context + b" head"))
+    start, end = encrypted_head(content)
+    return memoryview(cipher.decrypt(content[start:end], context + b" head"))
 
 
-def open_sealed(content: memoryview, cipher: Cipher, context: bytes) -> bytes:
-    """Undo `seal`; raises like `open_head`."""
-    _, end = sealed_head(content)
-    body = cipher.open(content[end:], context + b" body")
-    return bytes(open_head(content, cipher, context)) + body
+def decrypt(content: memoryview, cipher: Cipher, context: bytes) -> bytes:
+    """Undo `encrypt`; raises like `decrypt_head`."""
+    _, end = encrypted_head(content)
+    body = cipher.decrypt(content[end:], context + b" body")
+    return bytes(decrypt_head(content, cipher, context)) + body
 
 
 def _layout(

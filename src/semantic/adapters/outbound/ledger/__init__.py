@@ -2,7 +2,7 @@
 
 1. `sqlite.py` is the ledger of one server: one connection writes, in transactions, others read.
    `statements.py` has the SQL, `schema.py` the tables, their versions and the row checksums.
-2. `codec.py` writes and reads messages and turns as JSON; `sealing.py` encrypts what was said.
+2. `codec.py` writes and reads messages and turns as JSON; `encryption.py` encrypts what was said.
 3. `files.py` opens, copies and moves the database's files, and explains why it cannot.
 4. `rescue.py` rebuilds a damaged, truncated or missing ledger from what is left of it and its
    backup.

@@ -14,8 +14,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from semantic.adapters.outbound.cipher import Cipher
+from semantic.adapters.outbound.ledger.encryption import LedgerConnection
 from semantic.adapters.outbound.ledger.schema import DamagedLedgerError
-from semantic.adapters.outbound.ledger.sealing import LedgerConnection
 from semantic.domain.errors import CachePersistenceError
 
 SIDECARS = ("-wal", "-shm", "-journal")

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from semantic.adapters.outbound.cipher import Cipher
+from semantic.adapters.outbound.ledger.encryption import decrypt_row, encrypt_row
 from semantic.adapters.outbound.ledger.files import (
     READ_ERRORS,
     connect,
@@ -42,7 +43,6 @@ from semantic.adapters.outbound.ledger.schema import (
     set_num_logged,
     version_of,
 )
-from semantic.adapters.outbound.ledger.sealing import opened, sealed
 from semantic.domain.agents import Agent
 
 _Key = tuple[str, str]
@@ -200,7 +200,7 @@ def _is_good(source: sqlite3.Connection, table: Table, row: Row) -> bool:
     """Whether a row is as it was written, and would not stop the server from starting."""
     if table is AGENTS:
         try:
-            read_agent(opened(source, table, row))
+            read_agent(decrypt_row(source, table, row))
         except DamagedLedgerError:
             return False
     return is_sound(table, row)
@@ -218,7 +218,7 @@ def _mend_agents(target: sqlite3.Connection, backup: sqlite3.Connection | None) 
         mended = older.get((agent.tenant, agent.id))
         if mended is None or not _is_rooted(mended, parents):
             mended = replace(agent, head=None, num_turns=0)
-        target.execute(AGENTS.put, sealed(target, AGENTS, agent_row(mended)))
+        target.execute(AGENTS.put, encrypt_row(target, AGENTS, agent_row(mended)))
     return len(cut)
 
 
@@ -228,7 +228,7 @@ def _agents(source: sqlite3.Connection) -> dict[_Key, Agent]:
     try:
         for row in source.execute(AGENTS.select(OLDEST_FIRST)):
             if _is_good(source, AGENTS, row):
-                agent = read_agent(opened(source, AGENTS, row))
+                agent = read_agent(decrypt_row(source, AGENTS, row))
                 found[agent.tenant, agent.id] = agent
     except READ_ERRORS as error:
         if not is_damage(error):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from semantic.adapters.outbound.cipher import Cipher
+from semantic.adapters.outbound.ledger.encryption import decrypt_row
 from semantic.adapters.outbound.ledger.files import (
     READ_ERRORS,
     Mark,
@@ -42,7 +43,6 @@ from semantic.adapters.outbound.ledger.schema import (
     set_num_logged,
     version_of,
 )
-from semantic.adapters.outbound.ledger.sealing import opened
 from semantic.adapters.outbound.ledger.statements import (
     LedgerReadings,
     forget_unreachable,
@@ -205,7 +205,7 @@ class SqliteLedger(LedgerReadings):
     ) -> list[_T]:
         with self._current.readers.lend() as connection:
             rows = connection.execute(query, values).fetchall()
-            return [decode(opened(connection, table, row) if table else row) for row in rows]
+            return [decode(decrypt_row(connection, table, row) if table else row) for row in rows]
 
     @property
     def _current(self) -> _Open:

@@ -9,6 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import LiteralString, TypeAlias, TypeVar, assert_never
 
+from semantic.adapters.outbound.ledger.encryption import (
+    decrypt_part_row,
+    decrypt_row,
+    encrypt_part_row,
+    encrypt_row,
+)
 from semantic.adapters.outbound.ledger.schema import (
     AGENTS,
     INSERT_PART,
@@ -30,7 +36,6 @@ from semantic.adapters.outbound.ledger.schema import (
     tenant_row,
     turn_row,
 )
-from semantic.adapters.outbound.ledger.sealing import opened, opened_part, sealed, sealed_part
 from semantic.domain.agents import Agent, Pointer, Turn
 from semantic.domain.errors import ConflictError
 from semantic.ports.storage import (
@@ -199,14 +204,14 @@ def read_state(connection: sqlite3.Connection, problem: str) -> LedgerState:
 
     def rows(table: Table) -> list[Row]:
         found = connection.execute(table.select(OLDEST_FIRST))
-        return [opened(connection, table, row) for row in found]
+        return [decrypt_row(connection, table, row) for row in found]
 
     is_lost = connection.execute("SELECT value FROM facts WHERE name = 'is_index_lost'").fetchone()
     parts = connection.execute("SELECT * FROM parts")
     return LedgerState(
         tenants=tuple(map(read_tenant, rows(TENANTS))),
         agents=tuple(map(read_agent, rows(AGENTS))),
-        parts=tuple(read_parts(opened_part(connection, row) for row in parts)),
+        parts=tuple(read_parts(decrypt_part_row(connection, row) for row in parts)),
         is_index_lost=is_lost != (0,),
         problem=problem,
     )
@@ -245,7 +250,7 @@ def make_change(connection: sqlite3.Connection, change: LedgerChange) -> None:
         case PutPart() | DropPart() | TouchParts() | MarkIndexWhole():
             _change_index(connection, change)
         case PutAgent(agent):
-            connection.execute(AGENTS.put, sealed(connection, AGENTS, agent_row(agent)))
+            connection.execute(AGENTS.put, encrypt_row(connection, AGENTS, agent_row(agent)))
         case AdvanceHead(agent, before):
             key = (agent.tenant, agent.id)
             query = "SELECT head FROM agents WHERE tenant = ? AND id = ?"
@@ -254,7 +259,7 @@ def make_change(connection: sqlite3.Connection, change: LedgerChange) -> None:
             make_change(connection, PutAgent(agent))
         case _:
             statement, row, table = shared_change(change)
-            connection.execute(statement, sealed(connection, table, row) if table else row)
+            connection.execute(statement, encrypt_row(connection, table, row) if table else row)
 
 
 def is_of_index(change: LedgerChange) -> bool:
@@ -277,7 +282,7 @@ def forget_unreachable(connection: sqlite3.Connection, before: float, replays_be
 def _change_index(connection: sqlite3.Connection, change: _IndexChange) -> None:
     match change:
         case PutPart(part):
-            connection.execute(INSERT_PART, sealed_part(connection, part_row(part)))
+            connection.execute(INSERT_PART, encrypt_part_row(connection, part_row(part)))
         case DropPart((name, kind)):
             key = (name, kind.value)
             connection.execute("DELETE FROM parts WHERE name = ? AND kind = ?", key)

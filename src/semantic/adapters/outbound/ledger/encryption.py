@@ -1,13 +1,13 @@
 """Rows with their text encrypted: what was said, its tokens, system prompts, tenants' salts.
 
-Ids, names, times and sizes stay as they are: SQL looks things up by them. A sealed row is bound to
-its table and key. Its checksum is that of the row as it stands in the file, so damage is told from
-a wrong key, and rows can be rescued without one. It opens no connection.
+Ids, names, times and sizes stay as they are: SQL looks things up by them. An encrypted row is
+bound to its table and key. Its checksum is that of the row as it stands in the file, so that damage
+differs from a wrong key, and rows can be rescued without one. It opens no connection.
 """
 
 import sqlite3
 
-from semantic.adapters.outbound.cipher import Cipher, is_sealed
+from semantic.adapters.outbound.cipher import Cipher, is_encrypted
 from semantic.adapters.outbound.ledger.schema import (
     Row,
     Table,
@@ -26,19 +26,19 @@ class LedgerConnection(sqlite3.Connection):
     cipher: Cipher | None = None
 
 
-def sealed(connection: sqlite3.Connection, table: Table, row: Row) -> Row:
+def encrypt_row(connection: sqlite3.Connection, table: Table, row: Row) -> Row:
     """A row as it is to be written."""
     cipher = _cipher(connection)
     if cipher is None:
         return row
     key, values = row[: table.num_keys], list(row[:-1])
     for index in table.secret:
-        values[index] = cipher.seal(_packed(values[index]), _context(table.name, key, index))
+        values[index] = cipher.encrypt(_packed(values[index]), _context(table.name, key, index))
     return with_checksum(table, tuple(values))
 
 
-def opened(connection: sqlite3.Connection, table: Table, row: Row) -> Row:
-    """Undo `sealed`; a damaged row stays as it is, for whoever checks it.
+def decrypt_row(connection: sqlite3.Connection, table: Table, row: Row) -> Row:
+    """Undo `encrypt_row`; a damaged row stays as it is, for whoever checks it.
 
     Raises:
         CachePersistenceError: the key is wrong or missing, or there should be none.
@@ -56,17 +56,17 @@ def opened(connection: sqlite3.Connection, table: Table, row: Row) -> Row:
     return with_checksum(table, tuple(values))
 
 
-def sealed_part(connection: sqlite3.Connection, row: Row) -> Row:
+def encrypt_part_row(connection: sqlite3.Connection, row: Row) -> Row:
     """The row of a part as it is to be written."""
     cipher = _cipher(connection)
     if cipher is None:
         return row
-    tokens = cipher.seal(row[_PART_TOKENS], _part_context(row))
+    tokens = cipher.encrypt(row[_PART_TOKENS], _part_context(row))
     return (*row[:_PART_TOKENS], tokens, *row[_PART_TOKENS + 1 :])
 
 
-def opened_part(connection: sqlite3.Connection, row: Row) -> Row:
-    """Undo `sealed_part`.
+def decrypt_part_row(connection: sqlite3.Connection, row: Row) -> Row:
+    """Undo `encrypt_part_row`.
 
     Raises:
         CachePersistenceError: the key is wrong or missing, or there should be none.
@@ -89,13 +89,13 @@ def _check_presence(cipher: Cipher | None, value: object) -> None:
     Raises:
         CachePersistenceError: it is not so; nothing was changed.
     """
-    is_encrypted = isinstance(value, bytes) and is_sealed(value)
-    if is_encrypted and cipher is None:
+    has_cipher_text = isinstance(value, bytes) and is_encrypted(value)
+    if has_cipher_text and cipher is None:
         raise CachePersistenceError(
             "the cache is encrypted: give its key with encryption_key_file or "
             "encryption_key_command, or choose another --cache-dir. Nothing was changed."
         )
-    if not is_encrypted and cipher is not None:
+    if not has_cipher_text and cipher is not None:
         raise CachePersistenceError(
             "the cache is not encrypted, and a key was given: choose a new --cache-dir (agents can "
             "be exported and imported), or leave the key out. Nothing was changed."
@@ -104,7 +104,7 @@ def _check_presence(cipher: Cipher | None, value: object) -> None:
 
 def _decrypted(cipher: Cipher, value: bytes, context: bytes) -> bytes:
     try:
-        return cipher.open(value, context)
+        return cipher.decrypt(value, context)
     except CacheCorruptionError as error:
         raise CachePersistenceError(
             "the cache was encrypted with a different key. Nothing was changed."
@@ -112,7 +112,7 @@ def _decrypted(cipher: Cipher, value: bytes, context: bytes) -> bytes:
 
 
 def _context(table: str, key: Row, column: int) -> bytes:
-    """What a sealed value is, so that it counts nowhere else."""
+    """What an encrypted value is, so that it counts nowhere else."""
     return repr((table, *key, column)).encode("utf-8", "surrogatepass")
 
 
