@@ -35,3 +35,10 @@ def resize(place: Path, options: str) -> None:
     assert mount is not None
     done = _run(mount, "-o", f"remount,{options}", str(place))
     assert done.returncode == 0, done.stderr
+
+
+def fill_up(place: Path) -> None:
+    """Write a file until there is no room left."""
+    with place.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1024))

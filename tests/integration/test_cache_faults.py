@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from semantic.adapters.outbound.blocks.directory import claim
-from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.domain.errors import CachePersistenceError, InvalidRequestError
 from semantic.entrypoints.bootstrap import bootstrap
 from semantic.entrypoints.cli.app import main
-from tests.chaos.mounts import resize, small_disk
+from tests.chaos.kills import logged_conversations
+from tests.chaos.mounts import fill_up, resize, small_disk
 from tests.chaos.talk import Message, ask
 from tests.http_server import RunningServer, make_settings, run_server
 from tests.waiting import await_that
@@ -309,7 +309,7 @@ def test_a_full_disk_costs_no_reply_and_is_made_up_for(
             talk(running, said, QUESTIONS[1])
             await_that(lambda: not http.get("/health").json()["problem"])
         assert_right(reference, said)
-        assert logged_texts(disk / "cache") == [message["content"] for message in said]
+        assert logged_conversations(disk / "cache") == {"tried": said}
         assert main(["cache", "verify", "--cache-dir", str(disk / "cache")]) == 0
 
 
@@ -351,20 +351,6 @@ def test_every_reply_says_whether_its_turn_is_safe_where_that_is_promised(
             assert set(replies.values()) == {broken}
             (disk / "filler").unlink()
             await_that(lambda: set(asked(http, running.model, "And now?").values()) == {promised})
-
-
-def fill_up(place: Path) -> None:
-    with place.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(1024))
-
-
-def logged_texts(cache: Path) -> list[str]:
-    ledger = SqliteLedger(cache)
-    (agent,) = ledger.load().agents
-    turns = ledger.turns("local", agent.head or "", limit=100)
-    ledger.close()
-    return [message.text for turn in turns[::-1] for message in turn.messages]
 
 
 def test_a_disk_that_is_full_while_files_are_evicted(

@@ -14,7 +14,7 @@ from semantic.domain.errors import ModelSwapError
 from semantic.entrypoints.bootstrap import bootstrap
 from semantic.entrypoints.server import create_app
 from semantic.ports.backend import Step
-from tests.chaos.mounts import small_disk
+from tests.chaos.mounts import fill_up, small_disk
 from tests.http_server import RunningServer, make_settings, run_server
 from tests.integration.test_metrics import ENDLESS, ask
 from tests.waiting import await_that
@@ -149,10 +149,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=2m") as disk:
         settings = make_settings(tmp_path, cache_dir=disk / "cache")
         with run_server(settings) as running, running.client() as http:
-            with contextlib.suppress(OSError), (disk / "filler").open("wb") as filler:
-                while True:
-                    filler.write(bytes(4096))
-                    filler.flush()
+            fill_up(disk / "filler")
             assert ask(http, "full", "There is no room for this. " * 40).status_code == 200
             await_that(lambda: "No space" in http.get("/health").json()["problem"])
             assert (told(http), statuses(http)) == (("ready", "degraded"), probed(200, 200, 200))

@@ -17,7 +17,7 @@ from semantic.adapters.config.settings import Settings
 from semantic.entrypoints.bootstrap import Server, bootstrap
 from semantic.ports.backend import Step, Ticket
 from semantic.ports.inbound import ModelState
-from tests.chaos.mounts import small_disk
+from tests.chaos.mounts import fill_up, small_disk
 from tests.http_server import RunningServer, make_settings, run_server
 from tests.waiting import await_that
 
@@ -190,10 +190,7 @@ def damage_and_fill(seen: Seen, home: Path) -> None:
             for path in (disk / "cache" / "blocks").rglob("*.safetensors"):
                 path.write_bytes(b"nonsense")
             ask(http, "lost", "What is lost is computed again. " * 40)
-            with contextlib.suppress(OSError), (disk / "filler").open("wb") as filler:
-                while True:
-                    filler.write(bytes(4096))
-                    filler.flush()
+            fill_up(disk / "filler")
             ask(http, "full", "There is no room for this. " * 40)
             await_that(
                 lambda: seen.read(running.server)["semantic_cache_persist_failure_total", ()]

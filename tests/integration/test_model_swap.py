@@ -45,74 +45,74 @@ def states(http: httpx.Client) -> dict[str, str]:
     return {model["id"]: model["state"] for model in listed}
 
 
-def test_there_and_back_with_what_agents_left(running: RunningServer) -> None:
-    with running.client() as http:
-        first = chat(http)
-        assert states(http) == {"fake": "loaded", "fake-2": "on_disk"}
-        done = swap(http, "fake-2")
-        assert (done["previous"], done["model"], done["cut_requests"]) == ("fake", "fake-2", 0)
-        assert states(http) == {"fake-2": "loaded", "fake": "on_disk"}
-        assert running.server.memory.cache.store.usage().num_blocks == 0
+def test_there_and_back_with_what_agents_left(http: httpx.Client, running: RunningServer) -> None:
+    first = chat(http)
+    assert states(http) == {"fake": "loaded", "fake-2": "on_disk"}
+    done = swap(http, "fake-2")
+    assert (done["previous"], done["model"], done["cut_requests"]) == ("fake", "fake-2", 0)
+    assert states(http) == {"fake-2": "loaded", "fake": "on_disk"}
+    assert running.server.memory.cache.store.usage().num_blocks == 0
 
-        other = chat(http)
-        assert said(other)[0] == "fake-2"
-        assert said(other)[1] != said(first)[1]
-        assert other.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    other = chat(http)
+    assert said(other)[0] == "fake-2"
+    assert said(other)[1] != said(first)[1]
+    assert other.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
-        swap(http, "fake")
-        again = chat(http)
-        assert said(again) == said(first)
-        usage = again.json()["usage"]
-        assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+    swap(http, "fake")
+    again = chat(http)
+    assert said(again) == said(first)
+    usage = again.json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
 
 
 def test_an_agent_goes_on_with_the_other_model_and_comes_back_to_its_state(
-    running: RunningServer,
+    http: httpx.Client,
 ) -> None:
-    with running.client() as http:
-        http.post("/v1/agents", json={"id": "a"}).raise_for_status()
+    http.post("/v1/agents", json={"id": "a"}).raise_for_status()
 
-        def turn(text: str) -> dict[str, Any]:
-            body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
-            answer = http.post("/v1/agents/a/generate", json={**body, "temperature": 0})
-            made: dict[str, Any] = answer.raise_for_status().json()
-            return made
+    def turn(text: str) -> dict[str, Any]:
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
+        answer = http.post("/v1/agents/a/generate", json={**body, "temperature": 0})
+        made: dict[str, Any] = answer.raise_for_status().json()
+        return made
 
-        def found(turned: dict[str, Any]) -> int:
-            return sum(turned["reuse"][tier] for tier in ("hot", "pool", "disk"))
+    def found(turned: dict[str, Any]) -> int:
+        return sum(turned["reuse"][tier] for tier in ("hot", "pool", "disk"))
 
-        before = turn("first " * 100)
-        swap(http, "fake-2")
-        assert found(turn("second")) == 0
-        swap(http, "fake")
-        usage = before["usage"]
-        kept = usage["prompt_tokens"] + usage["completion_tokens"] - 1
-        assert found(turn("third")) >= kept - 1
+    before = turn("first " * 100)
+    swap(http, "fake-2")
+    assert found(turn("second")) == 0
+    swap(http, "fake")
+    usage = before["usage"]
+    kept = usage["prompt_tokens"] + usage["completion_tokens"] - 1
+    assert found(turn("third")) >= kept - 1
 
 
 def test_every_request_of_a_batch_is_answered_and_none_by_the_wrong_model(
+    http: httpx.Client,
     running: RunningServer,
 ) -> None:
-    with running.client() as http:
-        alone = {name: said(chat(http, max_tokens=200)) for name in ("fake",)}
-        swap(http, "fake-2")
-        alone["fake-2"] = said(chat(http, max_tokens=200))
-        swap(http, "fake")
-        with ThreadPoolExecutor(16) as pool:
-            asked = [pool.submit(chat, http, max_tokens=200) for _ in range(12)]
-            while not running.server.device.num_live:
-                pass
-            done = swap(http, "fake-2")
-            asked += [pool.submit(chat, http, max_tokens=200) for _ in range(4)]
-            answers = [said(future.result()) for future in asked]
-        assert done["cut_requests"] == 0
-        assert {text for _, text in answers} <= {text for _, text in alone.values()}
-        assert all(answer == alone[answer[0]] for answer in answers)
-        assert {name for name, _ in answers[-4:]} == {"fake-2"}
+    alone = {name: said(chat(http, max_tokens=200)) for name in ("fake",)}
+    swap(http, "fake-2")
+    alone["fake-2"] = said(chat(http, max_tokens=200))
+    swap(http, "fake")
+    with ThreadPoolExecutor(16) as pool:
+        asked = [pool.submit(chat, http, max_tokens=200) for _ in range(12)]
+        while not running.server.device.num_live:
+            pass
+        done = swap(http, "fake-2")
+        asked += [pool.submit(chat, http, max_tokens=200) for _ in range(4)]
+        answers = [said(future.result()) for future in asked]
+    assert done["cut_requests"] == 0
+    assert {text for _, text in answers} <= {text for _, text in alone.values()}
+    assert all(answer == alone[answer[0]] for answer in answers)
+    assert {name for name, _ in answers[-4:]} == {"fake-2"}
 
 
-def test_what_does_not_end_in_time_is_answered_and_kept(running: RunningServer) -> None:
-    with running.client() as http, ThreadPoolExecutor(1) as pool:
+def test_what_does_not_end_in_time_is_answered_and_kept(
+    http: httpx.Client, running: RunningServer
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
         endless = pool.submit(chat, http, max_tokens=100_000, ignore_eos=True)
         while not running.server.device.num_live:
             pass
@@ -138,11 +138,11 @@ def test_what_does_not_end_in_time_is_answered_and_kept(running: RunningServer) 
     ids=["chat", "messages", "responses", "agent"],
 )
 def test_those_who_wait_hear_what_is_happening(
-    running: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
     monkeypatch.setattr("semantic.adapters.inbound.http.streaming.HEARTBEAT_S", 0.05)
     endless = {"messages": QUESTION, "stream": True, "max_tokens": 10**6, "ignore_eos": True}
-    with running.client() as http, contextlib.ExitStack() as holding:
+    with contextlib.ExitStack() as holding:
         http.post("/v1/agents", json={"id": "a"}).raise_for_status()
         holding.enter_context(http.stream("POST", "/v1/chat/completions", json=endless))
         answer = http.post("/admin/models/swap", json={"model": "fake-2", "wait": False})
@@ -158,16 +158,15 @@ def test_those_who_wait_hear_what_is_happening(
         assert ("fake-2" in after, '"error":{' in heard, "fake" in before) == (True, False, False)
 
 
-def test_a_request_for_another_model_is_told_how_to_get_it(running: RunningServer) -> None:
-    with running.client() as http:
-        answer = chat(http, "fake-2")
-        assert answer.status_code == 404
-        assert "swap_on_request" in answer.json()["error"]["message"]
-        assert chat(http, "nobody").status_code == 404
+def test_a_request_for_another_model_is_told_how_to_get_it(http: httpx.Client) -> None:
+    answer = chat(http, "fake-2")
+    assert answer.status_code == 404
+    assert "swap_on_request" in answer.json()["error"]["message"]
+    assert chat(http, "nobody").status_code == 404
 
 
-def test_swaps_that_are_asked_for_at_once(running: RunningServer) -> None:
-    with running.client() as http, ThreadPoolExecutor(8) as pool:
+def test_swaps_that_are_asked_for_at_once(http: httpx.Client, running: RunningServer) -> None:
+    with ThreadPoolExecutor(8) as pool:
         body = [{"model": name} for name in ("fake-2", "fake") * 8]
         answers = list(pool.map(lambda b: http.post("/admin/models/swap", json=b), body))
         assert {answer.status_code for answer in answers} <= {200, 409}
@@ -211,34 +210,32 @@ def test_an_idle_model_is_unloaded_and_comes_back_with_the_next_request(tmp_path
         assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 256
 
 
-def test_loading_and_unloading_by_hand(running: RunningServer) -> None:
-    with running.client() as http:
-        refused = http.post("/admin/models/load", json={"model": "fake-2"})
-        assert refused.status_code == 409
-        assert http.post("/admin/models/unload").json()["previous"] == "fake"
-        assert http.post("/admin/models/unload").json()["status"] == "done"
-        assert http.post("/admin/models/load", json={"model": "fake-2"}).json()["model"] == "fake-2"
-        assert said(chat(http))[0] == "fake-2"
-        shown = http.get("/admin/models").json()["models"]
-        assert [model["state"] for model in shown] == ["ready", "on_disk"]
-        unknown = http.post("/admin/models/swap", json={"model": "nobody"})
-        assert (unknown.status_code, "nobody" in unknown.text) == (404, True)
+def test_loading_and_unloading_by_hand(http: httpx.Client) -> None:
+    refused = http.post("/admin/models/load", json={"model": "fake-2"})
+    assert refused.status_code == 409
+    assert http.post("/admin/models/unload").json()["previous"] == "fake"
+    assert http.post("/admin/models/unload").json()["status"] == "done"
+    assert http.post("/admin/models/load", json={"model": "fake-2"}).json()["model"] == "fake-2"
+    assert said(chat(http))[0] == "fake-2"
+    shown = http.get("/admin/models").json()["models"]
+    assert [model["state"] for model in shown] == ["ready", "on_disk"]
+    unknown = http.post("/admin/models/swap", json={"model": "nobody"})
+    assert (unknown.status_code, "nobody" in unknown.text) == (404, True)
 
 
-def test_what_was_said_is_exported_while_no_model_is_loaded(running: RunningServer) -> None:
-    with running.client() as http:
-        body = {"messages": QUESTION, "max_tokens": 4}
-        http.post("/v1/agents", json={"id": "a"}).raise_for_status()
-        http.post("/v1/agents/a/generate", json=body).raise_for_status()
-        http.post("/admin/models/unload").raise_for_status()
-        file = http.get("/v1/agents/a/export").raise_for_status().content
-        made = http.post("/v1/agents/import?id=b", content=file).raise_for_status().json()
-        assert (made["turns"], made["import_state"]) == (1, "recomputed")
-        assert "no model was loaded" in made["import_reason"]
+def test_what_was_said_is_exported_while_no_model_is_loaded(http: httpx.Client) -> None:
+    body = {"messages": QUESTION, "max_tokens": 4}
+    http.post("/v1/agents", json={"id": "a"}).raise_for_status()
+    http.post("/v1/agents/a/generate", json=body).raise_for_status()
+    http.post("/admin/models/unload").raise_for_status()
+    file = http.get("/v1/agents/a/export").raise_for_status().content
+    made = http.post("/v1/agents/import?id=b", content=file).raise_for_status().json()
+    assert (made["turns"], made["import_state"]) == (1, "recomputed")
+    assert "no model was loaded" in made["import_reason"]
 
 
-def test_the_feed_tells_of_a_swap(running: RunningServer) -> None:
-    with running.client() as http, http.stream("GET", "/v1/events") as feed:
+def test_the_feed_tells_of_a_swap(http: httpx.Client) -> None:
+    with http.stream("GET", "/v1/events") as feed:
         lines = (line for line in feed.iter_lines() if line.startswith("data: "))
         next(lines)
         swap(http, "fake-2")
@@ -250,45 +247,43 @@ def test_the_feed_tells_of_a_swap(running: RunningServer) -> None:
     assert {event["model"] for event in heard if "model" in event} == {"fake-2"}
 
 
-def test_settings_change_while_it_runs(running: RunningServer) -> None:
+def test_settings_change_while_it_runs(http: httpx.Client, running: RunningServer) -> None:
     server = running.server
-    with running.client() as http:
-        before = http.get("/admin/runtime").json()
-        assert (before["memory_budget_mb"], before["log_level"]) == (4096, "info")
-        changes = {
-            "batch_window_ms": 1,
-            "target_step_ms": 50,
-            "default_max_tokens": 3,
-            "memory_budget_mb": 64,
-            "disk_budget_mb": 100,
-            "write_queue_mb": 7,
-            "log_level": "warning",
-            "model_keep_alive_s": 60,
-        }
-        after = http.patch("/admin/runtime", json=changes)
-        assert after.json() == {**before, **changes} == http.get("/admin/runtime").json()
-        assert (server.device.limits.batch_window_ms, server.device.limits.target_step_ms) == (
-            1,
-            50,
-        )
-        assert server.models.policy.keep_alive_s == 60
-        shown = http.get("/v1/cache").json()
-        assert shown["memory"]["budget"] == 64 * 2**20
-        assert (shown["disk"]["budget"], shown["disk"]["queue_budget"]) == (100 * 2**20, 7 * 2**20)
-        assert logging.getLogger().level == logging.WARNING
-        answer = http.post("/v1/chat/completions", json={"messages": QUESTION, "ignore_eos": True})
-        assert answer.json()["usage"]["completion_tokens"] == 3
-        swap(http, "fake-2")
-        assert http.get("/v1/cache").json()["memory"]["budget"] == 64 * 2**20
-        http.patch("/admin/runtime", json={"log_level": "info"}).raise_for_status()
+    before = http.get("/admin/runtime").json()
+    assert (before["memory_budget_mb"], before["log_level"]) == (4096, "info")
+    changes = {
+        "batch_window_ms": 1,
+        "target_step_ms": 50,
+        "default_max_tokens": 3,
+        "memory_budget_mb": 64,
+        "disk_budget_mb": 100,
+        "write_queue_mb": 7,
+        "log_level": "warning",
+        "model_keep_alive_s": 60,
+    }
+    after = http.patch("/admin/runtime", json=changes)
+    assert after.json() == {**before, **changes} == http.get("/admin/runtime").json()
+    assert (server.device.limits.batch_window_ms, server.device.limits.target_step_ms) == (
+        1,
+        50,
+    )
+    assert server.models.policy.keep_alive_s == 60
+    shown = http.get("/v1/cache").json()
+    assert shown["memory"]["budget"] == 64 * 2**20
+    assert (shown["disk"]["budget"], shown["disk"]["queue_budget"]) == (100 * 2**20, 7 * 2**20)
+    assert logging.getLogger().level == logging.WARNING
+    answer = http.post("/v1/chat/completions", json={"messages": QUESTION, "ignore_eos": True})
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    swap(http, "fake-2")
+    assert http.get("/v1/cache").json()["memory"]["budget"] == 64 * 2**20
+    http.patch("/admin/runtime", json={"log_level": "info"}).raise_for_status()
 
 
 @pytest.mark.parametrize(
     "changes", [{"max_batch_size": 0}, {"log_level": "loud"}, {"port": 1}, {"max_queue": None}]
 )
 def test_a_wrong_setting_is_refused_by_its_name(
-    running: RunningServer, changes: dict[str, Any]
+    http: httpx.Client, changes: dict[str, Any]
 ) -> None:
-    with running.client() as http:
-        answer = http.patch("/admin/runtime", json=changes)
+    answer = http.patch("/admin/runtime", json=changes)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, *changes)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import httpx
 import pytest
 
 from semantic.entrypoints.cli.launch import CLIENTS
-from tests.http_server import RunningServer, make_settings, run_server
+from tests.http_server import make_settings, run_server
 from tests.integration.test_tenants import give_keys
 
 pytestmark = pytest.mark.integration
@@ -21,18 +20,6 @@ NAMES = sorted(path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.*
 OURS = [name for name in NAMES if not name.startswith("vendor/")]
 CONNECT = Path(__file__).resolve().parents[2] / "docs" / "connect.md"
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with run_server(make_settings(tmp_path_factory.mktemp("home"))) as server:
-        yield server
-
-
-@pytest.fixture
-def http(running: RunningServer) -> Iterator[httpx.Client]:
-    with running.client() as client:
-        yield client
 
 
 def test_a_browser_gets_the_page_under_a_strict_policy(http: httpx.Client) -> None:

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -121,6 +121,22 @@ class Machine:
         assert self.disk.close(10)
 
 
+Start = Callable[..., Machine]
+
+
+@pytest.fixture
+def start(ledger: PostgresLedger, tmp_path: Path) -> Iterator[Start]:
+    """Starts machines by name; all end with the test."""
+    with ExitStack() as stack:
+
+        def make(name: str, objects: ObjectsPort) -> Machine:
+            made = Machine(tmp_path / name, objects, ledger)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
 def payload_of(tokens: list[int], start: int) -> KVPayload:
     data = pack_tokens([token * 7 + start for token in tokens])
     buffer = HostBuffer("full", (len(tokens),), "u32", data)
@@ -159,52 +175,44 @@ def test_a_url_that_names_no_store_is_refused() -> None:
 
 
 def test_a_second_machine_restores_what_the_first_wrote_byte_for_byte(
-    objects: ObjectBlocks, ledger: PostgresLedger, tmp_path: Path
+    start: Start, objects: ObjectBlocks, ledger: PostgresLedger, tmp_path: Path
 ) -> None:
     tokens = list(range(3 * BLOCK + 5))
-    with ExitStack() as stack:
-        one = Machine(tmp_path / "one", objects, ledger)
-        stack.callback(one.close)
-        one.seal(tokens)
-        await_that(lambda: len(SharedParts(ledger).follow(ROOT, pack_tokens(tokens))) == 4)
-        two = Machine(tmp_path / "two", objects, ledger)
-        stack.callback(two.close)
+    one = start("one", objects)
+    one.seal(tokens)
+    await_that(lambda: len(SharedParts(ledger).follow(ROOT, pack_tokens(tokens))) == 4)
+    two = start("two", objects)
 
-        expected = [
-            bytes(payload_of(tokens[i : i + BLOCK], i).buffers[0].data)
-            for i in range(0, len(tokens), BLOCK)
-        ]
-        assert two.recall(tokens) == expected
-        assert two.disk.flush(10)
+    expected = [
+        bytes(payload_of(tokens[i : i + BLOCK], i).buffers[0].data)
+        for i in range(0, len(tokens), BLOCK)
+    ]
+    assert two.recall(tokens) == expected
+    assert two.disk.flush(10)
 
-        # It has copies of its own now, the same bytes, and no longer needs the store.
-        for part in SharedParts(ledger).follow(ROOT, pack_tokens(tokens)):
-            objects.delete(part.key)
-        files = [
-            sorted(p.read_bytes() for p in (tmp_path / n).rglob("*.safetensors"))
-            for n in ("one", "two")
-        ]
-        assert files[0] == files[1]
-        two.store.drop_memory()
-        assert two.recall(tokens) == expected
+    # It has copies of its own now, the same bytes, and no longer needs the store.
+    for part in SharedParts(ledger).follow(ROOT, pack_tokens(tokens)):
+        objects.delete(part.key)
+    files = [
+        sorted(p.read_bytes() for p in (tmp_path / n).rglob("*.safetensors"))
+        for n in ("one", "two")
+    ]
+    assert files[0] == files[1]
+    two.store.drop_memory()
+    assert two.recall(tokens) == expected
 
 
-def test_what_diverges_inside_of_a_block_is_found_too(
-    ledger: PostgresLedger, tmp_path: Path
-) -> None:
+def test_what_diverges_inside_of_a_block_is_found_too(start: Start, ledger: PostgresLedger) -> None:
     objects = ObjectBlocks(open_store("memory:"))
-    with ExitStack() as stack:
-        one, two = (Machine(tmp_path / name, objects, ledger) for name in ("one", "two"))
-        stack.callback(one.close)
-        stack.callback(two.close)
-        one.seal(list(range(2 * BLOCK)))
-        await_that(lambda: len(SharedParts(ledger).follow(ROOT, pack_tokens(range(16)))) == 2)
+    one, two = (start(name, objects) for name in ("one", "two"))
+    one.seal(list(range(2 * BLOCK)))
+    await_that(lambda: len(SharedParts(ledger).follow(ROOT, pack_tokens(range(16)))) == 2)
 
-        other = [*range(BLOCK + 3), *range(100, 100 + 2 * BLOCK)]
-        two.store.loader.learn(ROOT, pack_tokens(other), BLOCK)
-        assert two.store.plan(ROOT, other).end == BLOCK + 3
-        stranger = [50, *other]
-        assert SharedParts(ledger).follow(ROOT, pack_tokens(stranger)) == []
+    other = [*range(BLOCK + 3), *range(100, 100 + 2 * BLOCK)]
+    two.store.loader.learn(ROOT, pack_tokens(other), BLOCK)
+    assert two.store.plan(ROOT, other).end == BLOCK + 3
+    stranger = [50, *other]
+    assert SharedParts(ledger).follow(ROOT, pack_tokens(stranger)) == []
 
 
 class SlowObjects(ObjectBlocks):
@@ -215,60 +223,52 @@ class SlowObjects(ObjectBlocks):
         return super().get(key)
 
 
-def test_what_a_slow_link_would_bring_is_computed(ledger: PostgresLedger, tmp_path: Path) -> None:
+def test_what_a_slow_link_would_bring_is_computed(start: Start, ledger: PostgresLedger) -> None:
     objects = SlowObjects(open_store("memory:"))
     tokens = list(range(2 * BLOCK))
-    with ExitStack() as stack:
-        one, two = (Machine(tmp_path / name, objects, ledger) for name in ("one", "two"))
-        stack.callback(one.close)
-        stack.callback(two.close)
-        for beginning in (0, 1000):
-            one.seal([beginning + token for token in tokens])
-        await_that(
-            lambda: (
-                len(SharedParts(ledger).follow(ROOT, pack_tokens([1000 + t for t in tokens]))) == 2
-            )
-        )
-        two.recall([1000 + token for token in tokens])  # measures the link
+    one, two = (start(name, objects) for name in ("one", "two"))
+    for beginning in (0, 1000):
+        one.seal([beginning + token for token in tokens])
+    await_that(
+        lambda: len(SharedParts(ledger).follow(ROOT, pack_tokens([1000 + t for t in tokens]))) == 2
+    )
+    two.recall([1000 + token for token in tokens])  # measures the link
 
-        two.store.loader.learn(ROOT, pack_tokens(tokens), BLOCK)
-        plan = two.store.plan(ROOT, tokens)
-        assert plan.end == 2 * BLOCK
-        assert two.store.worth_reading(ROOT, plan, 10.0).end == 2 * BLOCK
-        assert two.store.worth_reading(ROOT, plan, 1e-6).end == 0
-        # What is in memory stays in the plan, and only what is far away is computed.
-        near = two.store.plan(ROOT, [1000 + token for token in tokens])
-        assert two.store.worth_reading(ROOT, near, 1e-6).end == 2 * BLOCK
+    two.store.loader.learn(ROOT, pack_tokens(tokens), BLOCK)
+    plan = two.store.plan(ROOT, tokens)
+    assert plan.end == 2 * BLOCK
+    assert two.store.worth_reading(ROOT, plan, 10.0).end == 2 * BLOCK
+    assert two.store.worth_reading(ROOT, plan, 1e-6).end == 0
+    # What is in memory stays in the plan, and only what is far away is computed.
+    near = two.store.plan(ROOT, [1000 + token for token in tokens])
+    assert two.store.worth_reading(ROOT, near, 1e-6).end == 2 * BLOCK
 
 
 def test_an_object_that_is_gone_or_bad_is_a_miss_and_is_written_again(
-    ledger: PostgresLedger, tmp_path: Path
+    start: Start, ledger: PostgresLedger
 ) -> None:
     objects, index = ObjectBlocks(open_store("memory:")), SharedParts(ledger)
     tokens = list(range(BLOCK))
     part = part_of(tokens)
-    with ExitStack() as stack:
-        one, two = (Machine(tmp_path / name, objects, ledger) for name in ("one", "two"))
-        stack.callback(one.close)
-        stack.callback(two.close)
-        one.seal(tokens)
-        await_that(lambda: index.revive(part.key))
-        objects.delete(part.key)
-        two.store.loader.learn(ROOT, part.tokens, BLOCK)
-        (wanted,) = two.store.plan(ROOT, tokens).parts
-        assert wanted == WantedPart(wanted.node, LayerKind.FULL)
-        held = two.store.loader.hold(wanted)
-        assert held is not None
-        with pytest.raises(CacheCorruptionError):
-            held.future.result(10)
-        two.store.loader.let_go(held)
-        assert two.store.plan(ROOT, tokens).end == 0
-        assert index.revive(part.key) is False
-        # When the collector has come by, whoever computed it brings it again.
-        index.forget(grace_s=0)
-        two.seal(tokens)
-        await_that(lambda: index.revive(part.key))
-        assert objects.get(part.key)
+    one, two = (start(name, objects) for name in ("one", "two"))
+    one.seal(tokens)
+    await_that(lambda: index.revive(part.key))
+    objects.delete(part.key)
+    two.store.loader.learn(ROOT, part.tokens, BLOCK)
+    (wanted,) = two.store.plan(ROOT, tokens).parts
+    assert wanted == WantedPart(wanted.node, LayerKind.FULL)
+    held = two.store.loader.hold(wanted)
+    assert held is not None
+    with pytest.raises(CacheCorruptionError):
+        held.future.result(10)
+    two.store.loader.let_go(held)
+    assert two.store.plan(ROOT, tokens).end == 0
+    assert index.revive(part.key) is False
+    # When the collector has come by, whoever computed it brings it again.
+    index.forget(grace_s=0)
+    two.seal(tokens)
+    await_that(lambda: index.revive(part.key))
+    assert objects.get(part.key)
 
 
 _UPLOAD_AND_DIE = """
@@ -288,7 +288,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_server_that_is_killed_between_upload_and_row_leaves_nothing_wrong(
-    ledger: PostgresLedger, database_url: str, tmp_path: Path
+    start: Start, ledger: PostgresLedger, database_url: str, tmp_path: Path
 ) -> None:
     url = (tmp_path / "objects").as_uri()
     objects, index = ObjectBlocks(open_store(url)), SharedParts(ledger)
@@ -299,10 +299,8 @@ def test_a_server_that_is_killed_between_upload_and_row_leaves_nothing_wrong(
     assert objects.get(part.key)
     assert index.follow(ROOT, part.tokens) == []  # nobody is told of it
 
-    machine = Machine(tmp_path / "alive", objects, ledger)
-    machine.seal(list(range(BLOCK)))
+    start("alive", objects).seal(list(range(BLOCK)))
     await_that(lambda: index.follow(ROOT, part.tokens))
-    machine.close()
 
 
 # -- the collector ------------------------------------------------------------------------------

@@ -41,26 +41,29 @@ def give_keys(home: Path, *tenants: str, limits: TenantEntry | None = None) -> d
 class House:
     """A server with keys, and a client for each tenant."""
 
-    def __init__(self, running: RunningServer, secrets: dict[str, str]) -> None:
+    def __init__(
+        self, running: RunningServer, secrets: dict[str, str], stack: contextlib.ExitStack
+    ) -> None:
         self.running = running
         self.secrets = secrets
-        self.stack = contextlib.ExitStack()
-        self.a, self.b, self.admin = (self.client(name) for name in ("a", "b", "admin"))
-        self.nobody = self.stack.enter_context(running.client())
+        self.nobody = stack.enter_context(running.client())
+        self.a, self.b, self.admin = (
+            stack.enter_context(running.client(headers={"x-api-key": secrets[name]}))
+            for name in ("a", "b", "admin")
+        )
 
-    def client(self, tenant: str) -> httpx.Client:
-        headers = {"x-api-key": self.secrets[tenant]}
-        return self.stack.enter_context(self.running.client(headers=headers))
+
+@contextlib.contextmanager
+def open_house(home: Path, limits: TenantEntry | None = None) -> Iterator[House]:
+    secrets = give_keys(home, "a", "b", limits=limits)
+    with run_server(make_settings(home)) as running, contextlib.ExitStack() as stack:
+        yield House(running, secrets, stack)
 
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    home = tmp_path_factory.mktemp("home")
-    secrets = give_keys(home, "a", "b")
-    with run_server(make_settings(home)) as running:
-        house = House(running, secrets)
-        with house.stack:
-            yield house
+    with open_house(tmp_path_factory.mktemp("home")) as house:
+        yield house
 
 
 # -- keys -----------------------------------------------------------------------------------------
@@ -183,13 +186,10 @@ def _generate(http: httpx.Client) -> tuple[int, str]:
 
 @pytest.mark.parametrize("protocol", [_chat, _completion, _response, _message, _generate])
 def test_an_identical_prompt_is_cold_for_the_other_tenant(tmp_path: Path, protocol: Any) -> None:
-    secrets = give_keys(tmp_path, "a", "b")
-    with run_server(make_settings(tmp_path)) as running:
-        house = House(running, secrets)
-        with house.stack:
-            cold, text = protocol(house.a)
-            warm, again = protocol(house.a)
-            other, same = protocol(house.b)
+    with open_house(tmp_path) as house:
+        cold, text = protocol(house.a)
+        warm, again = protocol(house.a)
+        other, same = protocol(house.b)
     assert cold == other == 0
     assert warm > 0
     assert text == again == same
@@ -318,15 +318,15 @@ def test_a_new_key_finds_what_the_old_one_left(tmp_path: Path) -> None:
 
 
 def test_details_of_a_problem_are_for_the_admin(tmp_path: Path) -> None:
-    secrets = give_keys(tmp_path, "a")
-    with run_server(make_settings(tmp_path)) as running, running.client() as http:
-        memory: Any = running.server.memory
+    with open_house(tmp_path) as house:
+        memory: Any = house.running.server.memory
         memory._loss = "the turns of agent secret-plans are lost"
-        told = http.get("/health").json()["problem"]
-        assert told
-        assert "secret-plans" not in told
-        known = http.get("/health", headers={"x-api-key": secrets["admin"]}).json()["problem"]
-        assert "secret-plans" in known
+        told, known = (
+            http.get("/health").json()["problem"] for http in (house.nobody, house.admin)
+        )
+    assert told
+    assert "secret-plans" not in told
+    assert "secret-plans" in known
 
 
 # -- limits ---------------------------------------------------------------------------------------
@@ -351,7 +351,6 @@ SHORT = {**CHAT, "messages": [{"role": "user", "content": "hi"}]}
 def test_beyond_a_rate_the_answer_says_when_to_come_back(
     tmp_path: Path, limits: dict[str, Any], kind: str
 ) -> None:
-    secrets = give_keys(tmp_path, "a", "b", limits=TenantEntry.model_validate(limits))
     asked: list[tuple[str, dict[str, Any]]] = [
         ("/v1/chat/completions", SHORT),
         ("/v1/completions", {"model": "fake", "max_tokens": 4, "prompt": "hi"}),
@@ -360,69 +359,57 @@ def test_beyond_a_rate_the_answer_says_when_to_come_back(
         ("/v1/agents/coder/generate", {"message": "hi", "max_tokens": 4}),
         ("/v1/chat/completions", {**SHORT, "stream": True}),
     ]
-    with run_server(make_settings(tmp_path)) as running:
-        house = House(running, secrets)
-        with house.stack:
-            named = {"x-agent-id": "coder"}
-            house.a.post("/v1/agents", json={"id": "coder"})
-            house.b.post("/v1/agents", json={"id": "coder"})
-            for _ in range(20):
-                answer = house.a.post("/v1/chat/completions", json=SHORT, headers=named)
-                if answer.status_code != 200:
-                    break
-            for path, body in asked:
-                answer = house.a.post(path, json=body, headers=named)
-                assert answer.status_code == 429, path
-                assert int(answer.headers["retry-after"]) >= 1
-                assert answer.json()["error"]["type"] == "rate_limit_error"
-                assert "a minute" in answer.json()["error"]["message"]
-                told = [answer.headers[name.format(kind)] for name in HEADERS]
-                limit = "1" if kind == "requests" else "20"
-                assert (told[0], told[1], told[3], told[4]) == (limit, "0", limit, "0")
-                assert told[2].endswith("s")
-                assert told[5].endswith("Z")
-            other = house.b.post("/v1/chat/completions", json=SHORT, headers=named)
-            assert other.status_code == 200
+    with open_house(tmp_path, TenantEntry.model_validate(limits)) as house:
+        named = {"x-agent-id": "coder"}
+        house.a.post("/v1/agents", json={"id": "coder"})
+        house.b.post("/v1/agents", json={"id": "coder"})
+        for _ in range(20):
+            answer = house.a.post("/v1/chat/completions", json=SHORT, headers=named)
+            if answer.status_code != 200:
+                break
+        for path, body in asked:
+            answer = house.a.post(path, json=body, headers=named)
+            assert answer.status_code == 429, path
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+            assert "a minute" in answer.json()["error"]["message"]
+            told = [answer.headers[name.format(kind)] for name in HEADERS]
+            limit = "1" if kind == "requests" else "20"
+            assert (told[0], told[1], told[3], told[4]) == (limit, "0", limit, "0")
+            assert told[2].endswith("s")
+            assert told[5].endswith("Z")
+        other = house.b.post("/v1/chat/completions", json=SHORT, headers=named)
+        assert other.status_code == 200
 
 
 def test_answers_within_the_limits_say_what_is_left(tmp_path: Path) -> None:
-    entry = TenantEntry.model_validate(
-        {"key": {"requests_per_minute": 100, "tokens_per_minute": 5000}}
-    )
-    secrets = give_keys(tmp_path, "a", limits=entry)
-    with run_server(make_settings(tmp_path)) as running:
-        with running.client(headers={"x-api-key": secrets["a"]}) as http:
-            first, second = (http.post("/v1/messages", json=CHAT) for _ in range(2))
-        assert first.headers["anthropic-ratelimit-requests-remaining"] == "99"
-        assert second.headers["x-ratelimit-remaining-requests"] == "98"
-        assert int(second.headers["x-ratelimit-remaining-tokens"]) < 5000
+    rates = {"requests_per_minute": 100, "tokens_per_minute": 5000}
+    with open_house(tmp_path, TenantEntry.model_validate({"key": rates})) as house:
+        first, second = (house.a.post("/v1/messages", json=CHAT) for _ in range(2))
+    assert first.headers["anthropic-ratelimit-requests-remaining"] == "99"
+    assert second.headers["x-ratelimit-remaining-requests"] == "98"
+    assert int(second.headers["x-ratelimit-remaining-tokens"]) < 5000
 
 
 def test_the_limit_of_all_together_counts_every_tenant(tmp_path: Path) -> None:
-    secrets = give_keys(tmp_path, "a", "b")
     limits = RateEntry(requests_per_minute=3)
     edit_key_file(tmp_path / "keys.json", lambda file: file.model_copy(update={"limits": limits}))
-    with run_server(make_settings(tmp_path)) as running:
-        house = House(running, secrets)
-        with house.stack:
-            clients = (house.a, house.b, house.a, house.b)
-            statuses = [http.post("/v1/messages", json=SHORT).status_code for http in clients]
+    with open_house(tmp_path) as house:
+        clients = (house.a, house.b, house.a, house.b)
+        statuses = [http.post("/v1/messages", json=SHORT).status_code for http in clients]
     assert statuses == [200, 200, 200, 429]
 
 
 def test_one_reply_at_a_time(tmp_path: Path) -> None:
-    secrets = give_keys(tmp_path, "a", "b", limits=TenantEntry(max_concurrent=1))
-    with run_server(make_settings(tmp_path)) as running:
-        house = House(running, secrets)
-        with house.stack:
-            assert house.a.post("/v1/messages", json=SHORT).status_code == 200
-            running_reply = running.server.inference.limits.admit(Principal("a"))
-            refused = house.a.post("/v1/messages", json=SHORT)
-            assert refused.status_code == 429
-            assert refused.headers["retry-after"] == "1"
-            assert house.b.post("/v1/messages", json=SHORT).status_code == 200
-            running_reply.release()
-            assert house.a.post("/v1/messages", json=SHORT).status_code == 200
+    with open_house(tmp_path, TenantEntry(max_concurrent=1)) as house:
+        assert house.a.post("/v1/messages", json=SHORT).status_code == 200
+        running_reply = house.running.server.inference.limits.admit(Principal("a"))
+        refused = house.a.post("/v1/messages", json=SHORT)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert house.b.post("/v1/messages", json=SHORT).status_code == 200
+        running_reply.release()
+        assert house.a.post("/v1/messages", json=SHORT).status_code == 200
 
 
 # -- without keys ---------------------------------------------------------------------------------

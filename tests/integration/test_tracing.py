@@ -42,12 +42,6 @@ def settle(running: RunningServer) -> None:
     running.server.memory.disk.flush(10)
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with run_server(make_settings(tmp_path_factory.mktemp("traces"))) as running:
-        yield running
-
-
 @pytest.fixture
 def spans(running: RunningServer) -> InMemorySpanExporter:
     exporter = InMemorySpanExporter()
