@@ -1,10 +1,11 @@
-"""The starter model's KV cache at rest: raw, 8 and 4 bits, restored and read on."""
+"""KV cache at rest: raw, 8 and 4 bits, restored and read on; windows, and not every token."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from benchmarks.bench_memory import rest_of
 from benchmarks.bench_quality import (
     Divergence,
     ListeningBackend,
@@ -12,6 +13,7 @@ from benchmarks.bench_quality import (
     listening_backend,
     text_tokens,
 )
+from benchmarks.blocks import spec_of
 from semantic.adapters.outbound.blocks.codec import KVCodec, KVFormat
 from semantic.adapters.outbound.blocks.files import SafetensorsCache
 from semantic.adapters.outbound.models.fingerprint import fingerprint
@@ -100,3 +102,21 @@ def answer(
     text = run.say(tokenizer)
     backend.close(run.seq)
     return text
+
+
+# -- window layers, by the geometry of Gemma 3 12B ----------------------------------------------
+
+
+def test_the_geometry_asks_for_832_mb_and_not_for_3_gb() -> None:
+    spec = spec_of("Gemma 3 12B")
+    assert spec.bytes_per_context(8192) == 832 * 2**20
+    assert spec.bytes_per_context(1) * 8192 == 3 * 2**30
+
+
+def test_what_rests_is_what_the_geometry_asks_for(tmp_path: Path) -> None:
+    rest = rest_of(spec_of("Gemma 3 12B", scale=16), tmp_path, 8160, 32)
+    assert rest.asked_for * 16 == 832 * 2**20
+    assert rest.unsettled > 3.5 * rest.asked_for
+    assert rest.asked_for <= rest.memory <= 1.1 * rest.asked_for
+    assert rest.asked_for <= rest.disk <= 1.1 * rest.asked_for
+    assert rest.num_restorable == 8192

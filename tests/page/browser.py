@@ -14,9 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
+
+import pytest
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _FLAGS = (
@@ -224,18 +225,8 @@ class Page:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
 
-@contextlib.contextmanager
-def run_browser(profile: Path) -> Iterator[Browser]:
-    """Run a browser for a while.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    executable = find_chromium()
-    if executable is None:
-        raise RuntimeError("no Chromium was found: apt-get install chromium, or set CHROMIUM")
-    browser = Browser(executable, profile)
-    try:
-        yield browser
-    finally:
-        browser.close()
+NEEDED = [
+    pytest.mark.page,
+    pytest.mark.skipif("PAGE_TESTS" not in os.environ, reason="run by make page-tests"),
+    pytest.mark.skipif(find_chromium() is None, reason="no Chromium: apt-get install chromium"),
+]

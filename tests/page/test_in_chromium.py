@@ -1,6 +1,5 @@
 """The page in a real Chromium: chat, fork and rewind, the live map, a dead server, keys."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,29 +13,16 @@ from semantic.domain.events import Usage
 from tests.http_server import RunningServer, make_settings, run_server
 from tests.integration.test_direct_api import get, make, say
 from tests.integration.test_tenants import give_keys
-from tests.page.browser import Browser, Page, find_chromium, run_browser
+from tests.page.browser import NEEDED, Browser, Page
 from tests.smoke.server_process import serve
 
-pytestmark = [
-    pytest.mark.page,
-    pytest.mark.skipif("PAGE_TESTS" not in os.environ, reason="run by make page-tests"),
-    pytest.mark.skipif(find_chromium() is None, reason="no Chromium: apt-get install chromium"),
-]
+pytestmark = NEEDED
 
 LONG = "You help with a web shop. Be brief, cite files, never invent functions. " * 12
 CANVAS = "document.querySelector('.map canvas')"
 VIEWS = ("agents", "memory", "now", "chat", "models", "connect")
-NETWORK = (
-    "net::ERR_",
-    "status of 40",
-    "status of 503",
-)  # what a browser logs of answers that the tests ask for
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with run_browser(tmp_path_factory.mktemp("profile")) as running:
-        yield running
+# What a browser logs of answers that the tests ask for.
+NETWORK = ("net::ERR_", "status of 40", "status of 503")
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 Prints how long the page takes; `make page-tests ARGS="-s -k scale"` shows that.
 """
 
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,14 +16,10 @@ from semantic.domain.events import Usage
 from semantic.domain.spec import DEFAULT_BLOCK_TOKENS, LayerKind
 from semantic.entrypoints.bootstrap import Server
 from tests.http_server import RunningServer, make_settings, run_server
-from tests.page.browser import Browser, Page, find_chromium, run_browser
+from tests.page.browser import NEEDED, Browser, Page
 from tests.unit.application.memory_rig import make_payload
 
-pytestmark = [
-    pytest.mark.page,
-    pytest.mark.skipif("PAGE_TESTS" not in os.environ, reason="run by make page-tests"),
-    pytest.mark.skipif(find_chromium() is None, reason="no Chromium: apt-get install chromium"),
-]
+pytestmark = NEEDED
 
 NUM_AGENTS = 1_000
 NUM_SHARED, NUM_OWN = 50, 50  # blocks of a system prompt that ten agents share, and of each
@@ -89,12 +84,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
     with run_server(settings) as server:
         populate(server.server)
         yield server
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with run_browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 def tell(capsys: pytest.CaptureFixture[str], text: str) -> None:

