@@ -245,7 +245,7 @@ def _missing(error: ModuleNotFoundError, backend_name: BackendName) -> InvalidRe
     )
 
 
-def hurry(settings: Settings) -> None:
+def preload_torch(settings: Settings) -> None:
     """Make a start shorter: nobody looks for garbage in what is made until the model is loaded.
 
     And where PyTorch will run it, its library is linked on another core, which takes 0.4 s. Whoever

@@ -25,7 +25,7 @@ from semantic.adapters.config.settings import Settings
 from semantic.adapters.inbound.admin.routes import AdminApi, wait_until_drained
 from semantic.adapters.inbound.agents.cache import CacheApi
 from semantic.adapters.inbound.agents.generate import GenerateApi
-from semantic.adapters.inbound.agents.routes import IMPORT_PATH, DirectApi, TransferApi
+from semantic.adapters.inbound.agents.routes import IMPORT_PATH, AgentApi, TransferApi
 from semantic.adapters.inbound.anthropic.routes import anthropic_router
 from semantic.adapters.inbound.http.connections import (
     CapacityCheck,
@@ -160,7 +160,7 @@ def _add_agents(app: FastAPI, server: Server) -> None:
     app.include_router(TransferApi(server.transfer, server.agents, principal).router())
     app.include_router(CacheApi(server.cache, server.feed, principal).router())
     app.include_router(GenerateApi(server.agents, principal).router())
-    app.include_router(DirectApi(server.agents, principal).router())
+    app.include_router(AgentApi(server.agents, principal).router())
 
 
 class _HttpServer(uvicorn.Server):

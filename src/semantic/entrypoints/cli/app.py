@@ -92,9 +92,9 @@ def _semantic(
 def serve(settings: Settings) -> int:
     """Serve a model over HTTP."""
     # Imported here so that --help and a wrong setting answer at once.
-    from semantic.entrypoints.loading import hurry
+    from semantic.entrypoints.loading import preload_torch
 
-    hurry(settings)
+    preload_torch(settings)
     from semantic.adapters.config.logging import LogFiles, configure_logging
     from semantic.entrypoints.bootstrap import bootstrap
     from semantic.entrypoints.server import serve

@@ -41,7 +41,7 @@ AgentPath = Annotated[
 _MAX_ID = 128
 
 
-class DirectApi:
+class AgentApi:
     """Endpoints under `/v1/agents` that move no tokens. They may read a disk: FastAPI's threads."""
 
     def __init__(self, agents: AgentService, principal: Callable[[], Principal]) -> None:

@@ -50,7 +50,7 @@ class ResponseRun:
     """
 
     def __init__(
-        self, replies: ReplySet, writer: ResponseWriter, book: "ResponseBook", *, is_stored: bool
+        self, replies: ReplySet, writer: ResponseWriter, book: "RecentResponses", *, is_stored: bool
     ) -> None:
         self._replies = replies
         self._writer = writer
@@ -124,7 +124,7 @@ class ResponseRun:
             self.is_begun.set()
 
 
-class ResponseBook:
+class RecentResponses:
     """The responses of one tenant that are on their way or have ended lately."""
 
     def __init__(self) -> None:
@@ -190,10 +190,10 @@ class _Responses:
         self._turns = turns
         self._models = models
         self.principal = principal
-        self._books: defaultdict[str, ResponseBook] = defaultdict(ResponseBook)
+        self._books: defaultdict[str, RecentResponses] = defaultdict(RecentResponses)
 
     @property
-    def book(self) -> ResponseBook:
+    def book(self) -> RecentResponses:
         """The caller's responses of late."""
         return self._books[self.principal().tenant]
 
@@ -321,7 +321,7 @@ def responses_router(
     return router
 
 
-async def _in_background(run: ResponseRun, book: ResponseBook, *, is_streamed: bool) -> Response:
+async def _in_background(run: ResponseRun, book: RecentResponses, *, is_streamed: bool) -> Response:
     """Go on with a response, whether its client stays or not."""
     log = run.log = FrameLog() if is_streamed else None
     book.keep_running(run, log)

@@ -14,7 +14,7 @@ from semantic.adapters.inbound.openai.events import ChatForm, CompletionForm, co
 from semantic.adapters.inbound.openai.requests import CompletionRequest
 from semantic.adapters.inbound.responses.events import ResponseWriter, settings_of
 from semantic.adapters.inbound.responses.requests import ResponsesRequest
-from semantic.adapters.inbound.responses.routes import ResponseBook, ResponseRun
+from semantic.adapters.inbound.responses.routes import RecentResponses, ResponseRun
 from semantic.domain.errors import GenerationTimeoutError
 from semantic.domain.events import (
     Event,
@@ -58,7 +58,7 @@ def replies_of(*events: tuple[Event, ...]) -> ReplySet:
 
 def run_of(
     events: tuple[Event, ...],
-    book: ResponseBook,
+    book: RecentResponses,
     body: ResponsesRequest | None = None,
     replies: ReplySet | None = None,
 ) -> ResponseRun:
@@ -97,7 +97,7 @@ async def test_waiting_is_visible() -> None:
 
     for frames in (
         stream(ReplySet([Waiting()], heartbeat_s=0.001), ChatForm(1), has_usage=False),
-        run_of(PLAIN, ResponseBook(), replies=ReplySet([Waiting()], heartbeat_s=0.001)).frames(),
+        run_of(PLAIN, RecentResponses(), replies=ReplySet([Waiting()], heartbeat_s=0.001)).frames(),
     ):
         # On a busy machine the first sign may come before the progress does.
         async with asyncio.timeout(30):
@@ -124,7 +124,7 @@ async def test_a_completion() -> None:
 
 
 async def test_a_response_stream() -> None:
-    book = ResponseBook()
+    book = RecentResponses()
     frames = [frame async for frame in run_of(EVERYTHING, book).frames()]
     check("response_stream.txt", "".join(frames))
     kept = book.find("resp_abc")
@@ -134,7 +134,7 @@ async def test_a_response_stream() -> None:
 
 
 async def test_a_response_stream_that_fails() -> None:
-    frames = [frame async for frame in run_of(FAILING, ResponseBook()).frames()]
+    frames = [frame async for frame in run_of(FAILING, RecentResponses()).frames()]
     check("response_stream_failing.txt", "".join(frames))
 
 
@@ -143,7 +143,7 @@ async def test_a_response() -> None:
     body = ResponsesRequest.model_validate(
         {"model": "m", "input": "hi", "tools": tools, "store": False}
     )
-    book = ResponseBook()
+    book = RecentResponses()
     made = await run_of(PLAIN, book, body).collect()
     check("response.json", json.dumps(made, indent=1, ensure_ascii=False))
     assert book.find("resp_abc") is None
@@ -151,4 +151,4 @@ async def test_a_response() -> None:
 
 async def test_a_failed_response_is_an_error_where_it_is_waited_for() -> None:
     with pytest.raises(GenerationTimeoutError):
-        await run_of(FAILING, ResponseBook()).collect()
+        await run_of(FAILING, RecentResponses()).collect()

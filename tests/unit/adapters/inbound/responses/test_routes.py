@@ -7,7 +7,7 @@ import pytest
 
 from semantic.adapters.inbound.http.streaming import ReplySet
 from semantic.adapters.inbound.responses.events import ResponseWriter
-from semantic.adapters.inbound.responses.routes import ResponseBook, ResponseRun
+from semantic.adapters.inbound.responses.routes import RecentResponses, ResponseRun
 from semantic.domain.events import (
     Event,
     Finished,
@@ -33,7 +33,7 @@ class EndlessReply(CannedReply):
 
 
 async def test_a_client_that_stopped_reading_does_not_hold_a_cancel_up() -> None:
-    book = ResponseBook()
+    book = RecentResponses()
     run = ResponseRun(ReplySet([EndlessReply()]), ResponseWriter({}), book, is_stored=True)
     frames = run.frames()
     first = await anext(frames)
