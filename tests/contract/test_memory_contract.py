@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from semantic.application.cache import loader
 from semantic.application.cache.restore_plan import WantedPart
 from semantic.application.engine import restore
 from semantic.domain.agents import Reuse
@@ -261,9 +262,12 @@ def test_cancelled_during_a_restore(benches: Benches, alone: Alone) -> None:
     assert next_turn(bench, alone, said).reused >= len(said) - 1
 
 
-def test_preempted_during_a_restore(benches: Benches, alone: Alone, subject: Subject) -> None:
+def test_preempted_during_a_restore(
+    benches: Benches, alone: Alone, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not subject.is_quick:
         pytest.skip("the file is read before the older one has grown")
+    monkeypatch.setattr(loader, "_NUM_PREFETCHED", 2)  # more would fill the memory, and wait
     # Memory comes in pieces of 256 tokens: two fit until the older grows past that.
     long = [*SYSTEM, *prompt(214, 1)]
     first = benches()
