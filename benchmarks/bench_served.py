@@ -102,9 +102,9 @@ class Prompts:
 
 
 async def alone(server: Served, prompts: Prompts, length: int) -> tuple[dict[str, Any], Messages]:
-    """A long prompt from nothing, three times; then the next turn, and one from the pool."""
+    """A long prompt from nothing, five times; then the next turn, and one from the pool."""
     cold: list[Reply] = []
-    for turn in range(3):
+    for turn in range(5):
         messages = said(prompts.of(length, f"cold {length} {turn}"))
         cold.append(await server.ask(messages, 64))
     messages = continued(messages, cold[-1], "And then?")
