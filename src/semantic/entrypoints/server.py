@@ -421,8 +421,8 @@ def _banner(server: Server, url: str) -> str:
 
   Try it:
   curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{{
-    "model": "{server.model_id}", "temperature": 0,
-    "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    "model": "{server.model_id}", "temperature": 0, "messages": [
+    {{"role": "user", "content": "What is the capital of France? Answer in one sentence."}}]}}'
 
   Ctrl-C stops.
 """
