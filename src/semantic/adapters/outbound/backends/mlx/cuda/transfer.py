@@ -287,11 +287,11 @@ class Transfer:
 
     def prepare(self, counts: Sequence[int], dtype: Any) -> None:
         """Have the kernels compiled, for these numbers of layers."""
-        for count in {*counts, 1}:
+        for count in counts:
             array = mx.zeros((1, 1, 1, UNIT), dtype)
             copy = self.copy_out([array] * count, Span(0, 0, 1), array)
             if copy is not None:
-                self.copy_in([HostPiece(copy.wait(), 1, 1)], [array] * count, 0)
+                mx.eval(self.copy_in([HostPiece(copy.wait(), 1, 1)], [array] * count, 0))
 
     def finish(self) -> None:
         """Wait for everything that was begun."""
