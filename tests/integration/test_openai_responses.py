@@ -228,7 +228,8 @@ def test_a_stream_in_the_background_goes_on_without_its_client(
     text = "".join(event.delta for event in rest if event.type == "response.output_text.delta")
     found = client.responses.retrieve(name)
     assert found.output_text == last.response.output_text == text
-    assert found.usage is not None and found.usage.output_tokens == 300
+    assert found.usage is not None
+    assert found.usage.output_tokens == 300
     assert resumed(len(rest) - 2) == rest[-2:]
     assert resumed(len(rest)) == []
     assert client.responses.retrieve(name, stream=True).__next__() == first
