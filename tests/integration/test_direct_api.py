@@ -141,6 +141,7 @@ def test_an_id_asked_for_many_times_at_once_is_made_once(http: httpx.Client) -> 
         ({"id": "no spaces"}, "id"),
         ({"id": ""}, "id"),
         ({"id": "x" * 129}, "id"),
+        ({"id": ".."}, "id"),
         ({"weight": 0}, "weight"),
         ({"weight": "1"}, "weight"),
         ({"ttl_s": -1}, "ttl_s"),

@@ -28,15 +28,20 @@ MAX_WEIGHT = 1000.0
 TOOL_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 
 
-def check_agent_id(text: str, param: str, noun: str = "an agent id") -> None:
+def check_agent_id(
+    text: str, param: str, noun: str = "an agent id", *, is_new: bool = True
+) -> None:
     """Refuse what cannot name an agent, or a tenant.
 
     Raises:
         InvalidRequestError: it cannot; names `param`.
     """
-    if not _ID_PATTERN.fullmatch(text):
+    # No URL can name `.` and `..`: clients take them for directories, and ask for something else.
+    is_hidden = is_new and not text.strip(".")
+    if is_hidden or not _ID_PATTERN.fullmatch(text):
         raise InvalidRequestError(
-            f"{noun} is 1 to 128 of the characters A-Z a-z 0-9 . _ -", param=param
+            f"{noun} is 1 to 128 of the characters A-Z a-z 0-9 . _ -, and not dots alone.",
+            param=param,
         )
 
 
@@ -247,7 +252,7 @@ class Agent:
     profile: AgentProfile = field(default_factory=AgentProfile)
 
     def __post_init__(self) -> None:
-        check_agent_id(self.id, "agent_id")
+        check_agent_id(self.id, "agent_id", is_new=False)
         _check_weight(self.weight)
 
     @property

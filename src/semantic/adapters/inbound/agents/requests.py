@@ -47,7 +47,7 @@ from semantic.domain.sampling import MAX_STOP_STRINGS, StopRules
 from semantic.ports.inbound import AgentQuery, NewTurn
 
 MAX_FORKS = 256
-_ID = r"^[A-Za-z0-9._-]{1,128}$"
+_ID = r"^\.*[A-Za-z0-9_-][A-Za-z0-9._-]*$"  # what `check_agent_id` permits
 
 
 def _require_whole_characters(text: str) -> str:
@@ -65,7 +65,10 @@ def _require_plain_json(value: dict[str, Any]) -> dict[str, Any]:
 
 
 Text = Annotated[str, AfterValidator(_require_whole_characters)]
-AgentId = Annotated[str, Field(pattern=_ID, description="1 to 128 of A-Z a-z 0-9 . _ -")]
+AgentId = Annotated[
+    str,
+    Field(pattern=_ID, max_length=128, description="1 to 128 of A-Z a-z 0-9 . _ -, not dots alone"),
+]
 TurnId = Annotated[Text, Field(min_length=1, max_length=128)]
 _PlainJson = Annotated[dict[str, Any], AfterValidator(_require_plain_json)]
 _Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
