@@ -105,7 +105,9 @@ def test_models(client: openai.OpenAI, http: httpx.Client) -> None:
     assert client.models.retrieve("fake").id == "fake"
     with pytest.raises(openai.NotFoundError, match="not served"):
         client.models.retrieve("gpt-9")
-    model = http.get("/v1/models").json()["data"][0]
+    listed = http.get("/v1/models").json()
+    assert http.get("/v1/models/").json() == listed
+    model = listed["data"][0]
     assert model["max_model_len"] == model["max_context"] == 131_072  # the former is vLLM's
 
 

@@ -219,6 +219,7 @@ def _add_replies(
 
 
 def _add_models(router: APIRouter, models: ModelRegistry) -> None:
+    @router.get("/models/", response_model=None, include_in_schema=False)
     @router.get(
         "/models", response_model=None, responses=_in_both_shapes(ModelList | AnthropicModelPage)
     )
