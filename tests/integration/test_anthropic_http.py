@@ -22,6 +22,12 @@ SETTINGS = {"max_body_mb": 0.3}
 HI = [{"role": "user", "content": "hi"}]
 INVALID = "invalid_request_error"
 NO_IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
+CALL = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+BAD_TOOL = {
+    "name": "f",
+    "strict": True,
+    "input_schema": {"type": "object", "properties": {"a": {"type": "wish"}}},
+}
 
 
 def body(**changes: Any) -> dict[str, Any]:
@@ -78,6 +84,16 @@ BAD_REQUESTS: list[tuple[str, Any, int, str, str]] = [
      INVALID, "output_config.format: "),
     ("a schema that cannot be", body(output_config={"format": {"type": "json_schema",
      "schema": {"type": "wish"}}}), 400, INVALID, "output_config.format: "),
+    ("such a schema in the older field", body(output_format={"type": "json_schema",
+     "schema": {"type": "wish"}}), 400, INVALID, "output_format: "),
+    ("an image after a system prompt", body(system="Hm.", messages=user({"type": "text",
+     "text": "x"}, NO_IMAGE)), 400, INVALID, "messages[0].content[1]: "),
+    ("an image in the system prompt", body(system=[NO_IMAGE]), 400, INVALID, "system: "),
+    ("only a reply after a system prompt", body(system="Hm.", messages=[*HI, *HI,
+     {"role": "assistant", "content": [CALL]}]), 400, INVALID, "messages[2]: only an assistant's"),
+    ("a tool after one that is ignored", body(tools=[{"type": "web_search_1", "name": "s"},
+     {"name": "later", "input_schema": {}, "defer_loading": True}, BAD_TOOL]), 400, INVALID,
+     "tools[2].input_schema: "),
     ("half a surrogate pair", body(system="\ud800"), 400, INVALID, "surrogate"),
     ("a body that is no object", [1], 400, INVALID, "object"),
     ("a body that is too large", body(system="x" * 400_000), 413, "request_too_large", "larger"),

@@ -26,7 +26,10 @@ MANY_WORDS = {f"word {index}": 1 for index in range(1025)}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:x"}}
 TIME = {"type": "function", "function": {"name": "get_time"}}
 WEATHER = {"type": "function", "function": {"name": "get_weather"}}
-BAD_TOOL = {"type": "function", "function": {"name": "f", "strict": True, "parameters": BAD_SCHEMA}}
+BAD_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "strict": True, "parameters": BAD_SCHEMA},
+}
 
 
 def said(*parts: Any) -> dict[str, Any]:
@@ -114,6 +117,7 @@ ONE: list[tuple[str, dict[str, Any], str, str]] = [
      "structured_outputs", "response_format"),
     (CHAT, {"json_schema": SCHEMA, "response_format": JSON_FORM}, "json_schema",
      "response_format"),
+    (CHAT, {"modalities": ["text", "audio"]}, "modalities[1]", "'text'"),
     (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "leave it out"),
     (CHAT, {"echo": True}, "echo", "does not repeat"),
     (CHAT, {"add_generation_prompt": False}, "add_generation_prompt", "leave it out"),
@@ -151,6 +155,9 @@ ONE: list[tuple[str, dict[str, Any], str, str]] = [
     (NEW, {"max_output_tokens": -2}, "max_output_tokens", "greater than"),
     (NEW, {"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
     (NEW, {"tools": [{"type": "function"}]}, "tools[0].name", "needs it"),
+    (NEW, {"tools": [{"type": "web_search"}, {"type": "function"}]}, "tools[1].name", "needs it"),
+    (NEW, {"tools": [{"type": "web_search"}, {"type": "function", **BAD_TOOL["function"]}]},
+     "tools[1].parameters", "'f'"),
     (NEW, {"tool_choice": "required"}, "tools", "none is offered"),
     (NEW, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "needs it"),
     (NEW, {"text": {"format": {"type": "json_schema", "schema": {"type": "what"}}}},
@@ -243,7 +250,7 @@ def test_half_a_surrogate_pair_is_nowhere_a_defect(
     assert post(http, CHAT, changes).status_code == status
 
 
-@pytest.mark.parametrize("agent_id", ["", "x" * 129, "a b", "a/b", b"\xed\xa0\x80"])
+@pytest.mark.parametrize("agent_id", ["", "x" * 129, "a b", "a/b", "..", b"\xed\xa0\x80"])
 def test_an_agent_id_is_checked(http: httpx.Client, agent_id: Any) -> None:
     assert post(http, CHAT, {}, **{"X-Agent-ID": "coder.1_a-b"}).status_code == 200
     answer = post(http, CHAT, {}, **{"X-Agent-ID": agent_id})

@@ -1,6 +1,7 @@
 """What the bodies of all protocols have in common: their base, limits, builders, and numbers."""
 
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from pydantic import (
@@ -147,6 +148,17 @@ def tool_choice_of(choice: str | NamedTool | None, is_parallel: bool | None = No
     if choice is None or isinstance(choice, str):
         return ToolChoice(ToolMode(choice or "auto"), is_parallel=at_once)
     return ToolChoice(ToolMode.NAMED, choice.name, at_once)
+
+
+def renumber(param: str, name: str, places: Sequence[int]) -> str:
+    """Write an index of a list of ours as the client's, which has more entries.
+
+    Example:
+        >>> renumber("tools[0].parameters", "tools", [2])
+        'tools[2].parameters'
+    """
+    match = re.fullmatch(rf"{name}\[(\d+)\](.*)", param)
+    return f"{name}[{places[int(match[1])]}]{match[2]}" if match else param
 
 
 def refuse(is_given: object, param: str, why: str) -> None:

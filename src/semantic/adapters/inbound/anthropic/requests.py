@@ -22,6 +22,7 @@ from semantic.adapters.inbound.wire import (
     Schema,
     example,
     limit_parts,
+    renumber,
     reply_limit,
     sampling_of,
 )
@@ -353,6 +354,25 @@ class CountRequest(Schema):
             is_continued=is_continuable(messages),
         )
 
+    def client_param(self, param: str | None, request: ChatRequest) -> str | None:
+        """Return our name of a field as this client spelled it.
+
+        Args:
+            param: Our name.
+            request: What `to_domain` made, where the system prompt is a message among others.
+        """
+        if param is None:
+            return None
+        if param == "response_format":
+            return self._format_field
+        num_heads = len(request.messages) - len(self.messages)
+        if num_heads and param.startswith("messages[0]"):
+            return "system"
+        shown = {tool.name for tool in request.known_tools}
+        tools = [i for i, t in enumerate(self.tools or ()) if t.is_custom and t.name in shown]
+        messages = [index - num_heads for index in range(len(request.messages))]
+        return renumber(renumber(param, "messages", messages), "tools", tools)
+
     def _messages(self) -> tuple[Message, ...]:
         head = system_parts(self.system) if self.system else ()
         messages = tuple(message.to_domain(i) for i, message in enumerate(self.messages))
@@ -364,9 +384,14 @@ class CountRequest(Schema):
             return None
         if output_format.type != "json_schema" or output_format.schema_ is None:
             raise InvalidRequestError(
-                "must be {type: json_schema, schema: …}.", param="output_config.format"
+                "must be {type: json_schema, schema: …}.", param=self._format_field
             )
         return JsonFormat(output_format.schema_)
+
+    @property
+    def _format_field(self) -> str:
+        is_newer = self.output_config is not None and self.output_config.format is not None
+        return "output_config.format" if is_newer else "output_format"
 
     def _agent(self, headers: Mapping[str, str]) -> AgentHint:
         agent_id = headers.get("x-agent-id")
@@ -425,10 +450,14 @@ class MessagesRequest(CountRequest):
     def to_domain(self, headers: Mapping[str, str]) -> ChatRequest:
         """Translate to our terms; see `CountRequest.to_domain`."""
         limit = reply_limit(self.max_tokens)
-        return replace(
+        request = replace(
             super().to_domain(headers),
-            # Here what cannot be continued is refused; it can be counted.
-            is_continued=self.messages[-1].role == "assistant",
             sampling=sampling_of(self),
             stop=StopRules(max_tokens=limit, strings=tuple(self.stop_sequences or ())),
         )
+        try:
+            # Here what cannot be continued is refused; it can be counted.
+            return replace(request, is_continued=self.messages[-1].role == "assistant")
+        except InvalidRequestError as error:
+            error.param = self.client_param(error.param, request)
+            raise

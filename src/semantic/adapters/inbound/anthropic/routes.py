@@ -3,7 +3,8 @@
 Keys in `x-api-key` or `Authorization` are accepted and not looked at while none are configured.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -27,6 +28,8 @@ from semantic.adapters.inbound.http.streaming import (
     reply_or_stream,
 )
 from semantic.domain.agents import Principal
+from semantic.domain.chat import ChatRequest
+from semantic.domain.errors import InvalidRequestError
 from semantic.domain.events import Event, Failed
 from semantic.ports.inbound import InferencePort
 
@@ -40,7 +43,9 @@ def anthropic_router(inference: InferencePort, principal: Callable[[], Principal
     @router.post("/v1/messages", response_model=None, responses=reply_or_stream(AnthropicMessage))
     async def create_message(body: MessagesRequest, http: Request) -> Response:
         """Answer a conversation, whole or as a stream."""
-        replies = ReplySet([await inference.start(body.to_domain(http.headers), principal())])
+        request = body.to_domain(http.headers)
+        with _client_params(body, request):
+            replies = ReplySet([await inference.start(request, principal())])
         stream = MessageStream(shows_thinking=body.shows_thinking, marks_cache=body.marks_cache)
         if not body.stream:
             return await answer(http, _collect(replies, stream), replies)
@@ -55,7 +60,8 @@ def anthropic_router(inference: InferencePort, principal: Callable[[], Principal
     async def count_tokens(body: CountRequest, http: Request) -> TokenCount:
         """Count the prompt tokens that the same request would have."""
         request = body.to_domain(http.headers)
-        return {"input_tokens": await inference.count_tokens(request, principal())}
+        with _client_params(body, request):
+            return {"input_tokens": await inference.count_tokens(request, principal())}
 
     @router.get("/api/hello", include_in_schema=False)
     async def probe() -> Response:
@@ -68,6 +74,16 @@ def anthropic_router(inference: InferencePort, principal: Callable[[], Principal
         return {}
 
     return router
+
+
+@contextlib.contextmanager
+def _client_params(body: CountRequest, request: ChatRequest) -> Iterator[None]:
+    """Name fields in refusals as the client spelled them."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.param = body.client_param(error.param, request)
+        raise
 
 
 async def _collect(replies: ReplySet, stream: MessageStream) -> Json:

@@ -239,6 +239,7 @@ class ChatCompletionRequest(_RepliesFields):
     reasoning_effort: str | None = None
     chat_template_kwargs: _TemplateOptions | None = None
     prediction: _Prediction | None = None
+    modalities: Limited[list[Literal["text"]] | None] = None
     functions: Limited[list[Any] | None] = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None

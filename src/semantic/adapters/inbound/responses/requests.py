@@ -27,6 +27,7 @@ from semantic.adapters.inbound.wire import (
     example,
     limit_entries,
     refuse,
+    renumber,
     tool_choice_of,
 )
 from semantic.domain.chat import (
@@ -316,6 +317,9 @@ class ResponsesRequest(RequestFields):
         names = {"messages": "input", "max_tokens": "max_output_tokens"}
         match = _MESSAGE.fullmatch(param or "")
         if match is None:
+            if param and param.endswith("].parameters"):
+                tools = [i for i, tool in enumerate(self.tools or ()) if tool.type == "function"]
+                return renumber(param, "tools", tools)
             return names.get(param or "", param)
         messages = self._messages(past)
         source = messages[int(match[1])].source
