@@ -4,11 +4,12 @@ import fcntl
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # As in the server: idle OpenMP threads must sleep, since test processes share few cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
@@ -16,8 +17,14 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-settings.register_profile("default", deadline=None)
-settings.register_profile("nightly", deadline=None, max_examples=1000)
+# Others share the machine, so that no time tells anything. Every run tries the same examples, and
+# a change is not refused for what an earlier one left; new ones are drawn at night.
+settings.register_profile(
+    "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "nightly", settings.get_profile("default"), derandomize=False, max_examples=1000
+)
 settings.load_profile("default")
 
 
@@ -34,6 +41,15 @@ def _usual_umask() -> Iterator[None]:
     os.umask(mask)
     yield
     os.umask(mask)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Random weights do not depend on the tests before, which a worker of several chooses."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+    if mlx := sys.modules.get("mlx.core"):
+        mlx.random.seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -73,4 +73,5 @@ def run_server(settings: Settings, *, is_ready: bool = True) -> Iterator[Running
     finally:
         server.request_stop()
         http.should_exit = True
-        thread.join(10)
+        thread.join(60)
+        assert not thread.is_alive(), "it does not stop"

@@ -23,9 +23,9 @@ class _Rank(FakeBackend):
 
     def _logits(self, sequence: _Sequence) -> Logits:
         self._said = super()._logits(sequence)
-        self._barrier.wait(timeout=10)
+        self._barrier.wait(timeout=60)
         mean: Logits = np.mean([rank._said for rank in self._others], axis=0, dtype=np.float32)
-        self._barrier.wait(timeout=10)
+        self._barrier.wait(timeout=60)
         return self._said if np.allclose(mean, self._said) else mean
 
 

@@ -68,7 +68,7 @@ def create(client: anthropic.Anthropic, **changes: Any) -> Any:
 
 
 def streamed(client: anthropic.Anthropic, **changes: Any) -> Any:
-    given = {"model": "fake", "max_tokens": 12, "messages": HI, **changes}
+    given = {"model": "fake", "max_tokens": 12, "extra_body": GREEDY, "messages": HI, **changes}
     with client.messages.stream(**given) as stream:
         return stream.get_final_message()
 
@@ -206,7 +206,7 @@ def test_json_of_a_schema(client: anthropic.Anthropic) -> None:
 
 def test_thinking_ends_when_its_budget_is_spent(client: anthropic.Anthropic) -> None:
     thinking: Any = {"type": "enabled", "budget_tokens": 20}
-    message = create(client, thinking=thinking, max_tokens=60, extra_body=None)
+    message = create(client, thinking=thinking, max_tokens=60)
     thought, said = message.content
     assert isinstance(thought, ThinkingBlock)
     assert isinstance(said, TextBlock)

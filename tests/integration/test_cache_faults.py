@@ -298,7 +298,7 @@ def test_a_full_disk_costs_no_reply_and_is_made_up_for(
         with run_server(settings) as running, running.client() as http:
             talk(running, said, QUESTIONS[0])
             assert running.server.memory.disk is not None
-            running.server.memory.disk.flush(10)
+            running.server.memory.disk.flush(60)
             fill_up(disk / "filler")
             for question in ("Is there room?", "Still?", "Not at all?"):
                 talk(running, said, f"{question} {'No. ' * 100}")
@@ -381,7 +381,7 @@ def test_a_disk_budget_smaller_than_an_agent_keeps_its_beginning(
     with run_server(settings) as running:
         talk(running, said, "words and more words " * 2500)
         assert running.server.memory.disk is not None
-        running.server.memory.disk.flush(30)
+        running.server.memory.disk.flush(60)
         assert store_of(running).counts.unwritten > 0
     blocks = sum(path.stat().st_size for path in block_files(tmp_path))
     assert 0 < blocks <= 2**20

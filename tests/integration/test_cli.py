@@ -51,7 +51,8 @@ def asked(run: Run, *arguments: str) -> Any:
 
 
 def test_an_agent_lives_at_the_command_line(run: Run) -> None:
-    reply = run("chat", "ann", "-m", "Hello.", "--max-tokens", "8").strip()
+    greedy = ("--max-tokens", "8", "--temperature", "0")
+    reply = run("chat", "ann", "-m", "Hello.", *greedy).strip()
     assert reply
     first = asked(run, "agents", "show", "ann")
     assert (first["turns"], first["explanation"]["turn_id"]) == (1, first["head"])

@@ -190,16 +190,20 @@ FORMS: list[dict[str, Any]] = [
 def test_a_schema_is_followed_wherever_a_client_puts_it(
     http: httpx.Client, form: dict[str, Any]
 ) -> None:
-    answer = http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 60, **form})
+    answer = http.post(
+        "/v1/chat/completions", json={"messages": HI, "max_tokens": 60, **GREEDY, **form}
+    )
     assert answer.status_code == 200, answer.text
     made = json.loads(answer.json()["choices"][0]["message"]["content"])
     assert made["city"] in ("Paris", "Rome")
 
 
 def test_a_schema_is_followed_in_the_other_protocols(http: httpx.Client) -> None:
-    old = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 60, **FORMS[0]}).json()
+    old = http.post(
+        "/v1/completions", json={"prompt": "x", "max_tokens": 60, **GREEDY, **FORMS[0]}
+    ).json()
     assert json.loads(old["choices"][0]["text"])["city"]
-    new = http.post("/v1/responses", json={"input": "x", **FORMS[0]}).json()
+    new = http.post("/v1/responses", json={"input": "x", **GREEDY, **FORMS[0]}).json()
     assert json.loads(new["output"][0]["content"][0]["text"])["city"]
 
 

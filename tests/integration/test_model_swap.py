@@ -188,7 +188,7 @@ def test_requests_swap_models_where_that_is_permitted(tmp_path: Path) -> None:
 
 def test_a_model_stays_for_a_while_before_a_request_may_swap_it(tmp_path: Path) -> None:
     settings = make_settings(
-        tmp_path, swap_on_request=True, min_residence_s=3600, request_timeout_s=0.5
+        tmp_path, swap_on_request=True, min_residence_s=3600, request_timeout_s=2
     )
     with run_server(settings) as running, running.client() as http:
         answer = chat(http, "fake-2")

@@ -14,6 +14,7 @@ import pytest
 from experiments.exp_swap import megabytes, other_model
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from tests.http_server import RunningServer, make_settings, run_server
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.integration
 
@@ -103,7 +104,7 @@ def test_nothing_refers_to_a_model_that_was_unloaded(
     left = [weakref.ref(each) for each in (model.backend, *weights)]
     del model, weights
     http.post("/admin/models/unload").raise_for_status()
-    assert [ref() for ref in left if ref() is not None] == []
+    await_that(lambda: not any(ref() is not None for ref in left))
     ask(http, TALK)  # which loads it again
 
 

@@ -36,11 +36,12 @@ CALLING: Any = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_ca
 
 
 def chat(client: openai.OpenAI, messages: Any = HELLO, **given: Any) -> Any:
-    return client.chat.completions.create(model="fake", messages=messages, **given)
+    """Sampled, and always alike."""
+    return client.chat.completions.create(model="fake", messages=messages, **{"seed": 1, **given})
 
 
 def complete(client: openai.OpenAI, prompt: Any, **given: Any) -> Any:
-    return client.completions.create(model="fake", prompt=prompt, **given)
+    return client.completions.create(model="fake", prompt=prompt, **{"seed": 1, **given})
 
 
 def agents_of(running: RunningServer) -> dict[str, int]:
@@ -160,7 +161,7 @@ def test_a_call_that_must_be_is(client: openai.OpenAI, choice: Any) -> None:
 
 def test_calls_are_streamed_with_their_index_and_no_empty_text(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(
-        model="fake", messages=HELLO, tools=[WEATHER], tool_choice="required"
+        model="fake", messages=HELLO, tools=[WEATHER], tool_choice="required", seed=1
     ) as stream:
         chunks = [event.chunk for event in stream if event.type == "chunk"]
         final = stream.get_final_completion().choices[0]
@@ -196,9 +197,11 @@ def test_a_schema_is_parsed(client: openai.OpenAI) -> None:
         is_right: bool
         score: int
 
-    reply = client.chat.completions.parse(model="fake", messages=HELLO, response_format=Answer)
+    reply = client.chat.completions.parse(
+        model="fake", messages=HELLO, response_format=Answer, seed=1
+    )
     assert isinstance(reply.choices[0].message.parsed, Answer)
-    response = client.responses.parse(model="fake", input="x", text_format=Answer)
+    response = client.responses.parse(model="fake", input="x", text_format=Answer, temperature=0)
     assert isinstance(response.output_parsed, Answer)
 
 
@@ -228,7 +231,9 @@ def test_the_form_that_vllms_clients_ask_for_is_kept(
     extra: Any = {"extra_body": {"structured_outputs": wanted}}
     reply = chat(client, max_tokens=60, **extra)
     raw = complete(client, "x", max_tokens=60, **extra)
-    response = client.responses.create(model="fake", input="x", max_output_tokens=60, **extra)
+    response = client.responses.create(
+        model="fake", input="x", max_output_tokens=60, temperature=0, **extra
+    )
     for text in (reply.choices[0].message.content, raw.choices[0].text, response.output_text):
         assert re.fullmatch(form, text or "", re.DOTALL), text
 

@@ -20,8 +20,8 @@ WEATHER: Any = {"type": "function", **CALLING["tools"][0]["function"]}
 
 
 def respond(client: openai.OpenAI, text: Any, **given: Any) -> Any:
-    given.setdefault("max_output_tokens", 6)
-    return client.responses.create(model="fake", input=text, **given)
+    usual: Any = {"max_output_tokens": 6, "temperature": 0}
+    return client.responses.create(model="fake", input=text, **usual | given)
 
 
 def cached(response: Any) -> int:
@@ -91,7 +91,7 @@ def test_what_goes_on_is_the_whole_conversation(client: openai.OpenAI) -> None:
 
 
 def test_a_tool_loop(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "fake", "tools": [WEATHER, {"type": "web_search"}]}
+    asked: Any = {"model": "fake", "temperature": 0, "tools": [WEATHER, {"type": "web_search"}]}
     with client.responses.stream(input="weather?", tool_choice="required", **asked) as stream:
         done = [e for e in stream if e.type == "response.function_call_arguments.done"]
         response = stream.get_final_response()
@@ -177,7 +177,7 @@ def test_responses_outlive_the_server(tmp_path: Path) -> None:
         assert again.output == first.output
         assert (again.status, again.completed_at) == ("incomplete", None)
         assert again.incomplete_details == first.incomplete_details
-        assert again.created_at - first.created_at in (0, 1)
+        assert 0 <= again.created_at - first.created_at < 60
         second = respond(client, "on", instructions="Be.", previous_response_id=first.id)
         assert cached(second) >= first.usage.total_tokens - 1
 
@@ -198,7 +198,7 @@ def test_a_response_in_the_background_is_cancelled(
     assert client.responses.cancel(started.id).status == "cancelled"
     assert client.responses.retrieve(started.id).status == "cancelled"
     assert [event.type for event in events][-1:] == ["response.incomplete"] * is_stream
-    assert running.server.device.num_live == 0
+    await_that(lambda: running.server.device.num_live == 0)
 
 
 def test_a_response_in_the_background_ends(client: openai.OpenAI) -> None:

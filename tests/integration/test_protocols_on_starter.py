@@ -131,7 +131,7 @@ def test_a_schema_is_kept(openai_client: openai.OpenAI) -> None:
 
     messages: Any = [{"role": "user", "content": "Is Paris the capital of France?"}]
     chat = openai_client.chat.completions.parse(
-        model=MODEL, messages=messages, response_format=Answer, max_tokens=60
+        model=MODEL, messages=messages, response_format=Answer, max_tokens=60, temperature=0
     )
     assert chat.choices[0].message.parsed is not None
 
@@ -223,9 +223,9 @@ SECOND = "And which river runs through it?"
 
 
 @pytest.fixture
-def agent(http: httpx.Client) -> Iterator[dict[str, Any]]:
-    """An agent after its first turn, whose state nobody else's is."""
-    number = len(get(http, "/v1/cache/blocks")["blocks"])
+def agent(http: httpx.Client, request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """An agent after its first turn, whose state nobody else's is, whichever test comes first."""
+    number = len(request.node.name)
     make(http, id="a", system=f"{number}. {SYSTEM}")
     first = say(http, "a", PARIS, max_tokens=12, ignore_eos=False)
     assert "Paris" in first["text"]

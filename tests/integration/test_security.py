@@ -46,8 +46,8 @@ class Target:
         """Send bytes as they are; returns all that comes back."""
         url = httpx.URL(self.running.url)
         with socket.create_connection((url.host, url.port or 0), timeout=20) as opened:
-            opened.sendall(content)
             with contextlib.suppress(OSError):  # it may have been refused and closed meanwhile
+                opened.sendall(content)
                 opened.shutdown(socket.SHUT_WR)
             answer = b""
             with contextlib.suppress(ConnectionResetError):

@@ -109,7 +109,7 @@ class Machine:
         self.store.loader.learn(ROOT, pack_tokens(tokens), BLOCK)
         plan = self.store.plan(ROOT, tokens)
         held = [self.store.loader.hold(wanted) for wanted in plan.parts]
-        content = [bytes(part.future.result(20).buffers[0].data) for part in held if part]
+        content = [bytes(part.future.result(60).buffers[0].data) for part in held if part]
         for part in held:
             assert part is not None
             self.store.loader.let_go(part)
@@ -117,8 +117,8 @@ class Machine:
 
     def close(self) -> None:
         self.store.check_integrity()
-        self.remote.close(10)
-        assert self.disk.close(10)
+        self.remote.close(60)
+        assert self.disk.close(60)
 
 
 Start = Callable[..., Machine]
@@ -188,7 +188,7 @@ def test_a_second_machine_restores_what_the_first_wrote_byte_for_byte(
         for i in range(0, len(tokens), BLOCK)
     ]
     assert two.recall(tokens) == expected
-    assert two.disk.flush(10)
+    assert two.disk.flush(60)
 
     # It has copies of its own now, the same bytes, and no longer needs the store.
     for part in SharedParts(ledger).follow(ROOT, pack_tokens(tokens)):
@@ -260,7 +260,7 @@ def test_an_object_that_is_gone_or_bad_is_a_miss_and_is_written_again(
     held = two.store.loader.hold(wanted)
     assert held is not None
     with pytest.raises(CacheCorruptionError):
-        held.future.result(10)
+        held.future.result(60)
     two.store.loader.let_go(held)
     assert two.store.plan(ROOT, tokens).end == 0
     assert index.revive(part.key) is False

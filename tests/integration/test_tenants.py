@@ -383,11 +383,11 @@ def test_beyond_a_rate_the_answer_says_when_to_come_back(
 
 
 def test_answers_within_the_limits_say_what_is_left(tmp_path: Path) -> None:
-    rates = {"requests_per_minute": 100, "tokens_per_minute": 5000}
+    rates = {"requests_per_minute": 5, "tokens_per_minute": 5000}
     with open_house(tmp_path, TenantEntry.model_validate({"key": rates})) as house:
         first, second = (house.a.post("/v1/messages", json=CHAT) for _ in range(2))
-    assert first.headers["anthropic-ratelimit-requests-remaining"] == "99"
-    assert second.headers["x-ratelimit-remaining-requests"] == "98"
+    assert first.headers["anthropic-ratelimit-requests-remaining"] == "4"
+    assert second.headers["x-ratelimit-remaining-requests"] == "3"
     assert int(second.headers["x-ratelimit-remaining-tokens"]) < 5000
 
 

@@ -39,7 +39,7 @@ def ask(http: httpx.Client, flags: str = "01", **fields: object) -> httpx.Respon
 
 def settle(running: RunningServer) -> None:
     assert running.server.memory.disk is not None
-    running.server.memory.disk.flush(10)
+    running.server.memory.disk.flush(60)
 
 
 @pytest.fixture

@@ -90,7 +90,6 @@ def test_whoever_does_not_send_a_request_in_time_is_cut(tmp_path: Path) -> None:
             while not drips(drip):  # a header that never ends
                 pass
         with connect(server, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n") as idle:
-            idle.makefile("rb").readline()
             while not is_closed(idle):
                 pass
 
@@ -99,10 +98,10 @@ def test_a_body_may_take_long_if_it_keeps_coming(tmp_path: Path) -> None:
     content = b'{"model": "fake", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}'
     head = HALF_A_REQUEST + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
     with (
-        fake_server(tmp_path, read_timeout_s=0.5) as server,
+        fake_server(tmp_path, read_timeout_s=1.5) as server,
         connect(server, head % len(content)) as slow,
     ):
-        slow.settimeout(0.01)
+        slow.settimeout(0.02)
         for index in range(len(content)):  # longer than the timeout, taken together
             slow.sendall(content[index : index + 1])
             if index < len(content) - 1:
@@ -160,5 +159,4 @@ def test_while_all_are_answered_there_is_room_for_health_and_cancel(tmp_path: Pa
         one.close()
         while ask(server, "GET", "/v1/models").status_code == 503:
             pass
-        other.settimeout(0.1)
         assert other.recv(1)

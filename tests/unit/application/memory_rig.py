@@ -74,7 +74,7 @@ class MemoryFiles:
 
     def write(self, part: BlockPart, payload: KVPayload, *, is_synced: bool) -> BlockPart:
         del is_synced
-        assert self.write_gate.wait(10)
+        assert self.write_gate.wait(60)
         if self.is_full:
             raise CachePersistenceError("No space left on device")
         written = replace(part, nbytes=payload.nbytes + len(part.tokens) + HEADER_BYTES)
@@ -83,7 +83,7 @@ class MemoryFiles:
         return written
 
     def read(self, part: BlockPart) -> KVPayload:
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         found = self.files.get(part.key)
         if found is None or part.key in self.bad or found[0].key != part.key:
             raise CacheCorruptionError("the file is missing, damaged or another")
@@ -242,7 +242,7 @@ class MemoryRig:
         return self.now[0]
 
     def flush(self) -> None:
-        assert self.disk.flush(10)
+        assert self.disk.flush(60)
 
     def settle(self) -> None:
         """Wait until nothing is read any more, and all that came of it is written."""
@@ -255,7 +255,7 @@ class MemoryRig:
     def close(self) -> None:
         self.files.gate.set()
         self.files.write_gate.set()
-        assert self.disk.close(10)
+        assert self.disk.close(60)
 
     def restart(self, limits: RigLimits | None = None) -> None:
         """Close, forget what was in memory, and start again."""
@@ -316,7 +316,7 @@ class MemoryRig:
                 if restore.is_ready:
                     continue
                 if not restore.is_starved:
-                    assert news.wait(10)
+                    assert news.wait(60)
                     news.clear()
                 elif self.store.is_busy:
                     self.flush()

@@ -78,7 +78,7 @@ def test_dotenv_may_be_a_pipe_that_can_be_read_once(tmp_path: Path) -> None:
 
     reader = threading.Thread(target=lambda: found.append(load_settings()), daemon=True)
     reader.start()
-    reader.join(10)
+    reader.join(60)
 
     (settings,) = found  # a second reading would wait for ever
     assert (settings.port, settings.log_level) == (4, "error")

@@ -101,13 +101,13 @@ class Bench(EngineRig[FaultyBackend]):
         if self.disk.pending:
             self.disk.finish(self.choose(range(len(self.disk.pending))))
         else:
-            assert self.disk.flush(10)  # what is being written is in the way
+            assert self.disk.flush(60)  # what is being written is in the way
         self.check()
 
     def run(self) -> None:
         super().run()
         self.finish_reads()
-        assert self.disk.flush(10)
+        assert self.disk.flush(60)
         self.check()
         assert self.store.usage().held == self.store.loader.num_bytes == 0
         assert not any(node.num_leases for node in self.store.nodes())
@@ -145,7 +145,7 @@ class Bench(EngineRig[FaultyBackend]):
         )
 
     def close(self) -> None:
-        assert self.disk.close(10)
+        assert self.disk.close(60)
 
 
 Start = Callable[..., Bench]
@@ -315,7 +315,7 @@ def test_the_only_one_does_not_end_because_others_are_being_read(start: Start) -
     bench = start(most)
     bench.submit(grown)
     bench.step()
-    assert bench.disk.flush(10)
+    assert bench.disk.flush(60)
     bench.submit(queued)
     assert bench.disk.pending  # for the one that waits
     bench.step(5 * BLOCK_TOKENS)
@@ -336,7 +336,7 @@ def test_one_that_is_retried_alone_does_not_wait_for_those_who_wait_for_it(
             bench.wait()
     # A step of both fails: each is restored and tried alone. For one there is no room any more.
     bench.backend.fail_next("launch")
-    assert bench.disk.flush(10)
+    assert bench.disk.flush(60)
     bench.step()
     bench.store.drop_payloads([WantedPart(n, LayerKind.FULL) for n in bench.store.nodes()])
     bench.limit_room(monkeypatch, 2 * BLOCK_TOKENS)

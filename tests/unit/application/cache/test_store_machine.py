@@ -203,7 +203,7 @@ class AgentLives(RuleBasedStateMachine):
         files.gate.set()
         for held in reads:
             is_sound = held.wanted.key in sound
-            assert held.future.exception(10) is None or not is_sound, "a leased file went"
+            assert held.future.exception(60) is None or not is_sound, "a leased file went"
             self.rig.store.loader.let_go(held)
         del self.said[name], self.turns[name]
 

@@ -98,7 +98,7 @@ def test_blocks_that_found_no_room_in_the_queue_are_written_at_the_end(make_rig:
     rig.files.write_gate.clear()
     rig.seal(list(range(20)))
     rig.files.write_gate.set()
-    assert rig.disk.close(10)
+    assert rig.disk.close(60)
     assert rig.disk.is_closed
     assert rig.store.counts.written == len(rig.files.files) == 5
     assert rig.ledger.ended == ["backed up", "closed"]
@@ -109,11 +109,11 @@ def test_closing_with_much_to_write_keeps_the_turns(rig: MemoryRig) -> None:
     turn = rig.talk("ann", list(range(9)))
     assert not rig.disk.close(0.02)
     rig.files.write_gate.set()
-    assert rig.disk.close(10)
+    assert rig.disk.close(60)
     assert rig.ledger.turn(LOCAL_TENANT, turn.id) is not None
     assert len(rig.files.files) <= 1
     late = rig.disk.change(PutAgent(agent("late")))
-    assert isinstance(late.exception(1), CachePersistenceError)
+    assert isinstance(late.exception(60), CachePersistenceError)
 
 
 def test_a_closed_disk_reads_nothing(rig: MemoryRig) -> None:
@@ -123,7 +123,7 @@ def test_a_closed_disk_reads_nothing(rig: MemoryRig) -> None:
     rig.store.drop_payloads([WantedPart(node, LayerKind.FULL)])
     rig.close()
     read = fetch(rig.store, WantedPart(node, LayerKind.FULL))
-    assert isinstance(read.exception(1), CacheCorruptionError)
+    assert isinstance(read.exception(60), CacheCorruptionError)
     assert node.num_leases == 0
 
 
@@ -136,7 +136,7 @@ def test_a_busy_ledger_loses_nothing_and_keeps_the_order(rig: MemoryRig) -> None
     turn, committed = rig.agents.commit(LOCAL_TENANT, "ann", exchange_of([1, 2], [3]))
     # Who waits hears of it at once, for a reply must go out; the rows are written later.
     for future in (*done, committed):
-        assert isinstance(future.exception(10), CachePersistenceError)
+        assert isinstance(future.exception(60), CachePersistenceError)
     assert rig.disk.problem == "the ledger is busy."
     assert rig.agents.turn(LOCAL_TENANT, turn.id) == turn  # not written, and not forgotten
     rig.ledger.is_busy = False
@@ -152,8 +152,8 @@ def test_a_row_that_cannot_be_stored_takes_no_other_along(rig: MemoryRig) -> Non
     good, broken, last = (
         rig.disk.change(change) for change in (PutAgent(agent("ann")), bad, PutAgent(agent("bob")))
     )
-    assert isinstance(broken.exception(10), CachePersistenceError)
-    assert good.result(10) is last.result(10) is None
+    assert isinstance(broken.exception(60), CachePersistenceError)
+    assert good.result(60) is last.result(60) is None
     assert {a.id for a in rig.ledger.load().agents} == {"ann", "bob"}
 
 
@@ -382,7 +382,7 @@ def test_what_takes_longer_to_read_than_to_compute_is_computed(rig: MemoryRig) -
     assert rig.spec == fake_spec(block_tokens=4)
     nodes = sorted(rig.store.nodes(), key=lambda node: node.start)
     rig.store.drop_payloads([WantedPart(nodes[1], LayerKind.FULL)])
-    fetch(rig.store, WantedPart(nodes[1], LayerKind.FULL)).result(10)
+    fetch(rig.store, WantedPart(nodes[1], LayerKind.FULL)).result(60)
     rig.store.drop_payloads([WantedPart(nodes[1], LayerKind.FULL)])
     plan = rig.store.plan(ROOT, tokens)
     assert rig.store.worth_reading(ROOT, plan, 10**9).end == 8
@@ -401,13 +401,13 @@ def test_closing_while_parts_wait_to_be_read_ends_and_loses_none_of_them(rig: Me
 
     closing = threading.Thread(target=rig.disk.close, args=(10,), daemon=True)
     closing.start()
-    closing.join(10)
+    closing.join(60)
 
     assert not closing.is_alive()
     late = rig.disk.read(next(iter(before.values()))[0])
-    assert isinstance(late.exception(10), DrainingError)
+    assert isinstance(late.exception(60), DrainingError)
     rig.files.gate.set()
-    assert all(reading.result(10) for reading in busy)
+    assert all(reading.result(60) for reading in busy)
     await_that(lambda: not rig.store.loader.is_busy)
     assert rig.store.counts.corrupt == 0
     assert rig.files.files == before
@@ -432,10 +432,10 @@ def test_a_block_whose_bytes_never_come_is_a_miss(tmp_path: Path) -> None:
     lost = KVPayload("fake.v1", LayerKind.FULL, 0, 8, (buffer,))
     assert store.seal(ROOT, ROOT, [1] * 8, [lost])
     assert store.seal(ROOT, ROOT, *block(2))
-    assert disk.flush(10)
+    assert disk.flush(60)
     assert store.plan(ROOT, [1] * 8).end == 0
     assert store.plan(ROOT, [2] * 8).end == 8
     assert (store.counts.written, store.counts.corrupt) == (1, 1)
     assert not disk.problem
     store.check_integrity()
-    disk.close(10)
+    disk.close(60)

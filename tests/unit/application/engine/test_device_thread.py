@@ -214,7 +214,7 @@ def test_stopping_answers_everyone() -> None:
 
 
 def test_a_hung_device_is_noticed_answered_for_and_forgiven() -> None:
-    with device(hang_timeout_s=0.5) as made:
+    with device(hang_timeout_s=1.5) as made:
         made.stall("running", max_tokens=100_000)
         made.submit("waiting")
         for name in ("running", "waiting"):
@@ -245,7 +245,7 @@ class PausingQueue(queue.SimpleQueue[Command]):
 
 def test_who_is_failed_by_the_watchdog_while_being_submitted_does_not_run() -> None:
     commands = PausingQueue()
-    with device(hang_timeout_s=0.3) as made:
+    with device(hang_timeout_s=0.6) as made:
         made.stall("running", max_tokens=100_000)
         made.thread._commands = commands  # the watchdog cancels both requests
         made.submit("late", max_tokens=100_000)

@@ -22,7 +22,7 @@ async def test_results_and_errors_come_back() -> None:
 
 async def test_work_that_takes_too_long_is_given_up_and_others_go_on() -> None:
     gate = threading.Event()
-    threads = PreparationThreads(0.05, num_threads=2)
+    threads = PreparationThreads(0.5, num_threads=2)
 
     with pytest.raises(GenerationTimeoutError, match="simpler schema"):
         await threads.run(gate.wait)
@@ -33,7 +33,7 @@ async def test_work_that_takes_too_long_is_given_up_and_others_go_on() -> None:
 
 async def test_when_nothing_can_be_prepared_health_is_told_until_it_can() -> None:
     gate = threading.Event()
-    threads = PreparationThreads(0.05, num_threads=2)
+    threads = PreparationThreads(0.5, num_threads=2)
     stuck = [threads.run(gate.wait) for _ in range(2)]
     errors = await asyncio.gather(*stuck, return_exceptions=True)
 

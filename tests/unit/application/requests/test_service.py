@@ -242,7 +242,7 @@ async def test_a_prompt_as_long_as_the_context_leaves_no_room_for_a_reply(
 async def test_a_request_has_a_deadline(
     device: tuple[DeviceThread, ReplyHub], agents: AgentLedger
 ) -> None:
-    service = InferenceService(*device, agents, ReplayStore(), gate=gate_to(device[0], 0.05))
+    service = InferenceService(*device, agents, ReplayStore(), gate=gate_to(device[0], 0.5))
     request = replace(REQUEST, stop=StopRules(max_tokens=100_000, ignore_eos=True))
     async with asyncio.timeout(20):
         final = (await ask(service, request))[-1]
@@ -434,7 +434,7 @@ async def test_requests_that_are_never_prepared_are_refused_and_the_problem_is_t
     grammar = StuckGrammar()
     model = LoadedModel("fake", FakeBackend(), FakeTokenizer(), grammar=grammar)
     with ready_device(model) as device:
-        service = InferenceService(*device, agents, ReplayStore(), gate=gate_to(device[0], 0.2))
+        service = InferenceService(*device, agents, ReplayStore(), gate=gate_to(device[0], 1))
         starts = [service.start(REQUEST, Principal("local")) for _ in range(NUM_THREADS)]
         errors = await asyncio.gather(*starts, return_exceptions=True)
         assert {type(error) for error in errors} == {GenerationTimeoutError}

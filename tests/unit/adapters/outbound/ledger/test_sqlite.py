@@ -113,12 +113,14 @@ def test_a_ledger_in_memory_leaves_no_file(tmp_path: Path, monkeypatch: pytest.M
 # -- threads, processes, permissions ----------------------------------------------------------
 
 
-def test_any_thread_may_read_while_one_writes(ledger: SqliteLedger) -> None:
+def test_any_thread_may_read_while_one_writes(tmp_path: Path) -> None:
+    ledger = SqliteLedger(tmp_path)
+    ledger.load()
     written, is_done = [0], threading.Event()
 
     def read() -> int:
         num_seen = 0
-        while not is_done.is_set():
+        while not (is_done.is_set() and num_seen):
             newest = written[0]
             log = ledger.turns("local", f"t{newest}", limit=10_000)
             # What was applied before the reading began is whole in it.
@@ -137,6 +139,7 @@ def test_any_thread_may_read_while_one_writes(ledger: SqliteLedger) -> None:
         finally:
             is_done.set()
         assert all(reading.result() for reading in readings)
+    ledger.close()
 
 
 def test_all_files_are_the_owners_alone(tmp_path: Path) -> None:
