@@ -9,14 +9,14 @@ import sqlite3
 
 from semantic.adapters.outbound.cipher import Cipher, is_encrypted
 from semantic.adapters.outbound.ledger.schema import (
+    PARTS,
     Row,
     Table,
-    is_sound,
     with_checksum,
+    without_checksum,
 )
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 
-_PART_TOKENS = 5
 _TEXT, _BYTES = b"t", b"b"
 
 
@@ -26,57 +26,35 @@ class LedgerConnection(sqlite3.Connection):
     cipher: Cipher | None = None
 
 
-def encrypt_row(connection: sqlite3.Connection, table: Table, row: Row) -> Row:
-    """A row as it is to be written."""
+def to_stored(connection: sqlite3.Connection, table: Table, values: Row) -> Row:
+    """A row as it is to be written: encrypted, if there is a key, and with its checksum."""
     cipher = _cipher(connection)
-    if cipher is None:
-        return row
-    key, values = row[: table.num_keys], list(row[:-1])
-    for index in table.secret:
-        values[index] = cipher.encrypt(_packed(values[index]), _context(table.name, key, index))
-    return with_checksum(table, tuple(values))
+    if cipher is not None:
+        encrypted = list(values)
+        for index in table.secret:
+            content = _packed(table, values[index])
+            encrypted[index] = cipher.encrypt(content, _context(table, values, index))
+        values = tuple(encrypted)
+    return with_checksum(table, values)
 
 
-def decrypt_row(connection: sqlite3.Connection, table: Table, row: Row) -> Row:
-    """Undo `encrypt_row`; a damaged row stays as it is, for whoever checks it.
+def from_stored(connection: sqlite3.Connection, table: Table, row: Row) -> Row:
+    """Undo `to_stored`.
 
     Raises:
+        DamagedLedgerError: the row is not as it was written.
         CachePersistenceError: the key is wrong or missing, or there should be none.
     """
-    if not is_sound(table, row):
-        return row
+    values = without_checksum(table, row)
     cipher = _cipher(connection)
-    _check_presence(cipher, row[table.secret[-1]])
+    _check_presence(cipher, values[table.secret[-1]])
     if cipher is None:
-        return row
-    key, values = row[: table.num_keys], list(row[:-1])
+        return values
+    decrypted = list(values)
     for index in table.secret:
-        context = _context(table.name, key, index)
-        values[index] = _unpacked(_decrypted(cipher, values[index], context))
-    return with_checksum(table, tuple(values))
-
-
-def encrypt_part_row(connection: sqlite3.Connection, row: Row) -> Row:
-    """The row of a part as it is to be written."""
-    cipher = _cipher(connection)
-    if cipher is None:
-        return row
-    tokens = cipher.encrypt(row[_PART_TOKENS], _part_context(row))
-    return (*row[:_PART_TOKENS], tokens, *row[_PART_TOKENS + 1 :])
-
-
-def decrypt_part_row(connection: sqlite3.Connection, row: Row) -> Row:
-    """Undo `encrypt_part_row`.
-
-    Raises:
-        CachePersistenceError: the key is wrong or missing, or there should be none.
-    """
-    cipher = _cipher(connection)
-    _check_presence(cipher, row[_PART_TOKENS])
-    if cipher is None:
-        return row
-    tokens = _decrypted(cipher, row[_PART_TOKENS], _part_context(row))
-    return (*row[:_PART_TOKENS], tokens, *row[_PART_TOKENS + 1 :])
+        content = _decrypted(cipher, values[index], _context(table, values, index))
+        decrypted[index] = _unpacked(table, content)
+    return tuple(decrypted)
 
 
 def _cipher(connection: sqlite3.Connection) -> Cipher | None:
@@ -111,18 +89,19 @@ def _decrypted(cipher: Cipher, value: bytes, context: bytes) -> bytes:
         ) from error
 
 
-def _context(table: str, key: Row, column: int) -> bytes:
+def _context(table: Table, values: Row, column: int) -> bytes:
     """What an encrypted value is, so that it counts nowhere else."""
-    return repr((table, *key, column)).encode("utf-8", "surrogatepass")
+    place = (table.name, *values[: table.num_keys], column)
+    return repr(place).encode("utf-8", "surrogatepass")
 
 
-def _part_context(row: Row) -> bytes:
-    return _context("parts", row[:2], _PART_TOKENS)
+def _packed(table: Table, value: str | bytes) -> bytes:
+    if isinstance(value, str):
+        return _TEXT + value.encode()
+    return value if table is PARTS else _BYTES + value  # tokens of parts are never text
 
 
-def _packed(value: str | bytes) -> bytes:
-    return _TEXT + value.encode() if isinstance(value, str) else _BYTES + value
-
-
-def _unpacked(content: bytes) -> str | bytes:
+def _unpacked(table: Table, content: bytes) -> str | bytes:
+    if table is PARTS:
+        return content
     return content[1:].decode() if content[:1] == _TEXT else content[1:]

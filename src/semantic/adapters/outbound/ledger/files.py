@@ -251,22 +251,6 @@ class Readers:
                 self._idle.append(connection)
 
 
-class OneReader:
-    """Lends the one connection that a database in memory has, to one thread at a time."""
-
-    def __init__(self, connection: sqlite3.Connection, lock: threading.RLock) -> None:
-        self._connection, self._lock = connection, lock
-
-    @contextmanager
-    def lend(self) -> Iterator[sqlite3.Connection]:
-        """Lend it for the time of a reading."""
-        with self._lock:
-            yield self._connection
-
-    def close(self) -> None:
-        """Do nothing: whoever opened it closes it."""
-
-
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

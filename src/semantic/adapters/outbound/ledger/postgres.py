@@ -18,12 +18,14 @@ from psycopg import sql
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from semantic.adapters.outbound.ledger.schema import (
+    AGENTS,
     TENANTS,
     DamagedLedgerError,
     Row,
     Table,
     agent_row,
-    read_tenant,
+    with_checksum,
+    without_checksum,
 )
 from semantic.adapters.outbound.ledger.statements import (
     REACHED_OR_NEW,
@@ -43,6 +45,7 @@ from semantic.ports.storage import (
     MarkIndexWhole,
     PutAgent,
     PutPart,
+    Tenant,
     TouchParts,
 )
 
@@ -158,7 +161,7 @@ class PostgresLedger(LedgerReadings):
             self._pool.open()
             with self._pool.connection() as connection:
                 _migrate(connection)
-        tenants = self._read(TENANTS.select(""), (), read_tenant, TENANTS)
+        tenants = self._read(TENANTS.select(""), (), lambda row: Tenant(*row), TENANTS)
         return LedgerState(tuple(tenants), (), local.parts, local.is_index_lost, local.problem)
 
     @contextmanager
@@ -265,9 +268,9 @@ class PostgresLedger(LedgerReadings):
     def _read(
         self, query: str, values: Row, decode: Callable[[Row], _T], table: Table | None = None
     ) -> list[_T]:
-        del table  # nothing is encrypted here
         with self._refusals(), self._pool.connection() as connection:
-            return [decode(row) for row in _execute(connection, query, values).fetchall()]
+            rows = _execute(connection, query, values).fetchall()
+            return [decode(without_checksum(table, row) if table else row) for row in rows]
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -320,13 +323,14 @@ def _make_change(connection: Connection, change: LedgerChange) -> None:
         case PutPart() | DropPart() | TouchParts() | MarkIndexWhole():
             raise AssertionError(f"{change} is of the index")
         case _:
-            statement, row, _ = shared_change(change)
-            _execute(connection, statement, row)
+            statement, row, table = shared_change(change)
+            _execute(connection, statement, with_checksum(table, row) if table else row)
 
 
 def _timed_row(agent: Agent) -> Row:
     """Stand for an agent, with the time after which it may go; pinned ones stay."""
-    return (*agent_row(agent), None if agent.is_pinned else agent.ttl_s)
+    row = with_checksum(AGENTS, agent_row(agent))
+    return (*row, None if agent.is_pinned else agent.ttl_s)
 
 
 def _advance(connection: Connection, change: AdvanceHead) -> None:

@@ -10,13 +10,13 @@ comes second.) The index of parts is not rescued: KV cache files say all of it a
 import sqlite3
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from semantic.adapters.outbound.cipher import Cipher
-from semantic.adapters.outbound.ledger.encryption import decrypt_row, encrypt_row
+from semantic.adapters.outbound.ledger.encryption import from_stored, to_stored
 from semantic.adapters.outbound.ledger.files import (
     READ_ERRORS,
     connect,
@@ -35,13 +35,13 @@ from semantic.adapters.outbound.ledger.schema import (
     Row,
     Table,
     agent_row,
-    is_sound,
     latest_version,
     migrate,
     num_logged,
     read_agent,
     set_num_logged,
     version_of,
+    without_checksum,
 )
 from semantic.domain.agents import Agent
 
@@ -84,9 +84,9 @@ class Rescue:
             what = _contents(target, num_cut)
         sync_file(fresh)
         origin = self._origin(is_sound=self.backup not in unsound)
-        aside = _move_aside(self.ledger)
+        aside = move_aside(self.ledger)
         if self.backup in unsound:
-            origin += _move_aside(self.backup)
+            origin += move_aside(self.backup)
         fresh.replace(self.ledger)
         sync_file(self.ledger.parent)
         return f"{self.ledger.name} {reason}{aside}; restored {what}{origin}."
@@ -111,10 +111,6 @@ class Rescue:
             target.execute("COMMIT")
         return num_cut, [path for path in unsound if path.exists()]
 
-    def move_aside(self) -> str:
-        """Move what is in the ledger's place out of the way; returns a clause that says so."""
-        return _move_aside(self.ledger)
-
     def _origin(self, *, is_sound: bool) -> str:
         if not self.backup.exists():
             return "; there was no backup"
@@ -123,7 +119,7 @@ class Rescue:
         return f", with {when}" if is_sound else f"; {when} was damaged too"
 
 
-def _move_aside(path: Path) -> str:
+def move_aside(path: Path) -> str:
     """Move a database out of the way; returns a clause that says so."""
     stamp = time.strftime("%Y%m%dT%H%M%S")
     aside = path.with_name(f"{path.name}.damaged-{stamp}")
@@ -198,12 +194,14 @@ def _copy_rows(
 
 def _is_good(source: sqlite3.Connection, table: Table, row: Row) -> bool:
     """Whether a row is as it was written, and would not stop the server from starting."""
-    if table is AGENTS:
-        try:
-            read_agent(decrypt_row(source, table, row))
-        except DamagedLedgerError:
-            return False
-    return is_sound(table, row)
+    try:
+        if table is AGENTS:
+            read_agent(from_stored(source, table, row))
+        else:
+            without_checksum(table, row)  # to copy it takes no key
+    except DamagedLedgerError:
+        return False
+    return True
 
 
 def _mend_agents(target: sqlite3.Connection, backup: sqlite3.Connection | None) -> int:
@@ -218,7 +216,7 @@ def _mend_agents(target: sqlite3.Connection, backup: sqlite3.Connection | None) 
         mended = older.get((agent.tenant, agent.id))
         if mended is None or not _is_rooted(mended, parents):
             mended = replace(agent, head=None, num_turns=0)
-        target.execute(AGENTS.put, encrypt_row(target, AGENTS, agent_row(mended)))
+        target.execute(AGENTS.put, to_stored(target, AGENTS, agent_row(mended)))
     return len(cut)
 
 
@@ -227,8 +225,8 @@ def _agents(source: sqlite3.Connection) -> dict[_Key, Agent]:
     found: dict[_Key, Agent] = {}
     try:
         for row in source.execute(AGENTS.select(OLDEST_FIRST)):
-            if _is_good(source, AGENTS, row):
-                agent = read_agent(decrypt_row(source, AGENTS, row))
+            with suppress(DamagedLedgerError):
+                agent = read_agent(from_stored(source, AGENTS, row))
                 found[agent.tenant, agent.id] = agent
     except READ_ERRORS as error:
         if not is_damage(error):

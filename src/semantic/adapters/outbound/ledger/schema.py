@@ -1,12 +1,12 @@
 """The ledger's tables and their versions, and how their rows stand for values of the domain.
 
-Rows that cannot be made again from anything else end with a checksum: SQLite notices a page that
-is no page, but not a page whose text has changed. It knows no files and no transactions.
+Rows that cannot be made again from anything else are written with a checksum: SQLite notices a page
+that is no page, but not a page whose text has changed. It knows no files and no transactions.
 """
 
 import sqlite3
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,7 +15,6 @@ from semantic.adapters.outbound.ledger import codec as ledger_json
 from semantic.domain.agents import Agent, Pointer, Turn
 from semantic.domain.blocks import BlockName, BlockPart, pack_tokens, unpack_tokens
 from semantic.domain.spec import LayerKind
-from semantic.ports.storage import PutReplay, Tenant
 
 Row: TypeAlias = tuple[Any, ...]
 
@@ -67,7 +66,7 @@ class DamagedLedgerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table whose rows are the truth and end with their checksum.
+    """A table; the rows of most are the truth, and end with their checksum.
 
     Attributes:
         columns: All of them, in a row's order; the first `num_keys` are the key.
@@ -80,6 +79,11 @@ class Table:
     num_keys: int
     secret: tuple[int, ...]
     mutable: range = range(0)
+
+    @property
+    def has_checksum(self) -> bool:
+        """Whether rows end with one."""
+        return self.columns[-1] == "crc"
 
     @property
     def put(self) -> str:
@@ -116,10 +120,13 @@ TURNS = Table(
     mutable=range(6, 10),
 )
 REPLAYS = Table("replays", ("tenant", "key", "tokens", "at", "crc"), 2, (2,))
+# It needs no checksums, since its files say it all again.
+PARTS = Table(
+    "parts", ("name", "kind", "root", "parent", "start", "tokens", "nbytes", "last_used"), 2, (5,)
+)
 # Turns before agents: an agent is judged by the turns that are there.
 CHECKED_TABLES = (TENANTS, TURNS, AGENTS, REPLAYS)
 OLDEST_FIRST = "ORDER BY rowid"
-INSERT_PART = "INSERT OR REPLACE INTO parts VALUES (?,?,?,?,?,?,?,?)"
 
 
 def check_tables(connection: sqlite3.Connection) -> None:
@@ -177,31 +184,15 @@ def migrate(connection: sqlite3.Connection, version: int) -> None:
 # -- rows ---------------------------------------------------------------------------------------
 
 
-def is_sound(table: Table, row: Row) -> bool:
-    """Whether a row is as it was written."""
-    return bool(row[-1] == _checksum(table, row[:-1]))
-
-
-def tenant_row(tenant: Tenant) -> Row:
-    """The row to write for a tenant, with its checksum."""
-    return with_checksum(TENANTS, (tenant.id, tenant.salt))
-
-
-def read_tenant(row: Row) -> Tenant:
-    """Undo `tenant_row`; raises `DamagedLedgerError`."""
-    name, salt, _ = _checked(TENANTS, row)
-    return Tenant(name, salt)
-
-
 def agent_row(agent: Agent) -> Row:
-    """The row to write for an agent, with its checksum."""
+    """Stand for an agent."""
     body = ledger_json.encode_agent(agent)
-    return with_checksum(AGENTS, (agent.tenant, agent.id, agent.head, float(agent.last_used), body))
+    return agent.tenant, agent.id, agent.head, float(agent.last_used), body
 
 
 def read_agent(row: Row) -> Agent:
     """Undo `agent_row`; raises `DamagedLedgerError`."""
-    tenant, name, _, _, body, _ = _checked(AGENTS, row)
+    tenant, name, _, _, body = row
     try:
         return ledger_json.decode_agent(tenant, name, body)
     except ValueError as error:
@@ -213,21 +204,16 @@ def turn_row(tenant: str, turn: Turn) -> Row:
     body = ledger_json.encode_turn(ledger_json.TurnBody.of(turn))
     pointer = turn.pointer
     place = (pointer.root, pointer.block, pointer.num_tokens) if pointer else (None, None, None)
-    return with_checksum(
-        TURNS,
-        (
-            *(turn.id, tenant, turn.parent, turn.agent_id),
-            *(turn.num_tokens, float(turn.created_at), *place, int(turn.is_durable)),
-            *(pack_tokens(turn.tokens), body),
-        ),
+    return (
+        *(turn.id, tenant, turn.parent, turn.agent_id),
+        *(turn.num_tokens, float(turn.created_at), *place, int(turn.is_durable)),
+        *(pack_tokens(turn.tokens), body),
     )
 
 
 def read_turn(row: Row) -> Turn:
     """Undo `turn_row`; raises `DamagedLedgerError`."""
-    name, _, parent, agent, num_tokens, created_at, *place, is_durable, tokens, body, _ = _checked(
-        TURNS, row
-    )
+    name, _, parent, agent, num_tokens, created_at, *place, is_durable, tokens, body = row
     try:
         turn_body = ledger_json.decode_turn(body)
     except ValueError as error:
@@ -250,19 +236,8 @@ def read_pointer(row: Row) -> Pointer:
     return Pointer(BlockName(root), BlockName(block), num_tokens)
 
 
-def replay_row(replay: PutReplay) -> Row:
-    """Stand for the ids of a reply."""
-    tokens = pack_tokens(replay.tokens)
-    return with_checksum(REPLAYS, (replay.tenant, replay.key, tokens, float(replay.at)))
-
-
-def read_replay(row: Row) -> tuple[int, ...]:
-    """Read the ids; raises `DamagedLedgerError`."""
-    return unpack_tokens(_checked(REPLAYS, row)[2])
-
-
 def part_row(part: BlockPart) -> Row:
-    """Stand for a part; it needs no checksum, since its file says it all again."""
+    """Stand for a part."""
     return (
         *(part.name, part.kind.value, part.root, part.parent),
         *(part.start, part.tokens, part.nbytes, float(part.last_used)),
@@ -287,17 +262,25 @@ def read_parts(rows: Iterable[Row]) -> list[BlockPart]:
 
 
 def with_checksum(table: Table, values: Row) -> Row:
-    """Add the checksum to a row."""
-    return (*values, _checksum(table, values))
+    """A row as it is to be written."""
+    return (*values, _checksum(table, values)) if table.has_checksum else values
 
 
-def _checked(table: Table, row: Row) -> Row:
-    if not is_sound(table, row):
+def without_checksum(table: Table, row: Row) -> Row:
+    """Undo `with_checksum`.
+
+    Raises:
+        DamagedLedgerError: the row is not as it was written.
+    """
+    if not table.has_checksum:
+        return row
+    *values, checksum = row
+    if checksum != _checksum(table, values):
         raise DamagedLedgerError(f"a row of {table.name} does not match its checksum")
-    return row
+    return tuple(values)
 
 
-def _checksum(table: Table, values: Row) -> int:
+def _checksum(table: Table, values: Sequence[Any]) -> int:
     crc = 0
     for index, value in enumerate(values):
         if index not in table.mutable:

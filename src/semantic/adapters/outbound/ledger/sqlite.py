@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from semantic.adapters.outbound.cipher import Cipher
-from semantic.adapters.outbound.ledger.encryption import decrypt_row
+from semantic.adapters.outbound.ledger.encryption import from_stored
 from semantic.adapters.outbound.ledger.files import (
     READ_ERRORS,
     Mark,
-    OneReader,
     Readers,
     check_pages,
     connect,
@@ -31,7 +30,7 @@ from semantic.adapters.outbound.ledger.files import (
     suspect_file,
     sync_file,
 )
-from semantic.adapters.outbound.ledger.rescue import Rescue
+from semantic.adapters.outbound.ledger.rescue import Rescue, move_aside
 from semantic.adapters.outbound.ledger.schema import (
     DamagedLedgerError,
     NewerLedgerError,
@@ -72,7 +71,7 @@ class _Open:
     """What is there between `load` and `close`."""
 
     writer: sqlite3.Connection
-    readers: Readers | OneReader
+    readers: Readers | None = None  # None in memory
     inode: int = 0
     is_synced: bool | None = None
     num_changes: int = 1
@@ -157,7 +156,7 @@ class SqliteLedger(LedgerReadings):
 
     def num_turns(self) -> int:
         """How many turns there are, also those that no agent reaches."""
-        with self._current.readers.lend() as connection:
+        with self._lend() as connection:
             (number,) = connection.execute("SELECT count(*) FROM turns").fetchone()
             return int(number)
 
@@ -186,7 +185,7 @@ class SqliteLedger(LedgerReadings):
             if num_changes == current.num_backed_up and self._backup.exists():
                 return
             copy = self._backup.with_name(f"{self._backup.name}.tmp")
-            with self._refusals(), self._source(current) as source:
+            with self._refusals(), self._lend() as source:
                 copy_database(source, copy, self._timeout_s)
                 copy.replace(self._backup)
                 sync_file(self._backup.parent)
@@ -197,15 +196,16 @@ class SqliteLedger(LedgerReadings):
         with self._lock, self._refusals():
             if self._opened:
                 opened, self._opened = self._opened, None
-                opened.readers.close()
+                if opened.readers is not None:
+                    opened.readers.close()
                 opened.writer.close()
 
     def _read(
         self, query: str, values: Row, decode: Callable[[Row], _T], table: Table | None = None
     ) -> list[_T]:
-        with self._current.readers.lend() as connection:
+        with self._lend() as connection:
             rows = connection.execute(query, values).fetchall()
-            return [decode(decrypt_row(connection, table, row) if table else row) for row in rows]
+            return [decode(from_stored(connection, table, row) if table else row) for row in rows]
 
     @property
     def _current(self) -> _Open:
@@ -218,7 +218,7 @@ class SqliteLedger(LedgerReadings):
             writer = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
             weakref.finalize(self, writer.close)  # nobody needs to close what ends with its process
             migrate(writer, 0)
-            self._opened = _Open(writer, OneReader(writer, self._lock))
+            self._opened = _Open(writer)
         return read_state(self._opened.writer, "")
 
     def _load(self) -> LedgerState:
@@ -228,7 +228,7 @@ class SqliteLedger(LedgerReadings):
                 problem = self._restore("was missing")
             else:
                 # SQLite would take a log that was left behind for the new ledger's.
-                self._rescue.move_aside()
+                move_aside(self._path)
         try:
             return self._open(problem)
         except _CutLedgerError as error:
@@ -343,14 +343,17 @@ class SqliteLedger(LedgerReadings):
                 raise
 
     @contextmanager
-    def _source(self, current: _Open) -> Iterator[sqlite3.Connection]:
-        """Lend a connection to copy from."""
-        if self._is_in_place(current):
-            # Changes need not wait while this one is read.
+    def _lend(self) -> Iterator[sqlite3.Connection]:
+        """Lend a connection to read from: one of its own, so that changes need not wait.
+
+        A database in memory, and a file that lost its name, have none but the writer's.
+        """
+        current = self._current
+        if current.readers is not None and self._is_in_place(current):
             with current.readers.lend() as reader:
                 yield reader
         else:
-            with self._lock:
+            with self._lock, self._refusals():
                 yield current.writer
 
     def _is_in_place(self, current: _Open) -> bool:

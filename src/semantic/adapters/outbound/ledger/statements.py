@@ -6,19 +6,14 @@ differs where rows do; `shared_change` says what does not.
 
 import sqlite3
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import LiteralString, TypeAlias, TypeVar, assert_never
 
-from semantic.adapters.outbound.ledger.encryption import (
-    decrypt_part_row,
-    decrypt_row,
-    encrypt_part_row,
-    encrypt_row,
-)
+from semantic.adapters.outbound.ledger.encryption import from_stored, to_stored
 from semantic.adapters.outbound.ledger.schema import (
     AGENTS,
-    INSERT_PART,
     OLDEST_FIRST,
+    PARTS,
     REPLAYS,
     TENANTS,
     TURNS,
@@ -29,14 +24,11 @@ from semantic.adapters.outbound.ledger.schema import (
     read_agent,
     read_parts,
     read_pointer,
-    read_replay,
-    read_tenant,
     read_turn,
-    replay_row,
-    tenant_row,
     turn_row,
 )
 from semantic.domain.agents import Agent, Pointer, Turn
+from semantic.domain.blocks import pack_tokens, unpack_tokens
 from semantic.domain.errors import ConflictError
 from semantic.ports.storage import (
     AdvanceHead,
@@ -117,7 +109,7 @@ class LedgerReadings(ABC):
             query: With a question mark for each value.
             values: In their order.
             decode: Reads a row; may raise `DamagedLedgerError`.
-            table: Whose whole rows these are, if they are.
+            table: Whose whole rows these are, if they are: they are checked, and decrypted.
 
         Raises:
             CachePersistenceError: it cannot be read.
@@ -125,9 +117,8 @@ class LedgerReadings(ABC):
 
     def tenant(self, tenant_id: str) -> Tenant | None:
         """Read a tenant."""
-        return _first(
-            self._read(TENANTS.select("WHERE id = ?"), (tenant_id,), read_tenant, TENANTS)
-        )
+        query = TENANTS.select("WHERE id = ?")
+        return _first(self._read(query, (tenant_id,), lambda row: Tenant(*row), TENANTS))
 
     def agent(self, tenant: str, agent_id: str) -> Agent | None:
         """Read an agent."""
@@ -173,7 +164,7 @@ class LedgerReadings(ABC):
     def replay(self, tenant: str, key: bytes) -> tuple[int, ...] | None:
         """Read the ids of a reply."""
         query = REPLAYS.select("WHERE tenant = ? AND key = ?")
-        return _first(self._read(query, (tenant, key), read_replay, REPLAYS))
+        return _first(self._read(query, (tenant, key), lambda row: unpack_tokens(row[2]), REPLAYS))
 
 
 def _first(found: list[_T]) -> _T | None:
@@ -202,16 +193,15 @@ def read_state(connection: sqlite3.Connection, problem: str) -> LedgerState:
         DamagedLedgerError: a row is not as it was written.
     """
 
-    def rows(table: Table) -> list[Row]:
-        found = connection.execute(table.select(OLDEST_FIRST))
-        return [decrypt_row(connection, table, row) for row in found]
+    def rows(table: Table) -> Iterator[Row]:
+        for row in connection.execute(table.select(OLDEST_FIRST)):
+            yield from_stored(connection, table, row)
 
     is_lost = connection.execute("SELECT value FROM facts WHERE name = 'is_index_lost'").fetchone()
-    parts = connection.execute("SELECT * FROM parts")
     return LedgerState(
-        tenants=tuple(map(read_tenant, rows(TENANTS))),
+        tenants=tuple(Tenant(*row) for row in rows(TENANTS)),
         agents=tuple(map(read_agent, rows(AGENTS))),
-        parts=tuple(read_parts(decrypt_part_row(connection, row) for row in parts)),
+        parts=tuple(read_parts(rows(PARTS))),
         is_index_lost=is_lost != (0,),
         problem=problem,
     )
@@ -226,11 +216,11 @@ def shared_change(
     """What makes a change in any database: a statement, its values, the table they are a row of."""
     match change:
         case PutTenant(tenant):
-            return TENANTS.fill, tenant_row(tenant), TENANTS
+            return TENANTS.fill, (tenant.id, tenant.salt), TENANTS
         case PutTurn(tenant_id, turn):
             return TURNS.put, turn_row(tenant_id, turn), TURNS
-        case PutReplay():
-            return REPLAYS.put, replay_row(change), REPLAYS
+        case PutReplay(tenant_id, key, tokens, at):
+            return REPLAYS.put, (tenant_id, key, pack_tokens(tokens), float(at)), REPLAYS
         case DropAgent(tenant_id, agent_id):
             return "DELETE FROM agents WHERE tenant = ? AND id = ?", (tenant_id, agent_id), None
         case MarkDurable(turn_id):
@@ -250,7 +240,7 @@ def make_change(connection: sqlite3.Connection, change: LedgerChange) -> None:
         case PutPart() | DropPart() | TouchParts() | MarkIndexWhole():
             _change_index(connection, change)
         case PutAgent(agent):
-            connection.execute(AGENTS.put, encrypt_row(connection, AGENTS, agent_row(agent)))
+            connection.execute(AGENTS.put, to_stored(connection, AGENTS, agent_row(agent)))
         case AdvanceHead(agent, before):
             key = (agent.tenant, agent.id)
             query = "SELECT head FROM agents WHERE tenant = ? AND id = ?"
@@ -259,7 +249,7 @@ def make_change(connection: sqlite3.Connection, change: LedgerChange) -> None:
             make_change(connection, PutAgent(agent))
         case _:
             statement, row, table = shared_change(change)
-            connection.execute(statement, encrypt_row(connection, table, row) if table else row)
+            connection.execute(statement, to_stored(connection, table, row) if table else row)
 
 
 def is_of_index(change: LedgerChange) -> bool:
@@ -282,7 +272,7 @@ def forget_unreachable(connection: sqlite3.Connection, before: float, replays_be
 def _change_index(connection: sqlite3.Connection, change: _IndexChange) -> None:
     match change:
         case PutPart(part):
-            connection.execute(INSERT_PART, encrypt_part_row(connection, part_row(part)))
+            connection.execute(PARTS.put, to_stored(connection, PARTS, part_row(part)))
         case DropPart((name, kind)):
             key = (name, kind.value)
             connection.execute("DELETE FROM parts WHERE name = ? AND kind = ?", key)
