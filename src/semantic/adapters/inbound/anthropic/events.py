@@ -126,6 +126,7 @@ class MessageStream:
         self._is_ended = False
         self._index = -1
         self._open: _Open | None = None
+        self._told: list[Json] = []
 
     def push(self, event: Event) -> list[Json]:
         """Take the reply's next event; after a final one nothing more comes."""
@@ -134,23 +135,26 @@ class MessageStream:
         match event:
             case Started():
                 self._started = event
-                return []
             case PrefillProgress(_, total, reused):
-                return self._begin(_prefill_usage(total, reused))
+                self._begin(_prefill_usage(total, reused))
             case Finished():
-                self._is_ended = True
-                return [*self._begin(event.usage), *self._close(), *self._ending(event)]
+                self._begin(event.usage)
+                self._close()
+                self._end(event)
             case Failed():
                 self._is_ended = True
-                return [{**anthropic_body(event.error)}]
+                self._told.append({**anthropic_body(event.error)})
             case _:
-                return [*self._begin(), *self._content(event)]
+                self._begin()
+                self._add(event)
+        told, self._told = self._told, []
+        return told
 
-    def _begin(self, usage: Usage | None = None) -> list[Json]:
+    def _begin(self, usage: Usage | None = None) -> None:
         """Start the message, once it is known what of the prompt was found."""
         started = self._started
         if self._is_begun or started is None:
-            return []
+            return
         self._is_begun = True
         message: AnthropicMessage = {
             "id": f"msg_{started.request_id}",
@@ -162,9 +166,10 @@ class MessageStream:
             "stop_sequence": None,
             "usage": {**self._usage(usage or started.usage), "output_tokens": 0},
         }
-        return [{"type": "message_start", "message": message}]
+        self._told.append({"type": "message_start", "message": message})
 
-    def _ending(self, event: Finished) -> list[Json]:
+    def _end(self, event: Finished) -> None:
+        self._is_ended = True
         delta = {"stop_reason": _STOP_REASONS[event.reason], "stop_sequence": event.stop_sequence}
         usage = {
             **self._usage(event.usage),
@@ -172,10 +177,8 @@ class MessageStream:
             "output_tokens_details": {"thinking_tokens": event.usage.thinking_tokens},
         }
         durable = durable_json([event])
-        return [
-            {"type": "message_delta", "delta": delta, "usage": usage, **durable},
-            {"type": "message_stop"},
-        ]
+        self._told.append({"type": "message_delta", "delta": delta, "usage": usage, **durable})
+        self._told.append({"type": "message_stop"})
 
     def _usage(self, usage: Usage) -> _PromptUsage:
         """The prompt's tokens in three parts that do not overlap."""
@@ -188,60 +191,52 @@ class MessageStream:
 
     # -- content --------------------------------------------------------------------------------
 
-    def _content(self, event: Event) -> list[Json]:
+    def _add(self, event: Event) -> None:
         match event:
             case TextDelta(text):
-                return self._more("text", text)
+                self._write("text", text)
             case ThinkingDelta(text):
-                return self._more("thinking", text)
-            case ThinkingEnded(signature):
-                return self._close(signature) if self._open == _Open("thinking") else []
+                self._write("thinking", text)
+            case ThinkingEnded(signature) if self._open == _Open("thinking"):
+                self._close(signature)
             case ToolCallStarted(index, call_id, name):
                 block: Json = {"id": TOOL_ID_PREFIX + call_id, "name": name, "input": {}}
-                return self._start(_Open("tool_use", index), block)
-            case ToolCallDelta(index, arguments):
-                if self._open != _Open("tool_use", index) or not arguments:
-                    return []
-                return [self._delta({"type": "input_json_delta", "partial_json": arguments})]
-            case ToolCallEnded(index):
-                return self._close() if self._open == _Open("tool_use", index) else []
-            case _:
-                return []
+                self._start(_Open("tool_use", index), block)
+            case ToolCallDelta(index, arguments) if self._open == _Open("tool_use", index):
+                if arguments:
+                    self._delta({"type": "input_json_delta", "partial_json": arguments})
+            case ToolCallEnded(index) if self._open == _Open("tool_use", index):
+                self._close()
 
-    def _more(self, kind: Literal["text", "thinking"], text: str) -> list[Json]:
+    def _write(self, kind: Literal["text", "thinking"], text: str) -> None:
         """More text or thinking, in a block that is open or opened for it."""
         if not text:
-            return []
-        events: list[Json] = []
+            return
         if self._open != _Open(kind):
             content: Json = {kind: "", **({"signature": ""} if kind == "thinking" else {})}
-            events = self._start(_Open(kind), content)
+            self._start(_Open(kind), content)
         if kind == "text" or self._shows_thinking:
-            events.append(self._delta({"type": f"{kind}_delta", kind: text}))
-        return events
+            self._delta({"type": f"{kind}_delta", kind: text})
 
-    def _start(self, block: _Open, content: Json) -> list[Json]:
-        events = self._close()
+    def _start(self, block: _Open, content: Json) -> None:
+        self._close()
         self._open = block
         self._index += 1
-        started: Json = {
-            "type": "content_block_start",
-            "index": self._index,
-            "content_block": {"type": block.kind, **content},
-        }
-        return [*events, started]
+        started = {"type": block.kind, **content}
+        self._told.append(
+            {"type": "content_block_start", "index": self._index, "content_block": started}
+        )
 
-    def _delta(self, delta: Json) -> Json:
-        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+    def _delta(self, delta: Json) -> None:
+        self._told.append({"type": "content_block_delta", "index": self._index, "delta": delta})
 
-    def _close(self, signature: str = "") -> list[Json]:
+    def _close(self, signature: str = "") -> None:
         if self._open is None:
-            return []
-        events: list[Json] = []
+            return
         if self._open.kind == "thinking":
-            events.append(self._delta({"type": "signature_delta", "signature": signature}))
+            self._delta({"type": "signature_delta", "signature": signature})
         self._open = None
-        return [*events, {"type": "content_block_stop", "index": self._index}]
+        self._told.append({"type": "content_block_stop", "index": self._index})
 
 
 def whole_message(events: Sequence[Json]) -> Json:

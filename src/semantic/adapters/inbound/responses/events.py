@@ -95,6 +95,15 @@ class DeletedResponse(TypedDict):
 # -- a response, while it is written ------------------------------------------------------------
 
 
+# What each kind of item writes, as the names of its events have it, and how its ids begin.
+_WRITTEN = {
+    "reasoning": "reasoning_text",
+    "message": "output_text",
+    "function_call": "function_call_arguments",
+}
+_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+
+
 @dataclass(slots=True)
 class _Item:
     """The output item that is being written."""
@@ -113,7 +122,13 @@ class _Item:
 
     @property
     def place(self) -> Json:
-        return {"item_id": self.id, "output_index": self.index}
+        """Where what it writes goes: a call's arguments are no content part."""
+        content = {} if self.kind == "function_call" else {"content_index": 0}
+        return {"item_id": self.id, "output_index": self.index, **content}
+
+    def scored(self, logprobs: list[Json]) -> Json:
+        """Of an event, what it says of tokens; only text is scored."""
+        return {"logprobs": logprobs} if self.kind == "message" else {}
 
     def part(self, text: str | None = None) -> Json:
         """The content part of a reasoning or message item; its own text if none is given."""
@@ -145,9 +160,6 @@ class _Item:
         }
 
 
-_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
-
-
 class ResponseWriter:
     """Turns one reply's events into a response. Not thread-safe.
 
@@ -168,43 +180,46 @@ class ResponseWriter:
         self._item: _Item | None = None
         self._request_id = ""
         self._num_events = 0
+        self._told: list[Json] = []
 
     def feed(self, event: Event) -> list[Json]:
         """Take the next event of the reply; returns the events that tell of it."""
         match event:
             case Started():
-                return self._start(event)
+                self._start(event)
             case Finished():
-                return self._finish(event)
+                self._finish(event)
             case Failed():
-                return self._fail(event)
+                self._fail(event)
             case _:
-                return self._go_on(event)
+                self._go_on(event)
+        told, self._told = self._told, []
+        return told
 
-    def _go_on(self, event: Event) -> list[Json]:
+    def _go_on(self, event: Event) -> None:
         match event:
             case TextDelta():
-                return self._text(event)
+                self._write("message", event.text, [scored_json(t) for t in event.logprobs])
             case ThinkingDelta(text):
-                return self._delta("reasoning", text, "response.reasoning_text.delta")
-            case ThinkingEnded(signature):
-                return self._end_thinking(signature)
+                self._write("reasoning", text)
+            case ThinkingEnded(signature) if self._item and self._item.kind == "reasoning":
+                self._item.handle = signature if self._wants_handles else None
+                self._close("completed")
             case ToolCallStarted():
-                return self._open("function_call", event)
-            case ToolCallDelta():
-                return self._arguments(event.arguments)
+                self._open("function_call", event)
+            case ToolCallDelta() if self._item and self._item.kind == "function_call":
+                self._write("function_call", event.arguments)
             case ToolCallEnded():
-                return self._close("completed")
-            case _:
-                return []
+                self._close("completed")
 
     # -- the whole ------------------------------------------------------------------------------
 
-    def _start(self, started: Started) -> list[Json]:
+    def _start(self, started: Started) -> None:
         head = self._head(started.request_id, started.model)
         used: Json = {"temperature": started.sampling.temperature, "top_p": started.sampling.top_p}
         self.response = head | self.response | used
-        return [self._whole("response.created"), self._whole("response.in_progress")]
+        self._tell_all("response.created")
+        self._tell_all("response.in_progress")
 
     def _head(self, request_id: str, model: str) -> Json:
         self._request_id = request_id
@@ -220,123 +235,74 @@ class ResponseWriter:
             "usage": None,
         }
 
-    def _begin_late(self) -> None:
-        """Give a response a head that ended before its model was there."""
-        if not self._request_id:
-            asked = str(self.response.get("model") or "")
-            self.response = self._head(secrets.token_hex(12), asked) | self.response
-
-    def _finish(self, event: Finished) -> list[Json]:
-        self._begin_late()
+    def _finish(self, event: Finished) -> None:
         is_cut = event.reason in _CUT_SHORT
         is_cancelled = event.reason is FinishReason.CANCELLED
-        events = self._close("incomplete" if is_cut or is_cancelled else "completed")
-        self.response["usage"] = _usage(event.usage)
-        self.response |= durable_json([event])
+        ending: Json = {"usage": _usage(event.usage), **durable_json([event])}
         if is_cut:
-            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
-        status = "cancelled" if is_cancelled else "incomplete" if is_cut else "completed"
-        return [*events, self._end(status)]
+            ending["incomplete_details"] = {"reason": "max_output_tokens"}
+        self._end("cancelled" if is_cancelled else "incomplete" if is_cut else "completed", ending)
 
-    def _fail(self, event: Failed) -> list[Json]:
-        self._begin_late()
-        events = self._close("incomplete")
+    def _fail(self, event: Failed) -> None:
         is_limit = isinstance(event.error, _LIMITS)
         failure: _Failure = {
             "code": "rate_limit_exceeded" if is_limit else "server_error",
             "message": event.error.message,
         }
-        self.response["error"] = failure
-        return [*events, self._end("failed")]
+        self._end("failed", {"error": failure})
 
-    def _end(self, status: str) -> Json:
-        self.response["status"] = status
+    def _end(self, status: str, ending: Json) -> None:
+        if not self._request_id:  # it ended before its model was there
+            asked = str(self.response.get("model") or "")
+            self.response = self._head(secrets.token_hex(12), asked) | self.response
+        self._close("completed" if status == "completed" else "incomplete")
+        self.response |= {"status": status, **ending}
         if status == "completed":
             self.response["completed_at"] = int(time.time())
-        name = "incomplete" if status == "cancelled" else status
-        return self._whole(f"response.{name}")
+        self._tell_all(f"response.{'incomplete' if status == 'cancelled' else status}")
 
-    def _whole(self, kind: str) -> Json:
-        return self._event(kind, {"response": {**self.response, "output": list(self._output)}})
+    def _tell_all(self, kind: str) -> None:
+        self._tell(kind, {"response": {**self.response, "output": list(self._output)}})
 
-    def _event(self, kind: str, content: Json) -> Json:
-        event = {"type": kind, "sequence_number": self._num_events, **content}
+    def _tell(self, kind: str, content: Json) -> None:
+        self._told.append({"type": kind, "sequence_number": self._num_events, **content})
         self._num_events += 1
-        return event
 
     # -- its items ------------------------------------------------------------------------------
 
-    def _text(self, event: TextDelta) -> list[Json]:
-        scored = [scored_json(token) for token in event.logprobs]
-        events = self._open_if_other("message")
-        if self._item is not None:
-            self._item.logprobs += scored
-        return events + self._delta("message", event.text, "response.output_text.delta", scored)
-
-    def _delta(
-        self, kind: str, text: str, event_type: str, scored: list[Json] | None = None
-    ) -> list[Json]:
-        events = self._open_if_other(kind)
-        item = self._item
-        if item is None:
-            return events
+    def _write(self, kind: str, text: str, logprobs: list[Json] | None = None) -> None:
+        """Go on with an item, which is opened if it is not open."""
+        item = self._item if self._item and self._item.kind == kind else self._open(kind)
         item.pieces.append(text)
-        content = {**item.place, "content_index": 0, "delta": text}
-        return [*events, self._event(event_type, content | self._scored(kind, scored or []))]
+        item.logprobs += logprobs or []
+        delta = {**item.place, "delta": text, **item.scored(logprobs or [])}
+        self._tell(f"response.{_WRITTEN[kind]}.delta", delta)
 
-    def _scored(self, kind: str, scored: list[Json]) -> Json:
-        return {"logprobs": scored} if kind == "message" else {}
-
-    def _arguments(self, arguments: str) -> list[Json]:
-        item = self._item
-        if item is None:
-            return []
-        item.pieces.append(arguments)
-        event_type = "response.function_call_arguments.delta"
-        return [self._event(event_type, {**item.place, "delta": arguments})]
-
-    def _end_thinking(self, signature: str) -> list[Json]:
-        if self._item is None or self._item.kind != "reasoning":
-            return []
-        self._item.handle = signature if self._wants_handles else None
-        return self._close("completed")
-
-    def _open_if_other(self, kind: str) -> list[Json]:
-        is_open = self._item is not None and self._item.kind == kind
-        return [] if is_open else self._open(kind)
-
-    def _open(self, kind: str, call: ToolCallStarted | None = None) -> list[Json]:
-        events = self._close("completed")
+    def _open(self, kind: str, call: ToolCallStarted | None = None) -> _Item:
+        self._close("completed")
         index = len(self._output)
         name = f"{_PREFIXES[kind]}_{self._request_id}_{index}"
         item = self._item = _Item(kind, name, index, call=call)
         added = {"output_index": index, "item": item.json("in_progress")}
-        events.append(self._event("response.output_item.added", added))
+        self._tell("response.output_item.added", added)
         if kind != "function_call":
-            part = {**item.place, "content_index": 0, "part": item.part("")}
-            events.append(self._event("response.content_part.added", part))
-        return events
+            self._tell("response.content_part.added", {**item.place, "part": item.part("")})
+        return item
 
-    def _close(self, status: str) -> list[Json]:
+    def _close(self, status: str) -> None:
         item, self._item = self._item, None
         if item is None:
-            return []
-        made = item.json(status)
-        self._output.append(made)
-        done = {"output_index": item.index, "item": made}
-        return [*self._done_events(item), self._event("response.output_item.done", done)]
-
-    def _done_events(self, item: _Item) -> list[Json]:
+            return
+        done = f"response.{_WRITTEN[item.kind]}.done"
         if item.kind == "function_call":
-            content = {**item.place, "arguments": item.text, "name": item.call and item.call.name}
-            return [self._event("response.function_call_arguments.done", content)]
-        name = "output_text" if item.kind == "message" else "reasoning_text"
-        place = {**item.place, "content_index": 0}
-        text = {**place, "text": item.text, **self._scored(item.kind, item.logprobs)}
-        return [
-            self._event(f"response.{name}.done", text),
-            self._event("response.content_part.done", {**place, "part": item.part()}),
-        ]
+            named = item.call and item.call.name
+            self._tell(done, {**item.place, "arguments": item.text, "name": named})
+        else:
+            self._tell(done, {**item.place, "text": item.text, **item.scored(item.logprobs)})
+            self._tell("response.content_part.done", {**item.place, "part": item.part()})
+        self._output.append(item.json(status))
+        closed = {"output_index": item.index, "item": self._output[-1]}
+        self._tell("response.output_item.done", closed)
 
 
 def _usage(usage: Usage) -> _Usage:
@@ -379,23 +345,14 @@ _DEFAULTS: Json = {
 
 def settings_of(body: ResponsesRequest) -> Json:
     """Repeat a request's settings, with defaults where it says nothing."""
-    names = (
-        "background", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls",
-        "previous_response_id", "prompt_cache_key", "safety_identifier", "store",
-        "top_logprobs", "user",
-    )  # fmt: skip
-    values = {name: getattr(body, name) for name in names}
-    choice = body.tool_choice
+    given = body.model_dump(include=set(_DEFAULTS) - {"conversation", "text", "tools"})
     made: Json = {
-        **{name: value for name, value in values.items() if value is not None},
+        **_DEFAULTS,
+        **{name: value for name, value in given.items() if value is not None},
         "text": _text(body),
-        "tool_choice": choice if isinstance(choice, str) or choice is None else choice.model_dump(),
         "tools": [_tool(tool.model_dump()) for tool in body.functions],
-        "reasoning": body.reasoning.model_dump() if body.reasoning else None,
     }
-    return _spelled(
-        {**_DEFAULTS, **{name: value for name, value in made.items() if value is not None}}
-    )
+    return _spelled(made)
 
 
 def _spelled(settings: Json) -> Json:

@@ -1,7 +1,7 @@
 """OpenAI's Responses, thin over the inbound ports: a response is a turn, its id the turn's."""
 
 import asyncio
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
@@ -43,7 +43,7 @@ _CANCEL_TIMEOUT_S = 30.0
 
 
 class ResponseRun:
-    """One response on its way. Used on the event loop's thread.
+    """One response, on its way or ended. Used on the event loop's thread.
 
     Attributes:
         log: Its events, where they are kept for those who come late.
@@ -101,13 +101,14 @@ class ResponseRun:
                     if log is not None:
                         log.append(named_event(str(written["type"]), written))
         finally:
+            self._replies = ReplySet(())  # of a reply that ended, nothing else is kept
             self.is_ended.set()
             self._book.leave(self, is_kept=self._is_stored)
             if log is not None:
                 log.end()
 
     async def cancel(self) -> None:
-        """Stop it, and wait until it has ended.
+        """Stop it, if it has not ended, and wait until it has.
 
         Raises:
             GenerationTimeoutError: the device does not let it go.
@@ -128,28 +129,26 @@ class RecentResponses:
     """The responses of one tenant that are on their way or have ended lately."""
 
     def __init__(self) -> None:
-        self._running: dict[str, ResponseRun] = {}
-        self._kept: OrderedDict[str, Json] = OrderedDict()
-        self._logs: OrderedDict[str, FrameLog] = OrderedDict()
+        self._runs: dict[str, ResponseRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def enter(self, run: ResponseRun) -> None:
         """Note a response that has begun."""
-        self._running[str(run.response["id"])] = run
+        self._runs[str(run.response["id"])] = run
 
     def leave(self, run: ResponseRun, *, is_kept: bool) -> None:
         """Note that a response has ended, or nobody waits for it any more."""
-        response = run.response
-        name = str(response.get("id"))
-        self._running.pop(name, None)
-        if is_kept and response.get("status") not in (None, "in_progress"):
-            self._kept[name] = response
-            if len(self._kept) > _MAX_KEPT:
-                self._kept.popitem(last=False)
-            if run.log is not None:
-                self._logs[name] = run.log
-                if len(self._logs) > _MAX_LOGS:
-                    self._logs.popitem(last=False)
+        name = str(run.response.get("id"))
+        self._runs.pop(name, None)
+        if not is_kept or run.response.get("status") in (None, "in_progress"):
+            return
+        self._runs[name] = run
+        ended = [name for name, known in self._runs.items() if known.is_ended.is_set()]
+        for name in ended[:-_MAX_KEPT]:
+            del self._runs[name]
+        logged = [known for known in self._runs.values() if known.is_ended.is_set() and known.log]
+        for known in logged[:-_MAX_LOGS]:
+            known.log = None
 
     def keep_running(self, run: ResponseRun, log: FrameLog | None) -> None:
         """Go on with a response though nobody waits for it; its events go to a log."""
@@ -157,24 +156,13 @@ class RecentResponses:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def running(self, response_id: str) -> ResponseRun | None:
-        """Find a response that has not ended."""
-        return self._running.get(response_id)
-
-    def find(self, response_id: str) -> Json | None:
+    def find(self, response_id: str) -> ResponseRun | None:
         """Find a response; None if it is unknown or was dropped."""
-        run = self._running.get(response_id)
-        return run.response if run else self._kept.get(response_id)
-
-    def log(self, response_id: str) -> FrameLog | None:
-        """Find the events of a response; None if they are not kept."""
-        run = self._running.get(response_id)
-        return run.log if run else self._logs.get(response_id)
+        return self._runs.get(response_id)
 
     def forget(self, response_id: str) -> bool:
         """Drop a response that has ended; False if there is none."""
-        self._logs.pop(response_id, None)
-        return self._kept.pop(response_id, None) is not None
+        return self._runs.pop(response_id, None) is not None
 
 
 _Place = Annotated[int | None, Query(ge=0, description="`sequence_number` of the last event seen")]
@@ -220,7 +208,7 @@ class _Responses:
         """Find a response: of late, or from the log of turns."""
         known = self.book.find(response_id)
         if known is not None:
-            return known
+            return known.response
         past = await self.past(response_id)
         if past is None:
             return None
@@ -238,9 +226,9 @@ class _Responses:
         Raises:
             InvalidRequestError: they are not kept.
         """
-        log = self.book.log(response_id)
-        if log is not None:
-            return EventStream(log.read(0 if after is None else after + 1))
+        run = self.book.find(response_id)
+        if run is not None and run.log is not None:
+            return EventStream(run.log.read(0 if after is None else after + 1))
         refuse(
             await self.find(response_id),
             "stream",
@@ -250,7 +238,7 @@ class _Responses:
 
     async def cancel(self, response_id: str) -> Response:
         """Stop a response and answer with it."""
-        run = self.book.running(response_id)
+        run = self.book.find(response_id)
         if run is None:
             return await self.show(response_id)
         await run.cancel()
@@ -258,7 +246,7 @@ class _Responses:
 
     async def forget(self, response_id: str) -> bool:
         """Remove a response; False if there is none."""
-        run = self.book.running(response_id)
+        run = self.book.find(response_id)
         if run is not None:
             await run.cancel()
         is_dropped = self.book.forget(response_id)

@@ -129,8 +129,8 @@ async def test_a_response_stream() -> None:
     check("response_stream.txt", "".join(frames))
     kept = book.find("resp_abc")
     assert kept is not None
-    assert kept["status"] == "completed"
-    assert book.running("resp_abc") is None
+    assert kept.response["status"] == "completed"
+    assert kept.is_ended.is_set()
 
 
 async def test_a_response_stream_that_fails() -> None:
