@@ -1,23 +1,31 @@
 """Grammars are tried in processes that can be ended, before the server compiles them itself.
 
-A verdict is kept, so that a grammar is tried once. Workers start on first use, and end with the
-server however it ends: their pipe closes.
+Compiling is bounded by nothing but the process it happens in. A worker, which runs this module, may
+use so much memory and so much time, and is ended by the system when it exceeds them; the server
+starts another. A verdict is kept, so that a grammar is tried once. Workers start on first use, and
+end with the server however it ends: their pipe closes.
+
+Imports neither a backend nor a web framework, so that a worker starts quickly and stays small.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import queue
+import resource
+import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections import OrderedDict
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
-from semantic.adapters.outbound.grammar import worker as grammar_worker
-from semantic.adapters.outbound.grammar.vocabulary import Layout
+from semantic.adapters.outbound.grammar.constraint import Closing
+from semantic.adapters.outbound.grammar.vocabulary import Layout, Vocabulary
 from semantic.domain.errors import OverloadedError
 
 _NUM_WORKERS = 2
@@ -26,10 +34,11 @@ _START_S = 60.0
 _TRIAL_S = 30.0  # by the clock, if the machine is busy with other things
 _QUEUE_S = 30.0
 
-EXCEEDED = (
-    f"compiling it takes more than {grammar_worker.MAX_CPU_S:.0f} s or "
-    f"{grammar_worker.MAX_MEMORY >> 20} MB"
-)
+_MAX_CPU_S = 2.0  # for one grammar
+_MAX_MEMORY = 512 * 2**20  # for everything
+_NUM_STEPS = 8
+
+EXCEEDED = f"compiling it takes more than {_MAX_CPU_S:.0f} s or {_MAX_MEMORY >> 20} MB"
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +118,7 @@ class _Worker:
         try:
             # A session of its own: Ctrl-C is for the server.
             self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-m", grammar_worker.__name__, str(theirs.fileno())],
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -169,3 +178,47 @@ def _end_idle(idle: "queue.LifoQueue[_Worker | None]") -> None:
 def _unavailable(reason: str) -> OverloadedError:
     _log.error("the process that compiles grammars cannot be started: %s", reason)
     return OverloadedError("schemas cannot be compiled now; try again.", retry_after_s=5)
+
+
+# -- the worker's side -------------------------------------------------------------------------
+
+
+def _answer() -> None:
+    """Try grammars until the parent closes its end."""
+    connection = Connection(int(sys.argv[1]))
+    with contextlib.suppress(EOFError, OSError):
+        layout = connection.recv()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(ValueError):  # some systems know no such limit
+            resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY, _MAX_MEMORY))
+        vocabulary = Vocabulary(layout)
+        connection.send_bytes(b"ready")
+        while True:
+            text = connection.recv_bytes().decode()
+            signal.setitimer(signal.ITIMER_PROF, _MAX_CPU_S)  # its signal ends the process
+            verdict = _try(text, vocabulary)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.send_bytes(json.dumps(verdict).encode())
+
+
+def _try(text: str, vocabulary: Vocabulary) -> tuple[str, list[str]]:
+    """Compile a grammar and begin a reply with it.
+
+    Returns:
+        What is wrong with it, if anything, and what of it is not enforced.
+    """
+    matcher = vocabulary.compile(text)
+    warnings = matcher.get_grammar_warnings()
+    closing = Closing(vocabulary)
+    for _ in range(_NUM_STEPS):
+        if matcher.is_stopped():
+            break
+        vocabulary.mask(matcher)
+        options = closing.options(matcher)
+        if not options or not matcher.consume_tokens(options[0][:_NUM_STEPS]):
+            break
+    return matcher.get_error(), warnings
+
+
+if __name__ == "__main__":
+    _answer()

@@ -54,7 +54,7 @@ def test_one_that_takes_too_much_ends_its_process_and_no_other(trials: GrammarTr
 
 def test_a_worker_imports_no_backend() -> None:
     code = (
-        "import sys, semantic.adapters.outbound.grammar.worker; "
+        "import sys, semantic.adapters.outbound.grammar.trial; "
         "print([m for m in ('torch', 'mlx', 'transformers', 'fastapi') if m in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
