@@ -3,7 +3,6 @@
 No package is needed beside the browser. `$CHROMIUM` names it, or it is found by its usual names.
 """
 
-import base64
 import contextlib
 import itertools
 import json
@@ -177,10 +176,6 @@ class Page:
         """Wait until a text is seen."""
         self.await_true(f"!!({_FIND})({json.dumps(kind)}, {json.dumps(text)})")
 
-    def await_gone(self, text: str, kind: str = "body") -> None:
-        """Wait until a text is not seen any more."""
-        self.await_true(f"!({_FIND})({json.dumps(kind)}, {json.dumps(text)})")
-
     def place(self, kind: str, text: str = "") -> tuple[float, float]:
         """Wait for an element, and say where its middle is."""
         found = f"({_FIND})({json.dumps(kind)}, {json.dumps(text)})"
@@ -219,10 +214,6 @@ class Page:
             self.call(
                 "Input.dispatchKeyEvent", **params, **({"text": text} if what == "keyDown" else {})
             )
-
-    def screenshot(self, path: Path) -> None:
-        """Write what is seen to a file."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
 
 NEEDED = [

@@ -4,7 +4,6 @@ import platform
 import statistics
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -183,14 +182,14 @@ def measure(client: ServerClient, tokens: int, rounds: int, *, is_shown: bool = 
         agent = f"bench-{uuid.uuid4().hex[:8]}"
         client.call("POST", "/v1/agents", json={"id": agent, "system": _prompt(tokens)})
         try:
-            waits["computed"].append(_first_token(client, agent))
-            _put(client, agent, "disk")
-            waits["disk"].append(_first_token(client, agent))
-            _put(client, agent, "disk")
+            waits["computed"].append(_timed(client, agent, 1)[0])
+            _evict(client, agent)
+            waits["disk"].append(_timed(client, agent, 1)[0])
+            _evict(client, agent)
             client.call("POST", f"/v1/agents/{agent}/prefetch")
-            waits["memory"].append(_first_token(client, agent))
-            waits["hot"].append(_first_token(client, agent))
-            rates.append(_rate(client, agent))
+            waits["memory"].append(_timed(client, agent, 1)[0])
+            waits["hot"].append(_timed(client, agent, 1)[0])
+            rates.append(_timed(client, agent, 64)[1])
             lengths.append(client.call("GET", f"/v1/agents/{agent}")["tokens"])
         finally:
             client.call("DELETE", f"/v1/agents/{agent}")
@@ -212,41 +211,29 @@ def _prompt(tokens: int) -> str:
     return "".join(_SENTENCE.format(name, number) for number in range(max(tokens // 20, 1)))
 
 
-def _put(client: ServerClient, agent: str, to: str) -> None:
+def _evict(client: ServerClient, agent: str) -> None:
     """Take an agent's state out of memory; it must be on disk for that."""
     for _ in range(100):
         state = client.call("GET", f"/v1/agents/{agent}")["state"]
         if state["disk_tokens"] >= state["tokens"]:
             break
         time.sleep(0.1)
-    client.call("POST", f"/v1/agents/{agent}/evict", json={"to": to})
+    client.call("POST", f"/v1/agents/{agent}/evict", json={"to": "disk"})
 
 
-def _first_token(client: ServerClient, agent: str) -> float:
-    started, first = time.perf_counter(), 0.0
-    for event in _reply(client, agent, 1):
-        if event["type"] in ("text", "thinking", "finished"):
-            first = first or time.perf_counter()
-    return first - started
-
-
-def _rate(client: ServerClient, agent: str) -> float:
-    """Tokens a second from the first to the last."""
-    first, number, last = 0.0, 0, 0.0
-    for event in _reply(client, agent, 64):
-        if event["type"] == "finished":
-            number, last = event["usage"]["completion_tokens"] - 1, time.perf_counter()
-        elif event["type"] in ("text", "thinking"):
-            first = first or time.perf_counter()
-    return number / (last - first) if first else 0.0
-
-
-def _reply(client: ServerClient, agent: str, max_tokens: int) -> Iterator[Json]:
+def _timed(client: ServerClient, agent: str, max_tokens: int) -> tuple[float, float]:
+    """Seconds to a reply's first token, and from there to the last tokens a second."""
     body = {"message": "Go on.", "stream": True, "max_tokens": max_tokens, "ignore_eos": True}
+    started, first, rate = time.perf_counter(), 0.0, 0.0
     for event in client.events("POST", f"/v1/agents/{agent}/generate", json=body):
+        now = time.perf_counter()
         if event["type"] == "error":
             raise ServerError(event["error"]["message"])
-        yield event
+        if event["type"] == "finished" and first:
+            rate = (event["usage"]["completion_tokens"] - 1) / (now - first)
+        if event["type"] in ("text", "thinking", "finished"):
+            first = first or now
+    return first - started, rate
 
 
 def _print_card(card: Card) -> None:

@@ -48,7 +48,6 @@ job_options: st.SearchStrategy[JobOptions] = st.fixed_dictionaries(
         "service_class": st.sampled_from(ServiceClass),
     }
 )  # type: ignore[assignment]
-timeouts = st.sampled_from([None, None, 0.3])
 cuts = st.lists(st.integers(1, 60), max_size=2)
 limits = st.builds(
     EngineLimits,
