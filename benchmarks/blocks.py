@@ -29,6 +29,8 @@ class Geometry:
 
 
 STARTER = Geometry("SmolLM2-135M", 30, 3, 64)
+GEMMA_FULL = Geometry("Gemma 3 12B, full layers", 8, 8, 256)
+GEMMA_WINDOW = Geometry("Gemma 3 12B, window layers", 40, 8, 256)
 
 
 _SHARED = {"vocab_size": 131_072, "max_position_embeddings": 131_072}
