@@ -4,7 +4,7 @@ Unknown fields are refused: a misspelled setting that is passed over is worse th
 """
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -48,29 +48,23 @@ from semantic.ports.inbound import AgentQuery, NewTurn
 
 MAX_FORKS = 256
 _ID = r"^\.*[A-Za-z0-9_-][A-Za-z0-9._-]*$"  # what `check_agent_id` permits
+_T = TypeVar("_T", str, dict[str, Any])
 
 
-def _require_whole_characters(text: str) -> str:
-    """JSON can spell half a surrogate pair; nothing we write to can."""
-    if fault := json_fault(text):
-        raise ValueError(fault)
-    return text
-
-
-def _require_plain_json(value: dict[str, Any]) -> dict[str, Any]:
+def _require_plain(value: _T) -> _T:
     """Python's parser takes numbers that JSON has not, and text that UTF-8 has not."""
     if fault := json_fault(value):
         raise ValueError(fault)
     return value
 
 
-Text = Annotated[str, AfterValidator(_require_whole_characters)]
+Text = Annotated[str, AfterValidator(_require_plain)]
 AgentId = Annotated[
     str,
     Field(pattern=_ID, max_length=128, description="1 to 128 of A-Z a-z 0-9 . _ -, not dots alone"),
 ]
 TurnId = Annotated[Text, Field(min_length=1, max_length=128)]
-_PlainJson = Annotated[dict[str, Any], AfterValidator(_require_plain_json)]
+_PlainJson = Annotated[dict[str, Any], AfterValidator(_require_plain)]
 _Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 _Seconds = Annotated[float, Field(gt=0, le=MAX_TTL_S, allow_inf_nan=False)]
 _Label = Annotated[Text, Field(max_length=MAX_LABEL_CHARS)]
