@@ -182,8 +182,7 @@ check: lint typecheck docs-check ## everything CI runs: format, lint, types, doc
 # Tools that look at the code and its dependencies have dependencies of their own.
 SECURITY := build/security
 SEMGREP := semgrep==1.184.0
-# A checker that is run, and neither shipped nor imported.
-# codespell is a tool; psycopg (LGPL) is an extra's, loaded as it is and never part of what is shipped.
+# codespell is a tool that is run; psycopg (LGPL) is an extra's, loaded as it is and never part of what is shipped.
 LICENSE_EXCEPTIONS := codespell psycopg psycopg-binary psycopg-pool
 $(SECURITY)/.ready: .ci/security-requirements.txt
 	@echo "==> installing the security tools into $(SECURITY)"

@@ -41,7 +41,7 @@ def run(
         monkeypatch.setattr(sys, "stdin", io.StringIO(given))
         assert main(list(arguments)) == status, capfd.readouterr().err
         captured = capfd.readouterr()
-        return captured.out or captured.err
+        return captured.out if captured.out.strip() else captured.err
 
     return call
 
@@ -62,7 +62,7 @@ def test_an_agent_lives_at_the_command_line(run: Run) -> None:
     assert "is at turn 1" in run("agents", "rewind", "ben")
     assert asked(run, "agents", "show", "ben")["head"] == first["head"]
     assert "before the first" in run("agents", "rewind", "cid", "2")
-    assert "has 1 turns, and cannot go back 2" in run("agents", "rewind", "ben", "2", status=2)
+    assert "has 1 turn, and cannot go back 2" in run("agents", "rewind", "ben", "2", status=2)
 
     run("chat", "ben", "-m", "Another way.", "--max-tokens", "8")
     graph = run("agents", "log", "ann", "--graph")
@@ -110,8 +110,10 @@ def test_an_agent_goes_through_a_file(run: Run, tmp_path: Path) -> None:
 
 def test_what_is_asked_before_it_is_deleted(run: Run) -> None:
     run("chat", "flo", "-m", "Hi.", "--max-tokens", "2")
-    run("agents", "rm", "flo", given="n\n", status=130)
+    for answer in ("n\n", ""):
+        assert "nothing was deleted" in run("agents", "rm", "flo", given=answer, status=2)
     assert asked(run, "agents", "show", "flo")["turns"] == 1
+    assert "flo/x.tar: No such file" in run("agents", "export", "flo", "flo/x.tar", status=2)
 
 
 def test_models_are_listed_and_swapped(run: Run) -> None:
@@ -264,6 +266,12 @@ def test_who_is_not_there_is_said_in_a_sentence(run: Run, monkeypatch: pytest.Mo
         message = run(*command, "--server", "http://127.0.0.1:1/v1", status=2)
         assert words in message
         assert message.count("\n") == 1
+    for address in ("http://127.0.0.1:many", "ftp://127.0.0.1", "http://[::1"):
+        assert "is not an address" in run("agents", "ls", "--server", address, status=2)
+
+
+def test_an_address_may_be_typed_without_http(run: Run, url: str) -> None:
+    assert "fake" in run("models", "ls", "--server", url.removeprefix("http://"))
 
 
 @pytest.mark.parametrize(

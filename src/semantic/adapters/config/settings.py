@@ -6,6 +6,7 @@ given by `--config`, `config/<environment>.toml`, `config/default.toml`, the def
 
 import os
 import re
+import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,10 +17,11 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     DotEnvSettingsSource,
+    InitSettingsSource,
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    TomlConfigSettingsSource,
+    SettingsError,
 )
 
 from semantic.domain.access import MIN_SECRET_CHARS
@@ -392,6 +394,8 @@ def load_settings(
     if config:
         files.append(_existing(config, "config"))
 
+    toml = {file: _read_toml(file) for file in files if file.is_file()}
+
     class _Layered(Settings):
         @classmethod
         def settings_customise_sources(
@@ -403,15 +407,22 @@ def load_settings(
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             del dotenv_settings, file_secret_settings
-            toml = TomlConfigSettingsSource(settings_cls, toml_file=files)
-            return init_settings, env_settings, dotenv, toml
+            layers = {name: value for values in toml.values() for name, value in values.items()}
+            return init_settings, env_settings, dotenv, InitSettingsSource(settings_cls, layers)
 
     try:
         return _Layered(**overrides or {})
     except ValidationError as error:
-        raise _refusal(error.errors()[0]) from error
-    except ValueError as error:  # a file that is not TOML
-        raise InvalidRequestError(f"a configuration file cannot be read: {error}") from error
+        raise _refusal(error.errors()[0], toml) from error
+    except SettingsError as error:  # a variable that should hold JSON
+        raise InvalidRequestError(f"{error}: it must be JSON") from error
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(f"{file} cannot be read: {error}", param="config") from error
 
 
 def _read_dotenv() -> tuple[DotEnvSettingsSource, str | None]:
@@ -440,14 +451,26 @@ def misspelled(environment: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _refusal(problem: ErrorDetails) -> InvalidRequestError:
+def _refusal(problem: ErrorDetails, toml: Mapping[Path, Mapping[str, Any]]) -> InvalidRequestError:
     name = ".".join(str(part) for part in problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
+    message = re.sub("^(Input|String) should", "it must", message).partition(", unable to")[0]
     if problem["type"] == "extra_forbidden":
         name = name.upper() if name.startswith(ENV_PREFIX.lower()) else name
         message = f"unknown setting{_nearest(name)}"
+        if isinstance(problem["input"], dict):
+            message = "unknown setting; a file of settings has no sections"
     text = f"setting {name}: {message}" if name else message
+    places = [file for file, values in toml.items() if _is_from(values, problem)]
+    text = f"{text} (in {places[-1]})" if places else text
     return InvalidRequestError(text, param=name or None)
+
+
+def _is_from(values: Any, problem: ErrorDetails) -> bool:
+    """Whether a file gave the value that is wrong."""
+    for part in problem["loc"]:
+        values = values.get(part) if isinstance(values, dict) else None
+    return bool(problem["loc"]) and values is not None and values is problem["input"]
 
 
 def _nearest(name: str) -> str:

@@ -1,5 +1,6 @@
 """`semantic agents`: the agents of a running server, as branches of a log of turns."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +27,7 @@ from semantic.entrypoints.cli.screen import (
 )
 
 agents_app = typer.Typer(
-    help="The agents of a running server: list, log, fork, rewind, export.", no_args_is_help=True
+    help="List, show, fork, rewind, export and delete agents.", no_args_is_help=True
 )
 AgentId = Annotated[str, typer.Argument(metavar="AGENT")]
 _SAID_WIDTH = 60
@@ -94,7 +95,7 @@ def log(
     agent: AgentId,
     *,
     graph: Annotated[bool, typer.Option("--graph", help="with the forks that share turns")] = False,
-    limit: Annotated[int, typer.Option("-n", "--limit", help="how many turns")] = 20,
+    limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="how many turns")] = 20,
 ) -> Answer:
     """Show an agent's turns, the latest first; with --graph as a tree, the oldest first."""
     if graph:
@@ -102,14 +103,14 @@ def log(
             turns, heads = _family(client, agent)
         found = {"turns": list(turns.values()), "heads": heads}
         return Answer(found, turn_tree(turns, heads, agent))
-    page = client.call("GET", f"/v1/agents/{agent}/turns", params={"limit": min(limit, 100)})
+    listed = list(islice(client.pages(f"/v1/agents/{agent}/turns", "before"), limit))
     lines = []
-    for turn in page["data"]:
+    for turn in listed:
         asked, replied = _turn_texts(turn)
         line = Text(turn["id"], "yellow").append(f"  {age(turn['created_at'])} ago  ", "dim")
         said = Text(f"  > {asked}\n  < {replied}", no_wrap=True, overflow="ellipsis")
         lines += [line.append(reuse_bar(turn["reuse"])), said]
-    return Answer(page["data"], Group(*lines))
+    return Answer(listed, Group(*lines) if lines else f"{agent} has no turns yet")
 
 
 @agents_app.command()
@@ -117,9 +118,13 @@ def log(
 def fork(
     client: ServerClient,
     agent: AgentId,
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="a name for each fork")
+    ] = None,
     *,
-    number: Annotated[int, typer.Option("-n", help="this many, with random names")] = 1,
+    number: Annotated[
+        int, typer.Option("-n", min=1, help="without names: this many, with random names")
+    ] = 1,
     turn: Annotated[str | None, typer.Option(help="from this turn, not the latest")] = None,
 ) -> Answer:
     """Fork an agent; nothing is copied or computed."""
@@ -135,7 +140,9 @@ def fork(
 def rewind(
     client: ServerClient,
     agent: AgentId,
-    turn: Annotated[str, typer.Argument(help="a turn's id, or how many turns to go back")] = "1",
+    turn: Annotated[
+        str, typer.Argument(metavar="TURN", help="a turn's id, or how many turns to go back")
+    ] = "1",
 ) -> Answer:
     """Go back to an earlier turn; what came after stays in the log for a while."""
     found = client.call(
@@ -149,14 +156,14 @@ def rewind(
 @with_server
 def remove(
     client: ServerClient,
-    agents: Annotated[list[str], typer.Argument(metavar="AGENT...")],
+    agents: Annotated[list[str], typer.Argument(metavar="AGENT")],
     *,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="do not ask")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete agents; forks keep the past they share."""
-    if not yes:
-        typer.confirm(f"delete {', '.join(agents)}?", abort=True, err=True)
+    if not yes and not _confirms(f"delete {', '.join(agents)}?"):
+        raise InvalidRequestError("nothing was deleted; with -y nothing is asked")
     for agent in agents:
         client.call("DELETE", f"/v1/agents/{agent}")
         if not as_json:
@@ -165,14 +172,20 @@ def remove(
         print_json({"deleted": agents})
 
 
+def _confirms(question: str) -> bool:
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort:  # Ctrl-C, or nobody to answer
+        typer.echo(err=True)
+        return False
+
+
 @agents_app.command("export")
 @with_server
 def export_agent(
     client: ServerClient,
     agent: AgentId,
-    file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="default: AGENT.tar")
-    ] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="default: AGENT.tar")] = None,
     *,
     force: Annotated[bool, typer.Option("--force", help="overwrite an existing file")] = False,
 ) -> Answer:
@@ -198,7 +211,7 @@ def export_agent(
 @with_server
 def import_agent(
     client: ServerClient,
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False)],
     *,
     agent_id: Annotated[str | None, typer.Option("--id", help="another name for it")] = None,
     messages_only: Annotated[
@@ -241,7 +254,8 @@ def find_turn(client: ServerClient, agent: str, wanted: str) -> str | None:
         if len(path) > back:
             return str(turn["id"])
     if back > len(path):
-        raise InvalidRequestError(f"{agent} has {len(path)} turns, and cannot go back {back}")
+        turns = "1 turn" if len(path) == 1 else f"{len(path)} turns"
+        raise InvalidRequestError(f"{agent} has {turns}, and cannot go back {back}")
     return None
 
 

@@ -30,6 +30,9 @@ _CLUSTER_FLAGS = (
     *("upscale_delay_s", "downscale_delay_s", "database_url", "objects_url"),
     *("memory_budget_mb", "kv_bits", "log_level", "allow_remote"),
 )
+# The panels of `semantic --help`.
+_SERVING, _USING = "Run a server", "Use a running server"
+_UPKEEP = "Look after this machine and its files"
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
 
@@ -43,7 +46,6 @@ cache_app = typer.Typer(
     help="Inspect, check or clean a cache directory while no server uses it.",
     no_args_is_help=True,
 )
-app.add_typer(cache_app, name="cache")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,6 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
+    except OSError as error:
+        named = f"{error.filename}: " if error.filename else ""
+        sys.stderr.write(f"semantic: {named}{error.strerror or error}\n")
+        return _USAGE_ERROR
     return status if isinstance(status, int) else 0
 
 
@@ -85,8 +91,9 @@ def _semantic(
 
 
 @app.command(
+    rich_help_panel=_SERVING,
     epilog="Every setting can also be given as SEMANTIC_<NAME> in the environment or .env, or in a "
-    "TOML file; config/default.toml lists them all."
+    "TOML file; config/default.toml in the repository lists them all.",
 )
 @with_settings(*_SERVE_FLAGS)
 def serve(settings: Settings) -> int:
@@ -106,23 +113,25 @@ def serve(settings: Settings) -> int:
     return serve(bootstrap(settings))
 
 
-@app.command()
+@app.command(rich_help_panel=_SERVING)
 @with_settings(*_CLUSTER_FLAGS)
 def cluster(settings: Settings) -> int:
-    """Serve a model with several servers, on one machine or many, as a Ray Serve application.
+    """Serve a model with several servers that share their agents, on Ray Serve.
 
-    They have their agents in common (store = shared). A signal stops them when their replies ended.
+    They may run on one machine or many. A signal stops each of them when its replies have ended.
     """
     from semantic.entrypoints.ray_app import run_cluster
 
     return run_cluster(settings)
 
 
-@app.command()
+@app.command(rich_help_panel=_SERVING)
 def shard(
-    server: Annotated[str, typer.Argument(help="HOST:PORT, the server's shard_listen")],
+    server: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="what the server has as shard_listen")
+    ],
 ) -> int:
-    """Run a shard of a model that a server on another machine serves; needs SEMANTIC_SHARD_KEY."""
+    """Hold a share of a model that a server on another machine runs; needs SEMANTIC_SHARD_KEY."""
     from semantic.entrypoints.shards import join
 
     return join(server)
@@ -155,7 +164,7 @@ def gc(
         float | None,
         typer.Option(
             metavar="HOURS",
-            help="keep what was used within this many hours; 0 keeps nothing "
+            help="keep orphans that were used within this many hours; 0 keeps none "
             f"(default: the setting orphan_ttl_h, {Settings.model_fields['orphan_ttl_h'].default})",
         ),
     ] = None,
@@ -181,8 +190,10 @@ def _cache(action: str, settings: Settings, orphan_age_h: float | None = None) -
     return run_cache(action, settings, orphan_age_h)
 
 
-for command in (chat, top, bench, doctor, launch):
-    app.command()(command)
-app.add_typer(agents_app, name="agents")
-app.add_typer(models_app, name="models")
-app.add_typer(keys_app, name="keys")
+for command in (chat, top, bench, launch):
+    app.command(rich_help_panel=_USING)(command)
+app.command(rich_help_panel=_UPKEEP)(doctor)
+app.add_typer(agents_app, name="agents", rich_help_panel=_USING)
+app.add_typer(models_app, name="models", rich_help_panel=_USING)
+app.add_typer(cache_app, name="cache", rich_help_panel=_UPKEEP)
+app.add_typer(keys_app, name="keys", rich_help_panel=_UPKEEP)

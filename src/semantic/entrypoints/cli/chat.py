@@ -31,7 +31,7 @@ _HELP = """\
 def chat(
     client: ServerClient,
     agent: Annotated[
-        str, typer.Argument(metavar="[AGENT]", help="created if it does not exist")
+        str, typer.Argument(metavar="AGENT", help="created if it does not exist")
     ] = "me",
     *,
     message: Annotated[

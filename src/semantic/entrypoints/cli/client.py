@@ -37,16 +37,24 @@ class ServerClient:
         """Name a server; nothing is sent yet.
 
         Args:
-            url: Its address, with or without `/v1`.
+            url: Its address, with or without `http://` and `/v1`.
             key: Sent as a bearer token, if given.
+
+        Raises:
+            ServerError: that is no address.
         """
         self.url = url.rstrip("/").removesuffix("/v1")
+        if "://" not in self.url:
+            self.url = f"http://{self.url}"
         self.key = key
         headers = {"authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(None, connect=_CONNECT_S)
-        self._http = httpx.Client(
-            base_url=self.url, headers=headers, timeout=timeout, trust_env=False
-        )
+        # No proxy; but a certificate that SSL_CERT_FILE names is trusted.
+        trusted = httpx.create_ssl_context() if self.url.startswith("https:") else True
+        with self._answers():
+            self._http = httpx.Client(
+                base_url=self.url, headers=headers, timeout=timeout, trust_env=False, verify=trusted
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -63,7 +71,10 @@ class ServerClient:
         with self._answers():
             response = self._http.request(method, path, **options)
             self._check(response)
-            found: Json = response.json() if response.content else {}
+            try:
+                found: Json = response.json() if response.content else {}
+            except ValueError as error:
+                raise ServerError(f"{self.url} answers, but not as a Semantic server") from error
             return found
 
     def pages(self, path: str, cursor: str, **query: Any) -> Iterator[Json]:
@@ -100,9 +111,14 @@ class ServerClient:
     def _answers(self) -> Iterator[None]:
         try:
             yield
-        except httpx.InvalidURL as error:
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             raise ServerError(f"--server: {self.url!r} is not an address: {error}") from error
-        except httpx.ConnectError as error:
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            if "certificate" in str(error).lower():
+                raise ServerError(
+                    f"the certificate of {self.url} is not trusted; if it is yours, name its file "
+                    f"in SSL_CERT_FILE ({error})"
+                ) from error
             raise ServerError(
                 f"no server answers at {self.url}; start one with `semantic serve`, or name its "
                 "address with --server"

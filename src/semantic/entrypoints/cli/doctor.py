@@ -44,7 +44,7 @@ class Finding:
 
 @with_settings("home", "cache_dir", "host", "port", "model", "backend")
 def doctor(settings: Settings) -> Answer:
-    """Check device, kernels, memory, disk, port, model and clients, and say what to do."""
+    """Check backends, processor, memory, disk, port, model and clients, and say what to do."""
     with working("looking around"):
         findings = list(examine(settings))
     made = table("", "", "~", "~")

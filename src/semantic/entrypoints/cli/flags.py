@@ -125,7 +125,7 @@ def _setting(name: str) -> inspect.Parameter:
     field = Settings.model_fields[name]
     choices = getattr(field.annotation, "__args__", ())
     is_switch = field.annotation is bool
-    text = str(field.description)
+    text = str(field.description).removeprefix("semantic cluster: ")
     if choices and all(isinstance(choice, str) for choice in choices):
         text = f"{text}; one of {', '.join(choices)}"
     if field.default is not None and not is_switch:

@@ -201,7 +201,7 @@ def launch(
         ),
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARG]...", help="passed to the client")
+        list[str] | None, typer.Argument(metavar="-- ARG", help="passed to the client")
     ] = None,
     *,
     model: Annotated[str | None, typer.Option(help="default: the one that is loaded")] = None,

@@ -15,7 +15,7 @@ from semantic.entrypoints.cli.flags import Answer, with_server, with_settings
 from semantic.entrypoints.cli.screen import size, table, working
 
 models_app = typer.Typer(
-    help="The models of a running server: list, swap and download them.",
+    help="List, swap and download models.",
     no_args_is_help=True,
 )
 _STATES = {"loaded": "green", "ready": "green", "loading": "yellow", "failed": "red"}
@@ -46,7 +46,10 @@ def list_models(client: ServerClient) -> Answer:
 def swap(
     client: ServerClient,
     model: Annotated[
-        str, typer.Argument(help="a name from `ls`, an alias, a path, a Hugging Face id")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="a name from `ls`, an alias, a path, a Hugging Face id"
+        ),
     ],
     *,
     drain: Annotated[
@@ -87,7 +90,10 @@ def _follow(events: Iterator[Json], status: Status) -> None:
 @with_settings("home")
 def pull(
     settings: Settings,
-    model: Annotated[str, typer.Argument(help="a short name, a Hugging Face id, a GGUF file")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="a short name, a Hugging Face id, a GGUF file"),
+    ],
     *,
     mlx: Annotated[
         bool, typer.Option("--mlx", help="for a short name, the 4-bit model for MLX")

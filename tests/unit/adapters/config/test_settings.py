@@ -109,6 +109,29 @@ def test_a_name_that_is_no_setting_is_an_error_in_files(tmp_path: Path) -> None:
         load_settings(config=tmp_path / "mine.toml")
 
 
+@pytest.mark.parametrize(
+    "text,words",
+    [
+        ("port = 70000", r"^setting port: it must be less .* \(in .*mine\.toml\)$"),
+        ("[server]\nport = 1", r"^setting server: .* no sections \(in .*mine\.toml\)$"),
+        ('trusted_export_keys = { a = "x" }', r"^setting trusted_export_keys\.a: .*mine\.toml\)$"),
+        ("port = ", r"mine\.toml cannot be read: Invalid value"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(InvalidRequestError, match=words):
+        load_settings(config=tmp_path / "mine.toml")
+    (tmp_path / "mine.toml").write_text("port = 1")
+    for name in ("SEMANTIC_PORT", "SEMANTIC_TRUSTED_EXPORT_KEYS"):
+        monkeypatch.setenv(name, "{")
+        with pytest.raises(InvalidRequestError) as refused:
+            load_settings(config=tmp_path / "mine.toml")
+        assert "mine.toml" not in refused.value.message
+
+
 def test_lists_have_commas_in_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +182,7 @@ def test_the_shipped_test_settings_load() -> None:
         ('port = "many"', "port"),
         ("prot = 8000", "prot"),
         ('backend = "cuda"', "backend"),
-        ("port = = 1", "configuration file"),
+        ("port = = 1", "cannot be read"),
         ('host = "0.0.0.0"', "--allow-remote .* semantic keys add"),
         ('tls_cert = "a.pem"', "tls_cert and tls_key"),
     ],
