@@ -113,7 +113,7 @@ def test_what_is_asked_before_it_is_deleted(run: Run) -> None:
     for answer in ("n\n", ""):
         assert "nothing was deleted" in run("agents", "rm", "flo", given=answer, status=2)
     assert asked(run, "agents", "show", "flo")["turns"] == 1
-    assert "flo/x.tar: No such file" in run("agents", "export", "flo", "flo/x.tar", status=2)
+    assert "flo/x.tar.part: No such file" in run("agents", "export", "flo", "flo/x.tar", status=2)
 
 
 def test_models_are_listed_and_swapped(run: Run) -> None:

@@ -305,7 +305,9 @@ class FakeModels:
         for entry in self.entries():
             if entry.id == source:
                 return entry
-        raise ModelNotFoundError(f"there is no model {source!r}: {' and '.join(self.NAMES)} are.")
+        raise ModelNotFoundError(
+            f"there is no model {source!r}; the fake backend has {' and '.join(self.NAMES)}."
+        )
 
     def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:  # noqa: ARG002
         """Nothing is to be fetched."""
