@@ -128,6 +128,9 @@ class _Siblings:
 
         In sorted order that is a neighbour of where `rest` would stand.
         """
+        whole = self.by_tokens.get(rest)
+        if whole is not None and whole.has(LayerKind.FULL):
+            return whole, whole.num_tokens
         place, wanted = bisect_left(self.ordered, rest), memoryview(rest).cast("I")
         best: tuple[BlockNode, int] | None = None
         for step in (-1, 1):

@@ -74,9 +74,9 @@ def plan_restore(
     if not nodes:
         return RestorePlan.nothing(root)
     parts = [WantedPart(node, LayerKind.FULL) for node in nodes]
-    parts += [
-        WantedPart(node, LayerKind.WINDOW) for node in _window_cover(match, spec.window, end) or ()
-    ]
+    if spec.num_window:
+        cover = _window_cover(match, spec.window, end) or ()
+        parts += [WantedPart(node, LayerKind.WINDOW) for node in cover]
     if spec.num_state:
         parts.append(WantedPart(_state_node(match, end), LayerKind.STATE))
     last = nodes[-1]
@@ -116,10 +116,12 @@ def worth_reading(
 
 def _restorable_end(match: Match, spec: ModelCacheSpec) -> int:
     """The last place where all kinds of layers can go on."""
+    if spec.kinds == (LayerKind.FULL,):
+        return match.end
     if spec.num_state:
         ends = {node.end for node in _enders(match) if node.has(LayerKind.STATE)}
     else:
-        ends = {match.end, *(node.end for node in _enders(match) if spec.num_window)}
+        ends = {match.end, *(node.end for node in _enders(match))}
     for end in sorted(ends, reverse=True):
         if not spec.num_window or _window_cover(match, spec.window, end) is not None:
             return end
