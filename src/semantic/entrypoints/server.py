@@ -24,8 +24,7 @@ from semantic import __version__
 from semantic.adapters.config.settings import Settings
 from semantic.adapters.inbound.admin.routes import AdminApi, wait_until_drained
 from semantic.adapters.inbound.agents.cache import CacheApi
-from semantic.adapters.inbound.agents.generate import GenerateApi
-from semantic.adapters.inbound.agents.routes import IMPORT_PATH, AgentApi, TransferApi
+from semantic.adapters.inbound.agents.routes import IMPORT_PATH, AgentApi
 from semantic.adapters.inbound.anthropic.routes import anthropic_router
 from semantic.adapters.inbound.http.connections import (
     CapacityCheck,
@@ -109,7 +108,8 @@ def create_app(server: Server) -> FastAPI:
     app.include_router(metrics_router(server.metrics.render, server.history.since))
     app.include_router(anthropic_router(server.inference, principal))
     app.include_router(AdminApi(server.models, server.device, server.runtime).router())
-    _add_agents(app, server)
+    app.include_router(CacheApi(server.cache, server.feed, principal).router())
+    app.include_router(AgentApi(server.agents, server.transfer, principal).router())
     _add_middleware(app, server)
     return app
 
@@ -152,15 +152,6 @@ def _add_middleware(app: FastAPI, server: Server) -> None:
         allow_private_network=True,
         expose_headers=_EXPOSED_HEADERS,
     )
-
-
-def _add_agents(app: FastAPI, server: Server) -> None:
-    principal = current_principal
-    # Before the paths that name an agent: `import` could be one.
-    app.include_router(TransferApi(server.transfer, server.agents, principal).router())
-    app.include_router(CacheApi(server.cache, server.feed, principal).router())
-    app.include_router(GenerateApi(server.agents, principal).router())
-    app.include_router(AgentApi(server.agents, principal).router())
 
 
 class _HttpServer(uvicorn.Server):

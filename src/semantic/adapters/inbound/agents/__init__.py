@@ -1,7 +1,8 @@
 """Our own protocol: agents as resources.
 
-1. `routes.py` creates, lists, changes, forks, rewinds, explains, exports and imports agents.
-2. `generate.py` continues an agent's conversation: the client sends only what is new.
+1. `routes.py` creates, lists, changes, forks, rewinds, explains, exports and imports agents, and
+   continues their conversations: the client sends only what is new.
+2. `generate.py` writes the replies, whole or as events.
 3. `cache.py` shows the cache, has the operations on it, and streams events.
 
 `requests.py` has the bodies that clients send (unknown fields are refused), `views.py` the bodies

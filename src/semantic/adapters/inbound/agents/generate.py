@@ -1,31 +1,15 @@
-"""`POST /v1/agents/{id}/generate`: only what is new is sent; the server keeps the rest."""
+"""Replies of agents, whole or as a stream of events, with the turn that each became."""
 
 import asyncio
-import functools
 from collections.abc import Callable
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
-
-from semantic.adapters.inbound.agents.requests import Generate
-from semantic.adapters.inbound.agents.routes import AgentPath
 from semantic.adapters.inbound.agents.views import MessageOut, ReplyOut, ReuseOut, UsageOut
-from semantic.adapters.inbound.http.errors import openai_body, refusals
-from semantic.adapters.inbound.http.streaming import (
-    CLIENT_LEFT,
-    EventStream,
-    Json,
-    ReplySet,
-    answer,
-    data,
-    unless_disconnected,
-)
-from semantic.application.agents.service import AgentService
+from semantic.adapters.inbound.http.errors import openai_body
+from semantic.adapters.inbound.http.streaming import Json, ReplySet, data
 from semantic.application.agents.turns import turn_id
 from semantic.application.parsing import MessageFold
-from semantic.domain.agents import Principal, Reuse, Turn
+from semantic.domain.agents import Reuse, Turn
 from semantic.domain.chat import Message, Role
-from semantic.domain.errors import AgentNotFoundError
 from semantic.domain.events import (
     Event,
     Failed,
@@ -39,7 +23,7 @@ from semantic.domain.events import (
     ToolCallStarted,
 )
 
-_STREAM = {
+GENERATED = {
     "description": "the reply, or its events if `stream` is true",
     "model": ReplyOut,
     "content": {
@@ -51,49 +35,7 @@ _STREAM = {
 }
 
 
-class GenerateApi:
-    """Stateful generation."""
-
-    def __init__(self, agents: AgentService, principal: Callable[[], Principal]) -> None:
-        self._agents = agents
-        self._principal = principal
-
-    def router(self) -> APIRouter:
-        """Say which method answers where."""
-        router = APIRouter(prefix="/v1/agents", tags=["agents"])
-        router.add_api_route(
-            "/{agent_id}/generate",
-            self.generate,
-            methods=["POST"],
-            response_model=None,
-            responses={200: _STREAM, **refusals(400, 404, 429, 503, 504)},
-        )
-        return router
-
-    async def generate(self, agent_id: AgentPath, body: Generate, http: Request) -> Response:
-        """Answer new messages in the agent's conversation, whole or as a stream.
-
-        Turns of one agent run in the order they were asked for.
-        """
-        starting = self._agents.generate(self._principal(), agent_id, body.to_domain())
-        reply = await unless_disconnected(starting, http)
-        if reply is None:
-            return Response(status_code=CLIENT_LEFT)
-        writer = _ReplyWriter(agent_id, functools.partial(self._turn, agent_id))
-        replies = ReplySet([reply])
-        if body.stream:
-            return EventStream(replies.frames(writer.write), replies)
-        return await answer(http, writer.collect(replies), replies)
-
-    def _turn(self, agent_id: str, wanted: str) -> Turn | None:
-        try:
-            latest = self._agents.turns(self._principal(), agent_id, None, 1)
-        except AgentNotFoundError:
-            return None
-        return next((turn for turn in latest if turn.id == wanted), None)
-
-
-class _ReplyWriter:
+class ReplyWriter:
     """One reply, whole or as a stream.
 
     Args:

@@ -1,6 +1,7 @@
 """The agent API: agents as things one can hold, thin over the services of `application/agents`."""
 
 import asyncio
+import functools
 import secrets
 import tempfile
 import time
@@ -10,10 +11,12 @@ from typing import Annotated, Any, BinaryIO
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
+from semantic.adapters.inbound.agents.generate import GENERATED, ReplyWriter
 from semantic.adapters.inbound.agents.requests import (
     AgentId,
     CreateAgent,
     Fork,
+    Generate,
     ListAgents,
     PatchAgent,
     Rewind,
@@ -29,9 +32,17 @@ from semantic.adapters.inbound.agents.views import (
     TurnOut,
 )
 from semantic.adapters.inbound.http.errors import refusals
+from semantic.adapters.inbound.http.streaming import (
+    CLIENT_LEFT,
+    EventStream,
+    ReplySet,
+    answer,
+    unless_disconnected,
+)
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
-from semantic.domain.agents import Principal
+from semantic.domain.agents import Principal, Turn
+from semantic.domain.errors import AgentNotFoundError
 from semantic.ports.inbound import AgentPage
 
 AgentPath = Annotated[
@@ -39,13 +50,21 @@ AgentPath = Annotated[
     Path(pattern=r"^[A-Za-z0-9._-]{1,128}$", description="the agent's id", examples=["coder"]),
 ]
 _MAX_ID = 128
+MEDIA_TYPE = "application/x-tar"
+IMPORT_PATH = "/v1/agents/import"
+_PIECE = 2**20
+_IN_MEMORY = 2**23
+_FILE: dict[str, Any] = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
 
 class AgentApi:
-    """Endpoints under `/v1/agents` that move no tokens. They may read a disk: FastAPI's threads."""
+    """Endpoints under `/v1/agents`. Those that may read a disk run on FastAPI's threads."""
 
-    def __init__(self, agents: AgentService, principal: Callable[[], Principal]) -> None:
+    def __init__(
+        self, agents: AgentService, transfer: AgentTransfer, principal: Callable[[], Principal]
+    ) -> None:
         self._agents = agents
+        self._transfer = transfer
         self._principal = principal
 
     def router(self) -> APIRouter:
@@ -55,6 +74,15 @@ class AgentApi:
         made: dict[int | str, dict[str, Any]] = {
             200: {"model": AgentOut, "description": "it was there already, with these settings"}
         }
+        # Before the paths that name an agent: `import` could be one.
+        add(
+            IMPORT_PATH.removeprefix(router.prefix),
+            self.import_file,
+            methods=["POST"],
+            status_code=201,
+            responses=refusals(400, 409, 413, 503),
+            openapi_extra={"requestBody": {"required": True, "content": _FILE}},
+        )
         add("", self.create, methods=["POST"], status_code=201, responses=made | refusals(400, 409))
         add("", self.page, methods=["GET"], responses=refusals(400))
         add(one, self.get, methods=["GET"], responses=refusals(400, 404))
@@ -73,6 +101,24 @@ class AgentApi:
             methods=["POST"],
             status_code=201,
             responses=refusals(400, 404, 409),
+        )
+        add(
+            f"{one}/generate",
+            self.generate,
+            methods=["POST"],
+            response_model=None,
+            responses={200: GENERATED, **refusals(400, 404, 429, 503, 504)},
+        )
+        add(
+            f"{one}/export",
+            self.export,
+            methods=["GET"],
+            response_class=StreamingResponse,
+            response_model=None,
+            responses={
+                200: {"description": "the file", "content": _FILE},
+                **refusals(400, 404, 503),
+            },
         )
         add(f"{one}/rewind", self.rewind, methods=["POST"], responses=refusals(400, 404))
         add(f"{one}/turns", self.turns, methods=["GET"], responses=refusals(400, 404))
@@ -136,55 +182,31 @@ class AgentApi:
         explanation = self._agents.explain(self._principal(), agent_id, turn_id)
         return ExplanationOut.about(agent_id, explanation)
 
+    # -- turns ----------------------------------------------------------------------------------
 
-def _drawn_id(agent_id: str) -> str:
-    suffix = f"-{secrets.token_hex(4)}"
-    return f"{agent_id[: _MAX_ID - len(suffix)]}{suffix}"
+    async def generate(self, agent_id: AgentPath, body: Generate, http: Request) -> Response:
+        """Answer new messages in the agent's conversation, whole or as a stream.
 
+        Turns of one agent run in the order they were asked for.
+        """
+        starting = self._agents.generate(self._principal(), agent_id, body.to_domain())
+        reply = await unless_disconnected(starting, http)
+        if reply is None:
+            return Response(status_code=CLIENT_LEFT)
+        writer = ReplyWriter(agent_id, functools.partial(self._turn, agent_id))
+        replies = ReplySet([reply])
+        if body.stream:
+            return EventStream(replies.frames(writer.write), replies)
+        return await answer(http, writer.collect(replies), replies)
 
-MEDIA_TYPE = "application/x-tar"
-IMPORT_PATH = "/v1/agents/import"
-_PIECE = 2**20
-_IN_MEMORY = 2**23
-_FILE: dict[str, Any] = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
+    def _turn(self, agent_id: str, wanted: str) -> Turn | None:
+        try:
+            latest = self._agents.turns(self._principal(), agent_id, None, 1)
+        except AgentNotFoundError:
+            return None
+        return next((turn for turn in latest if turn.id == wanted), None)
 
-
-class TransferApi:
-    """Endpoints that move whole agents."""
-
-    def __init__(
-        self,
-        transfer: AgentTransfer,
-        agents: AgentService,
-        principal: Callable[[], Principal],
-    ) -> None:
-        self._transfer = transfer
-        self._agents = agents
-        self._principal = principal
-
-    def router(self) -> APIRouter:
-        """Say which method answers where."""
-        router = APIRouter(tags=["agents"])
-        router.add_api_route(
-            "/v1/agents/{agent_id}/export",
-            self.export,
-            methods=["GET"],
-            response_class=StreamingResponse,
-            response_model=None,
-            responses={
-                200: {"description": "the file", "content": _FILE},
-                **refusals(400, 404, 503),
-            },
-        )
-        router.add_api_route(
-            IMPORT_PATH,
-            self.import_file,
-            methods=["POST"],
-            status_code=201,
-            responses=refusals(400, 409, 413, 503),
-            openapi_extra={"requestBody": {"required": True, "content": _FILE}},
-        )
-        return router
+    # -- files ----------------------------------------------------------------------------------
 
     def export(self, agent_id: AgentPath) -> StreamingResponse:
         """A tar archive of settings, turns and the KV cache, with checksums and a signature."""
@@ -218,6 +240,11 @@ class TransferApi:
             import_state="imported" if imported.has_state else "recomputed",
             import_reason=imported.reason,
         )
+
+
+def _drawn_id(agent_id: str) -> str:
+    suffix = f"-{secrets.token_hex(4)}"
+    return f"{agent_id[: _MAX_ID - len(suffix)]}{suffix}"
 
 
 def _pieces(file: "BinaryIO | tempfile.SpooledTemporaryFile[bytes]") -> Iterator[bytes]:

@@ -6,8 +6,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from semantic.adapters.inbound.agents.generate import GenerateApi
+from semantic.adapters.inbound.agents.routes import AgentApi
 from semantic.application.agents.service import AgentService
+from semantic.application.agents.transfer import AgentTransfer
 from semantic.domain.agents import Principal
 from semantic.domain.errors import AgentNotFoundError
 from semantic.domain.events import Finished, Started, Usage
@@ -31,7 +32,8 @@ class DeletedAgent:
 
 async def test_a_reply_of_nothing_is_an_empty_text() -> None:
     app = FastAPI()
-    app.include_router(GenerateApi(cast("AgentService", DeletedAgent()), Principal).router())
+    agents, transfer = cast("AgentService", DeletedAgent()), cast("AgentTransfer", None)
+    app.include_router(AgentApi(agents, transfer, Principal).router())
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         told = (await http.post("/v1/agents/a/generate", json={"message": "hi"})).json()
