@@ -122,7 +122,7 @@ def test_hostile_names_of_agents_are_refused_and_make_no_file(target: Target, na
     assert target.files() == before
 
 
-@pytest.mark.parametrize("name", [".", "..", "...", "-", "CON", "a.tar", "local"])
+@pytest.mark.parametrize("name", [".a", "...a", "-", "CON", "a.tar", "local"])
 def test_strange_names_that_are_allowed_are_names_only(target: Target, name: str) -> None:
     before = target.files()
     assert target.http.post("/v1/agents", json={"id": name}).status_code in (200, 201)
