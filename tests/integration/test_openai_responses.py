@@ -16,6 +16,7 @@ pytestmark = pytest.mark.integration
 
 SDK = openai.OpenAI
 SETTINGS = {"default_max_tokens": 400}
+HI: Any = [{"role": "user", "content": "hi"}]
 WEATHER: Any = {"type": "function", **CALLING["tools"][0]["function"]}
 
 
@@ -137,10 +138,34 @@ def test_a_stored_response_is_found_and_removed(client: openai.OpenAI) -> None:
     for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
         with pytest.raises(openai.NotFoundError):
             ask(made.id)
-    for gone in (made.id, after.id):
-        with pytest.raises(openai.BadRequestError) as caught:
+    for gone, why in ((made.id, "no stored response"), (after.id, "before .* was deleted")):
+        with pytest.raises(openai.BadRequestError, match=why) as caught:
             respond(client, "x", previous_response_id=gone)
         assert caught.value.param == "previous_response_id"
+
+
+def test_what_a_response_was_asked_is_listed_and_counted(client: openai.OpenAI) -> None:
+    asked: Any = {"instructions": "Be brief.", "tools": [WEATHER], "tool_choice": "required"}
+    first = respond(client, "the weather?", **asked, max_output_tokens=100)
+    call = first.output[0]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    more: Any = {"input": [result, *HI], "previous_response_id": first.id}
+    second = client.responses.create(model="fake", max_output_tokens=4, **more)
+    counted = client.responses.input_tokens.count(model="fake", **more)
+    assert counted.input_tokens == second.usage.input_tokens
+    items: Any = list(client.responses.input_items.list(second.id, order="asc", limit=1))
+    assert [item.type for item in items] == [
+        "message", "function_call", "function_call_output", "message"
+    ]  # fmt: skip
+    assert (items[0].role, items[0].content[0].text) == ("user", "the weather?")
+    assert items[1].to_dict() | {"id": ""} == call.to_dict() | {"id": ""}
+    assert (items[2].call_id, items[2].output) == (call.call_id, "rain")
+    newest = client.responses.input_items.list(second.id).data[0]
+    assert newest == items[-1]
+    with pytest.raises(openai.BadRequestError, match="no such item"):
+        client.responses.input_items.list(second.id, after="msg_x")
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_items.list("resp_x")
 
 
 def test_an_unstored_response_keeps_state_and_no_text(
@@ -172,7 +197,11 @@ def test_responses_outlive_the_server(tmp_path: Path) -> None:
     with run_server(settings) as running, sdk_client(openai.OpenAI, running) as client:
         first = respond(client, "remember", instructions="Be.", **ENDLESS)
         assert first.status == "incomplete"
+        root = respond(client, "root")
+        leaf = respond(client, "leaf", previous_response_id=root.id)
+        client.responses.delete(root.id)
     with run_server(settings) as running, sdk_client(openai.OpenAI, running) as client:
+        assert client.responses.retrieve(leaf.id).output == leaf.output
         again = client.responses.retrieve(first.id)
         assert again.output == first.output
         assert (again.status, again.completed_at) == ("incomplete", None)
@@ -197,6 +226,8 @@ def test_a_response_in_the_background_is_cancelled(
     assert client.responses.retrieve(started.id).status == "in_progress"
     assert client.responses.cancel(started.id).status == "cancelled"
     assert client.responses.retrieve(started.id).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="is cancelled, and cannot be continued"):
+        respond(client, "x", previous_response_id=started.id)
     assert [event.type for event in events][-1:] == ["response.incomplete"] * is_stream
     await_that(lambda: running.server.device.num_live == 0)
 

@@ -24,6 +24,7 @@ class PastTurn:
         reply: What the model said in it.
         model: Which model that was; empty if it is not known.
         reason: Why the reply ended; None if it is not known.
+        is_whole: Whether `messages` are all; not if the text of a turn before it was removed.
     """
 
     turn_id: str
@@ -33,6 +34,7 @@ class PastTurn:
     created_at: float
     model: str
     reason: FinishReason | None
+    is_whole: bool = True
 
 
 class Reply(Protocol):

@@ -191,11 +191,15 @@ class PastTurns:
         if turn is None:
             return None
         messages = self._log.messages(principal.tenant, turn.id)
-        if len(messages) != turn.num_messages:
-            return None  # the text of a turn before it was removed
-        said = tuple(message for message in messages if not message.is_instruction)
         return PastTurn(
-            turn.id, said, messages[-1], turn.usage, turn.created_at, turn.model, turn.reason
+            turn_id=turn.id,
+            messages=tuple(message for message in messages if not message.is_instruction),
+            reply=turn.messages[-1],
+            usage=turn.usage,
+            created_at=turn.created_at,
+            model=turn.model,
+            reason=turn.reason,
+            is_whole=len(messages) == turn.num_messages,
         )
 
     def forget(self, request_id: str, principal: Principal) -> bool:

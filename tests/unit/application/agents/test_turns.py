@@ -63,6 +63,7 @@ def test_a_turn_holds_the_whole_conversation_without_instructions(agents: AgentL
     past = PastTurns(agents.log).find("2", OWNER)
     assert past is not None
     assert (past.messages, past.reply, past.turn_id) == (SAID[:4], SAID[3], turn_id("2"))
+    assert past.is_whole
 
 
 @pytest.mark.parametrize("is_written", [True, False])
@@ -90,7 +91,10 @@ def test_text_that_is_forgotten_is_missing_in_what_followed(agents: AgentLedger)
     turns = PastTurns(agents.log)
     assert turns.forget("1", OWNER)
     assert not turns.forget("1", OWNER)
-    assert found(agents, "1") is found(agents, "2") is None
+    assert found(agents, "1") is None
+    after = turns.find("2", OWNER)
+    assert after is not None
+    assert (after.reply, after.is_whole) == (SAID[3], False)
 
 
 def test_text_that_is_forgotten_before_it_is_written_stays_so() -> None:

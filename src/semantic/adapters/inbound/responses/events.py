@@ -3,8 +3,9 @@
 import json
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NotRequired
+from typing import Literal, NotRequired, cast
 
 from typing_extensions import TypedDict
 
@@ -13,7 +14,14 @@ from semantic.adapters.inbound.openai.events import OutputDetails, PromptDetails
 from semantic.adapters.inbound.openai.fields import outer_call_id
 from semantic.adapters.inbound.responses.requests import ResponsesRequest
 from semantic.adapters.inbound.wire import Count, Durable, Positive, durable_json
-from semantic.domain.chat import Message, TextPart, ThinkingPart, ToolUsePart
+from semantic.domain.chat import (
+    Message,
+    Role,
+    TextPart,
+    ThinkingPart,
+    ToolResultPart,
+    ToolUsePart,
+)
 from semantic.domain.errors import PoolExhaustedError, QuotaExceededError, RateLimitedError
 from semantic.domain.events import (
     Event,
@@ -90,6 +98,23 @@ class DeletedResponse(TypedDict):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
+
+
+class ItemList(TypedDict):
+    """A page of the items that a response was asked with."""
+
+    object: Literal["list"]
+    data: list[Json]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(TypedDict):
+    """How many tokens a prompt has."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: Positive
 
 
 # -- a response, while it is written ------------------------------------------------------------
@@ -395,6 +420,33 @@ def response_of(request_id: str, past: PastTurn, served: str) -> Json:
     ended = {"completed_at": at} if writer.response["status"] == "completed" else {}
     unknown = {"temperature": None, "top_p": None}
     return writer.response | {"created_at": at} | unknown | ended
+
+
+def items_of(request_id: str, messages: Sequence[Message]) -> list[Json]:
+    """Write messages as items, as a client would send them."""
+    items: list[Json] = []
+    for number, message in enumerate(messages):
+        name = f"{request_id}_in{number}"
+        if message.role is Role.ASSISTANT:
+            said = PastTurn(name, (), message, Usage(0), 0.0, "", None)
+            items += cast("list[Json]", response_of(name, said, "")["output"])
+            continue
+        texts = [part for part in message.parts if isinstance(part, TextPart)]
+        if texts:
+            content = [{"type": "input_text", "text": part.text} for part in texts]
+            head: Json = {"id": f"msg_{name}", "type": "message", "role": message.role.value}
+            items.append(head | {"status": "completed", "content": content})
+        for part in message.parts:
+            if isinstance(part, ToolResultPart):
+                items.append(_result(f"fco_{name}_{len(items)}", part))
+    return items
+
+
+def _result(name: str, part: ToolResultPart) -> Json:
+    output = "".join(piece.text for piece in part.content if isinstance(piece, TextPart))
+    call_id = outer_call_id(part.tool_use_id)
+    kind = "function_call_output"
+    return {"id": name, "type": kind, "call_id": call_id, "output": output, "status": "completed"}
 
 
 def _events_of(message: Message) -> list[Event]:

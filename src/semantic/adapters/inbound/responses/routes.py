@@ -1,9 +1,10 @@
 """OpenAI's Responses, thin over the inbound ports: a response is a turn, its id the turn's."""
 
 import asyncio
+import contextlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
@@ -23,8 +24,11 @@ from semantic.adapters.inbound.openai.fields import Hint
 from semantic.adapters.inbound.responses.events import (
     PREFIX,
     DeletedResponse,
+    InputTokens,
+    ItemList,
     ResponseBody,
     ResponseWriter,
+    items_of,
     response_of,
     settings_of,
 )
@@ -197,11 +201,17 @@ class _Responses:
             InvalidRequestError: there is none, or its text was not stored.
         """
         name = body.previous_response_id
-        past = await self.past(name) if name else None
-        if name and past is None:
-            raise InvalidRequestError(
-                f"there is no stored response {name!r}.", param="previous_response_id"
-            )
+        if not name:
+            return None
+        past = await self.past(name)
+        known = self.book.find(name) if past is None else None
+        if known is not None:
+            why = f"{name!r} is {known.response['status']}, and cannot be continued."
+        elif past is None:
+            why = f"there is no stored response {name!r}."
+        else:
+            why = f"a response before {name!r} was deleted."
+        refuse(past is None or not past.is_whole, "previous_response_id", why)
         return past
 
     async def find(self, response_id: str) -> Json | None:
@@ -263,17 +273,15 @@ def responses_router(
     """Serve `/v1/responses` on behalf of a principal."""
     router = APIRouter(prefix="/v1/responses", tags=["openai"], responses=refusals("4XX", 503, 504))
     responses = _Responses(turns, models, principal)
+    _add_inputs(router, inference, responses)
 
     @router.post("", response_model=None, responses=reply_or_stream(ResponseBody))
     async def create(body: ResponsesRequest, http: Request, hint: Hint) -> Response:
         """Answer, whole, as a stream of events, or in the background."""
         past = await responses.previous(body)
-        try:
+        with _client_params(body, past):
             request = body.to_domain(hint, past)
             replies = ReplySet([await inference.start(request, principal())])
-        except InvalidRequestError as error:
-            error.param = body.client_param(error.param, past)
-            raise
         writer = ResponseWriter(settings_of(body), wants_handles=body.wants_handles)
         run = ResponseRun(replies, writer, responses.book, is_stored=body.is_stored)
         if body.background:
@@ -307,6 +315,58 @@ def responses_router(
         return await responses.cancel(response_id)
 
     return router
+
+
+def _add_inputs(router: APIRouter, inference: InferencePort, responses: _Responses) -> None:
+    """Serve what tells of a request rather than of its reply."""
+
+    @router.post("/input_tokens")
+    async def count(body: ResponsesRequest, hint: Hint) -> InputTokens:
+        """Count the prompt tokens that the same request would have."""
+        past = await responses.previous(body)
+        with _client_params(body, past):
+            number = await inference.count_tokens(body.to_domain(hint, past), responses.principal())
+        return {"object": "response.input_tokens", "input_tokens": number}
+
+    @router.get(
+        "/{response_id}/input_items", response_model=None, responses={200: {"model": ItemList}}
+    )
+    async def input_items(
+        response_id: str,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        """What a stored response was asked, with the conversation before it."""
+        past = await responses.past(response_id)
+        if past is None:
+            return _missing(response_id)
+        items = items_of(response_id.removeprefix(PREFIX), past.messages[:-1])
+        return JSONResponse(_page(items if order == "asc" else items[::-1], after, limit))
+
+
+@contextlib.contextmanager
+def _client_params(body: ResponsesRequest, past: PastTurn | None) -> Iterator[None]:
+    """Name fields in refusals as the client spelled them."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.param = body.client_param(error.param, past)
+        raise
+
+
+def _page(items: list[Json], after: str | None, limit: int) -> ItemList:
+    names = [str(item["id"]) for item in items]
+    refuse(after is not None and after not in names, "after", "there is no such item.")
+    start = names.index(after) + 1 if after else 0
+    data = items[start : start + limit]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": str(data[0]["id"]) if data else None,
+        "last_id": str(data[-1]["id"]) if data else None,
+        "has_more": start + limit < len(items),
+    }
 
 
 async def _in_background(run: ResponseRun, book: RecentResponses, *, is_streamed: bool) -> Response:
