@@ -14,6 +14,7 @@ from semantic.adapters.outbound.models import source as model_source
 from semantic.adapters.outbound.models.catalogue import ModelCatalogue
 from semantic.adapters.outbound.models.gguf import STARTER_FILE
 from semantic.adapters.outbound.models.source import LocalModelSource
+from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.domain.errors import InvalidRequestError, ModelNotFoundError
 from semantic.domain.model_names import ModelNames, served_id
 from tests.unit.adapters.outbound.models.test_gguf import Tiny
@@ -192,6 +193,18 @@ def test_an_old_import_of_the_starter_is_made_again_from_what_was_fetched(tmp_pa
     gguf.write_bytes(b"GGUF")
     assert source(tmp_path).resolve("starter", quiet) == directory
     assert mark.read_text() == current
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_file_that_was_cut_short_is_named(tmp_path: Path, name: str) -> None:
+    directory = source(tmp_path).resolve(str(Tiny().write(tmp_path / "mine.gguf")), quiet)
+    model_source.require_whole(directory)
+    HFTokenizer(directory)
+    content = (directory / name).read_bytes()
+    (directory / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(InvalidRequestError, match=f"mine/{name} is damaged .* fetch the model"):  # noqa: PT012 - both look at files
+        model_source.require_whole(directory)
+        HFTokenizer(directory)
 
 
 def test_names_stand_for_models() -> None:

@@ -6,10 +6,13 @@ over is refused by name. It knows no backend and needs no torch: the directory i
 mlx-lm wrote.
 """
 
+import fcntl
 import json
+import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -48,6 +51,7 @@ _STARTER_DEFAULTS = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 # What an import writes, and beside it a mark: this number and the size of the file it was made of.
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _MARK, _VERSION = ".imported", 2
+_NEW_S = 60.0
 
 
 def import_gguf(source: Path, target: Path, progress: Progress | None = None) -> Path:
@@ -75,7 +79,12 @@ def import_gguf(source: Path, target: Path, progress: Progress | None = None) ->
         why = f"{target} exists but is no complete model directory; remove it first."
         raise InvalidRequestError(why, param="model")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
+    prefix = f".{target.name}-"
+    _remove_abandoned(target.parent, prefix)
+    with (
+        tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as scratch,
+        _held(Path(scratch)),
+    ):
         # A child of the private scratch directory, so that its mode follows the umask.
         built = Path(scratch, target.name)
         built.mkdir()
@@ -92,6 +101,26 @@ def import_gguf(source: Path, target: Path, progress: Progress | None = None) ->
             if not _is_complete(target):
                 raise
     return target
+
+
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    """Removes what imports left that were killed: as much as a model each."""
+    for scratch in parent.iterdir():
+        # A new one may not be held yet.
+        if scratch.name.startswith(prefix) and time.time() - scratch.stat().st_mtime > _NEW_S:
+            with suppress(BlockingIOError), _held(scratch):
+                shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _held(scratch: Path) -> Iterator[None]:
+    """Holds a directory for as long as the process lives; BlockingIOError if somebody does."""
+    descriptor = os.open(scratch, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def is_imported(source: Path, target: Path) -> bool:

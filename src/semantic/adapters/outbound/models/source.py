@@ -5,6 +5,7 @@ models directory. Models that other tools have left in Hugging Face's own cache 
 """
 
 import contextlib
+import json
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from tqdm.auto import tqdm
 
 from semantic.adapters.outbound.models.gguf import (
@@ -142,6 +144,25 @@ class LocalModelSource:
                 f"{self.models_dir / model.rpartition('/')[2]} and serve it by that name."
             ) from error
         return Path(fetched)
+
+
+def require_whole(directory: Path) -> None:
+    """Refuse a model whose files were cut short, before a backend reads them.
+
+    Raises:
+        InvalidRequestError: one was; names it.
+    """
+    config = directory / "config.json"
+    path = config
+    try:
+        json.loads(config.read_text("utf-8"))
+        for path in sorted(directory.glob("*.safetensors")):
+            with safe_open(path, framework="numpy"):  # reads its header alone
+                pass
+    except (SafetensorError, ValueError) as error:
+        raise InvalidRequestError(
+            f"{path} is damaged or incomplete ({error}); fetch the model again.", param="model"
+        ) from error
 
 
 def _progress_bar(report: Callable[[str], None]) -> "type[tqdm[Any]]":

@@ -270,7 +270,13 @@ Cutter: TypeAlias = Callable[[str], list[str]]
 
 def _load(path: Path) -> Tokenizer:
     """Read a tokenizer; what it says of lengths is about training, not about prompts."""
-    tokenizer = Tokenizer.from_file(str(path))
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise InvalidRequestError(
+            f"{path} is damaged or of an unknown kind ({error}); fetch the model again.",
+            param="model",
+        ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -490,6 +490,25 @@ def test_an_import_that_breaks_off_leaves_nothing_behind(
     assert list((tmp_path / "models").iterdir()) == []
 
 
+def test_what_a_killed_import_left_is_removed_and_another_that_runs_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    source, target = Tiny().write(tmp_path / "tiny.gguf"), tmp_path / "models" / "tiny"
+    killed, new = target.parent / ".tiny-killed", target.parent / ".tiny-new"
+    for directory in (killed, new):
+        (directory / "tiny").mkdir(parents=True)
+    os.utime(killed, (0, 0))
+
+    def overtake(_done: int, _total: int) -> None:
+        for scratch in target.parent.glob(".tiny-*"):
+            if scratch != new:
+                os.utime(scratch, (0, 0))
+        import_gguf(source, target)
+
+    assert import_gguf(source, target, overtake) == target
+    assert sorted(target.parent.iterdir()) == [new, target]
+
+
 def test_a_second_import_returns_what_the_first_made(tmp_path: Path) -> None:
     model = run(Tiny(), tmp_path)
     (tmp_path / "tiny.gguf").unlink()
