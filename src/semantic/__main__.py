@@ -1,6 +1,14 @@
-"""Lets `python -m semantic` do what `semantic` does."""
+"""Where the `semantic` command begins, and `python -m semantic`."""
 
-from semantic.entrypoints.cli.app import main
+
+def main() -> int:
+    """Run the command; Ctrl-C ends it without a traceback, while it is imported too."""
+    try:
+        from semantic.entrypoints.cli import app  # noqa: PLC0415 - takes half a second
+    except KeyboardInterrupt:
+        return 130
+    return app.main()
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

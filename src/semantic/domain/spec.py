@@ -149,5 +149,6 @@ class Compute:
         >>> Compute("cpu", "float32", 2, "PyTorch", "it was asked for").summary
         'float32 on cpu, 2 threads'
         """
-        threads = f", {self.num_threads} threads" if self.num_threads else ""
+        plural = "" if self.num_threads == 1 else "s"
+        threads = f", {self.num_threads} thread{plural}" if self.num_threads else ""
         return f"{self.dtype} on {self.device}{threads}"

@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.control import Control
 from rich.markup import escape
+from rich.segment import ControlType
 
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.agents import find_turn, turn_tree
@@ -18,13 +20,14 @@ from semantic.entrypoints.cli.flags import AsJson, print_json, with_server
 from semantic.entrypoints.cli.screen import console, reuse_bar, working
 
 _HELP = """\
-  /fork [NAME]    go on as another agent from here
+  /fork [NAME]    continue as another agent from here
   /rewind [N]     take back the last turn, or the last N
   /log            show the turns
-  /explain        say where the latest prompt came from, and why
-  /model [NAME]   say which model answers, or ask for another
+  /explain        show where the latest prompt came from, and where it diverged
+  /model [NAME]   show which model answers, or ask for another
   /quit           leave (Ctrl-D does too); the agent stays
   Ctrl-C stops a reply."""
+_ERASE_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 
 @with_server
@@ -71,6 +74,7 @@ class ChatSession:
     agent: str
     screen: Console
     options: Json = field(default_factory=dict)
+    _is_reading: bool = False  # a line on the screen says how far
 
     def open(self, system: str | None = None) -> None:
         """Find the agent, or make it."""
@@ -161,6 +165,9 @@ class ChatSession:
             events.close()
 
     def _show(self, event: Json, started: float, first: float | None) -> None:
+        if self._is_reading:
+            self.screen.control(_ERASE_LINE)
+            self._is_reading = False
         match event["type"]:
             case "text":
                 self._write(event["text"])
@@ -171,7 +178,8 @@ class ChatSession:
             case "tool_arguments":
                 self._write(event["arguments"])
             case "prefill" if self.screen.is_terminal and event["done"] < event["total"]:
-                self.screen.print(f"[dim]reading {event['done']}/{event['total']}[/dim]", end="\r")
+                self.screen.print(f"[dim]reading {event['done']}/{event['total']}[/dim]", end="")
+                self._is_reading = True
             case "finished":
                 self._conclude(event, started, first)
             case "error":
@@ -228,6 +236,6 @@ class ChatSession:
             self.client.call("PATCH", self.path, json={"model": name})
         listed = self.client.call("GET", "/v1/models")["data"]
         wanted = self.client.call("GET", self.path)["settings"]["model"] or "the one served"
-        self.screen.print(f"asks for {escape(wanted)}; there is:")
+        self.screen.print(f"asks for {escape(wanted)}; the server has:")
         for model in listed:
             self.screen.print(f"  {escape(model['id'])}  [dim]{escape(str(model['state']))}[/dim]")

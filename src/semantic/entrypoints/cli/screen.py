@@ -64,7 +64,10 @@ def table(*columns: str) -> Table:
     for column in columns:
         is_number, is_text = column.startswith(">"), column.startswith("~")
         made.add_column(
-            column.strip(">~"), justify="right" if is_number else "left", no_wrap=not is_text
+            column.strip(">~"),
+            justify="right" if is_number else "left",
+            no_wrap=not is_text,
+            overflow="fold" if is_text else "ellipsis",
         )
     return made
 

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.progress import track
 from rich.table import Table
@@ -92,7 +93,7 @@ def draw(seen: Json, before: Json | None, interval: float, rows: int) -> Rendera
 
 def _budgets(cache: Json) -> Table:
     memory, disk = cache["memory"], cache["disk"]
-    made = table("", "", ">")
+    made = table("", "~", ">")
     bars = {
         "memory": (memory["used"] + memory["working"], memory["budget"]),
         "disk": (disk["used"] + disk["other"], disk["budget"]),
@@ -101,14 +102,25 @@ def _budgets(cache: Json) -> Table:
     if device := cache["device"]:
         bars["device"] = (device["used"], device["budget"])
     for name, (used, budget) in bars.items():
-        made.add_row(name, _bar(used, budget), f"{size(used)} of {size(budget)}")
+        made.add_row(name, _Bar(used, budget), f"{size(used)} of {size(budget)}")
     return made
 
 
-def _bar(used: int, budget: int) -> Text:
-    filled = min(_BAR, round(_BAR * used / budget)) if budget else 0
-    style = "red" if budget and used > 0.9 * budget else "green"
-    return Text("█" * filled, style).append("·" * (_BAR - filled), "dim")
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """How much of a budget is used; narrower where the terminal is."""
+
+    used: int
+    budget: int
+
+    def __rich_measure__(self, _: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(0, min(_BAR, options.max_width))
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+        share, width = self.used / self.budget if self.budget else 0.0, options.max_width
+        filled = min(width, round(width * share))
+        bar = Text("█" * filled, "red" if share > 0.9 else "green")
+        yield bar.append("·" * (width - filled), "dim")
 
 
 def _reuse(cache: Json) -> str:

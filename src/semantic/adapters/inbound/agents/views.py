@@ -288,7 +288,7 @@ class ExplanationOut(View):
     reuse: ReuseOut
     diverged: DivergenceOut | None
     next: StateOut
-    summary: str = Field(examples=["Of the latest prompt's 724 tokens 701 were reused."])
+    summary: str = Field(examples=["Of the latest prompt's 724 tokens, 701 were reused."])
 
     @classmethod
     def about(cls, agent_id: str, explanation: Explanation) -> Self:
@@ -311,11 +311,11 @@ def _summary(explanation: Explanation) -> str:
         return "The agent has had no turn yet."
     reuse, total = turn.reuse, turn.usage.prompt_tokens
     text = (
-        f"Of the latest prompt's {total} tokens {reuse.reused} were reused ({reuse.hot} from an "
-        f"open working copy, {reuse.pool} from memory, {reuse.disk} from disk)."
+        f"Of the latest prompt's {total:,} tokens, {reuse.reused:,} were reused ({reuse.hot:,} "
+        f"from an open working copy, {reuse.pool:,} from memory, {reuse.disk:,} from disk)."
     )
     if divergence is not None:
-        text += f" It left the conversation at token {divergence.index}."
+        text += f" It diverged from the stored conversation at token {divergence.index:,}."
     if turn.num_dropped:
         text += f" {turn.num_dropped} of the oldest messages were dropped to make room."
     return f"{text} The next turn starts {explanation.state.tier.value}."

@@ -1,6 +1,7 @@
 """What HTTP clients see of errors: one table, in the shapes of OpenAI's and Anthropic's clients."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NamedTuple
@@ -244,8 +245,7 @@ def install_error_handlers(app: FastAPI) -> None:
         if isinstance(error.body, bytes):  # it was not read as JSON
             message = "send content-type: application/json."
         else:
-            reason = problem["msg"].removeprefix("Value error, ")
-            message = f"{param or 'the body'}: {reason}"
+            message = f"{param or 'the body'}: {_reason(problem)}"
         return error_response(400, message, "invalid_request", param=param)
 
     @app.exception_handler(HTTPException)
@@ -257,6 +257,14 @@ def install_error_handlers(app: FastAPI) -> None:
         if error.status_code == 404:
             message = f"there is nothing at {request.method} {request.url.path}."
         return error_response(error.status_code, message, "http_error", headers=error.headers)
+
+
+def _reason(problem: ErrorDetails) -> str:
+    """What is wrong with a value, in plain words."""
+    if problem["type"] == "string_pattern_mismatch" and "A-Za-z0-9" in problem["ctx"]["pattern"]:
+        return "it must be 1 to 128 of the characters A-Z a-z 0-9 . _ -, and not dots alone."
+    reason = str(problem["msg"]).removeprefix("Value error, ")
+    return re.sub("^(Input|String|List|Dictionary) should", "it must", reason)
 
 
 def _retry_headers(error: errors.SemanticError) -> dict[str, str]:
