@@ -114,6 +114,7 @@ def test_sigterm_refuses_new_work_and_lets_replies_end(tmp_path: Path) -> None:
     ) as server:
         with (
             server.client() as http,
+            long_stream(server.url),  # it does not end before all has been asked
             http.stream("POST", path, json={**body, "stream": True}) as answer,
         ):
             lines = answer.iter_lines()
