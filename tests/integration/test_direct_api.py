@@ -292,6 +292,22 @@ def test_what_cannot_be_generated_is_refused_before_it_starts(
     assert not get(http, "/v1/agents/a")["busy"]
 
 
+@pytest.mark.parametrize(
+    "body, param",
+    [
+        ({"message": "x" * 200_000}, "message"),
+        ({"messages": [{"content": "x" * 200_000}]}, "messages"),
+    ],
+    ids=["too long", "one of several too long"],
+)
+def test_a_refusal_names_the_field_as_it_was_sent(
+    http: httpx.Client, body: dict[str, Any], param: str
+) -> None:
+    make(http, id="a", system="Be brief.")
+    answer = http.post("/v1/agents/a/generate", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 def test_an_agent_of_another_model_is_not_answered(http: httpx.Client) -> None:
     make(http, id="a", model="gpt-9")
 

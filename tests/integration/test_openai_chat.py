@@ -280,6 +280,10 @@ def test_completions_with_logprobs(client: openai.OpenAI) -> None:
     reply = complete(client, "abc", **wanted).choices[0]
     assert "".join(reply.logprobs.tokens) == reply.text
     assert reply.logprobs.text_offset == list(range(len(reply.text)))
+    # A character of several tokens stands where its first one does.
+    form: Any = {"structured_outputs": {"choice": ["aé🙂b"]}}
+    spread = complete(client, "abc", logprobs=1, extra_body=form).choices[0]
+    assert spread.logprobs.text_offset[:8] == [0, 1, 1, 2, 2, 2, 2, 3]
     assert all(len(top) <= 2 for top in reply.logprobs.top_logprobs)
 
 

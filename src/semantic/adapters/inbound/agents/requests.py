@@ -266,6 +266,10 @@ class Generate(_Schema):
             raise ValueError("only the last message may be the assistant's: the reply continues it")
         return self
 
+    def client_param(self, param: str | None) -> str | None:
+        """Return our name of a field as this client spelled it."""
+        return "message" if param == "messages" and self.message is not None else param
+
     def to_domain(self) -> NewTurn:
         """Translate.
 

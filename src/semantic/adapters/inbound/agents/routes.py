@@ -42,7 +42,7 @@ from semantic.adapters.inbound.http.streaming import (
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
 from semantic.domain.agents import Principal, Turn
-from semantic.domain.errors import AgentNotFoundError
+from semantic.domain.errors import AgentNotFoundError, InvalidRequestError
 from semantic.ports.inbound import AgentPage
 
 AgentPath = Annotated[
@@ -190,7 +190,11 @@ class AgentApi:
         Turns of one agent run in the order they were asked for.
         """
         starting = self._agents.generate(self._principal(), agent_id, body.to_domain())
-        reply = await unless_disconnected(starting, http)
+        try:
+            reply = await unless_disconnected(starting, http)
+        except InvalidRequestError as error:
+            error.param = body.client_param(error.param)
+            raise
         if reply is None:
             return Response(status_code=CLIENT_LEFT)
         writer = ReplyWriter(agent_id, functools.partial(self._turn, agent_id))

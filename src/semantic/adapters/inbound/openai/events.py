@@ -3,6 +3,7 @@
 A `ReplyForm` knows how one protocol shows a choice; `collect` and `stream` do the rest.
 """
 
+import codecs
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -328,6 +329,8 @@ class CompletionForm:
         self._has_logprobs = body.logprobs is not None
         self._echoes = [echo for echo in echoes for _ in range(body.num_replies)]
         self._num_characters = [len(echo) for echo in self._echoes]
+        # A character may be spread over several tokens, and counts once it is complete.
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self._echoes]
 
     def whole(self, index: int, reply: CollectedReply) -> Json:
         """The choice of a whole reply."""
@@ -361,13 +364,12 @@ class CompletionForm:
         }
 
     def _logprobs(self, index: int, scored: Sequence[ScoredToken]) -> _Logprobs:
-        texts = [_decoded(token.text) for token in scored]
         offsets = []
-        for text in texts:
+        for token in scored:
             offsets.append(self._num_characters[index])
-            self._num_characters[index] += len(text)
+            self._num_characters[index] += len(self._decoders[index].decode(token.text))
         return {
-            "tokens": texts,
+            "tokens": [_decoded(token.text) for token in scored],
             "token_logprobs": [_finite(token.logprob) for token in scored],
             "top_logprobs": [
                 {_decoded(text): _finite(logprob) for text, logprob in token.top}
