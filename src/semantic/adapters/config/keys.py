@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from semantic.adapters.config.settings import plain_reason
 from semantic.domain.access import (
     ApiKey,
     KeyRing,
@@ -224,7 +225,7 @@ def read_key_file(path: Path) -> KeyFile:
         problem = error.errors()[0]
         place = ".".join(str(part) for part in problem["loc"]) or "the file"
         raise InvalidRequestError(
-            f"the key file {path} is wrong: {place}: {problem['msg']}", param="key_file"
+            f"the key file {path} is wrong: {place}: {plain_reason(problem)}", param="key_file"
         ) from error
 
 

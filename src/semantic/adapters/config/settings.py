@@ -453,8 +453,7 @@ def misspelled(environment: Mapping[str, str]) -> list[str]:
 
 def _refusal(problem: ErrorDetails, toml: Mapping[Path, Mapping[str, Any]]) -> InvalidRequestError:
     name = ".".join(str(part) for part in problem["loc"])
-    message = problem["msg"].removeprefix("Value error, ")
-    message = re.sub("^(Input|String) should", "it must", message).partition(", unable to")[0]
+    message = plain_reason(problem)
     if problem["type"] == "extra_forbidden":
         name = name.upper() if name.startswith(ENV_PREFIX.lower()) else name
         message = f"unknown setting{_nearest(name)}"
@@ -464,6 +463,14 @@ def _refusal(problem: ErrorDetails, toml: Mapping[Path, Mapping[str, Any]]) -> I
     places = [file for file, values in toml.items() if _is_from(values, problem)]
     text = f"{text} (in {places[-1]})" if places else text
     return InvalidRequestError(text, param=name or None)
+
+
+def plain_reason(problem: ErrorDetails) -> str:
+    """What is wrong with a value, in plain words."""
+    if problem["type"] == "extra_forbidden":
+        return "there is no such name"
+    reason = problem["msg"].removeprefix("Value error, ").partition(", unable to")[0]
+    return re.sub("^(Input|String) should", "it must", reason)
 
 
 def _is_from(values: Any, problem: ErrorDetails) -> bool:

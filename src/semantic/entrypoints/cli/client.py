@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import ssl
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import IO, Any, Self, TypeAlias
@@ -49,9 +50,8 @@ class ServerClient:
         self.key = key
         headers = {"authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(None, connect=_CONNECT_S)
-        # No proxy; but a certificate that SSL_CERT_FILE names is trusted.
-        trusted = httpx.create_ssl_context() if self.url.startswith("https:") else True
-        with self._answers():
+        trusted = _trusted_certificates() if self.url.startswith("https:") else True
+        with self._answers():  # no proxy
             self._http = httpx.Client(
                 base_url=self.url, headers=headers, timeout=timeout, trust_env=False, verify=trusted
             )
@@ -124,9 +124,10 @@ class ServerClient:
                 "address with --server"
             ) from error
         except httpx.HTTPError as error:
-            raise ServerError(
-                f"{self.url} broke off: {str(error) or type(error).__name__}"
-            ) from error
+            is_plain = isinstance(error, httpx.RemoteProtocolError) and self.url.startswith("http:")
+            hint = "; if it has a certificate, its address begins with https://" if is_plain else ""
+            reason = str(error).rstrip(".") or type(error).__name__
+            raise ServerError(f"{self.url} broke off: {reason}{hint}") from error
 
     def _check(self, response: httpx.Response) -> None:
         if response.is_success:
@@ -136,6 +137,14 @@ class ServerClient:
         if response.status_code == httpx.codes.UNAUTHORIZED:
             message = f"{message} Give a key with --key or SEMANTIC_CLIENT_KEY."
         raise ServerError(message, response.status_code)
+
+
+def _trusted_certificates() -> ssl.SSLContext:
+    """The usual authorities, or who SSL_CERT_FILE names."""
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:
+        raise ServerError(f"SSL_CERT_FILE cannot be used: {error}") from error
 
 
 def file_pieces(path: Path) -> Iterator[bytes]:

@@ -14,7 +14,7 @@ from semantic.adapters.config.keys import (
     edit_key_file,
     read_key_file,
 )
-from semantic.adapters.config.settings import Settings
+from semantic.adapters.config.settings import Settings, plain_reason
 from semantic.domain.agents import LOCAL_TENANT
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.flags import Answer, with_settings
@@ -93,12 +93,12 @@ def add(
 def list_keys(settings: Settings) -> Answer:
     """List keys, and the limits of tenants."""
     file = read_key_file(settings.effective_key_file)
-    lines = []
+    lines = [] if file.keys else ["no keys; `semantic keys add` makes one"]
     for key in file.keys:
         kind, state = "admin" if key.admin else "user", "revoked" if key.revoked else "valid"
         rate = _limits_text(key.rate) if key.rate else ""
         line = f"{key.id}  {key.tenant:<16}  {kind:<5}  {key.created:%Y-%m-%d}  {state:<7}  "
-        lines.append(f"{line}{rate}  {key.note}".rstrip() + "")
+        lines.append(f"{line}{rate}  {key.note}".rstrip())
     for name, tenant in file.tenants.items():
         lines.append(f"tenant {name}: {_limits_text(tenant) or 'no limits'}")
     lines.append(f"all together: {_limits_text(file.limits) or 'no limits'}")
@@ -139,7 +139,7 @@ def _read_limits(entry: _Limits, given: Sequence[str]) -> _Limits:
     except ValidationError as error:
         problem = error.errors()[0]
         name = ".".join(map(str, problem["loc"]))
-        raise InvalidRequestError(f"limit {name}: {problem['msg']}", param=name) from error
+        raise InvalidRequestError(f"limit {name}: {plain_reason(problem)}", param=name) from error
 
 
 def _limits_text(entry: RateEntry | TenantEntry) -> str:
