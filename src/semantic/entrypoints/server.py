@@ -47,7 +47,7 @@ from semantic.adapters.inbound.http.middleware import (
 )
 from semantic.adapters.inbound.openai.routes import openai_router
 from semantic.adapters.inbound.page.routes import docs_router, page_router
-from semantic.adapters.inbound.responses.routes import responses_router
+from semantic.adapters.inbound.responses.routes import ResponsesApi
 from semantic.adapters.outbound import host_memory
 from semantic.application.agents.turns import PastTurns
 from semantic.domain.access import LIMIT_KINDS, Allowance
@@ -103,7 +103,7 @@ def create_app(server: Server) -> FastAPI:
     principal = current_principal
     app.include_router(openai_router(server.inference, server.models, principal))
     past = PastTurns(server.memory.agents.log)
-    app.include_router(responses_router(server.inference, server.models, past, principal))
+    app.include_router(ResponsesApi(server.inference, server.models, past, principal).router())
     app.include_router(health_router(server.models, lambda: _condition(server)))
     app.include_router(metrics_router(server.metrics.render, server.history.since))
     app.include_router(anthropic_router(server.inference, principal))

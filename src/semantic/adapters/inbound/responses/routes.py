@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
@@ -170,31 +171,119 @@ class RecentResponses:
 
 
 _Place = Annotated[int | None, Query(ge=0, description="`sequence_number` of the last event seen")]
-_FOUND: dict[int | str, dict[str, Any]] = {200: {"model": ResponseBody}}
 
 
-class _Responses:
-    """Finds responses for the endpoints."""
+class ResponsesApi:
+    """Endpoints under `/v1/responses`."""
 
     def __init__(
-        self, turns: PastTurns, models: ModelRegistry, principal: Callable[[], Principal]
+        self,
+        inference: InferencePort,
+        models: ModelRegistry,
+        turns: PastTurns,
+        principal: Callable[[], Principal],
     ) -> None:
-        self._turns = turns
+        self._inference = inference
         self._models = models
-        self.principal = principal
+        self._turns = turns
+        self._principal = principal
         self._books: defaultdict[str, RecentResponses] = defaultdict(RecentResponses)
 
-    @property
-    def book(self) -> RecentResponses:
-        """The caller's responses of late."""
-        return self._books[self.principal().tenant]
+    def router(self) -> APIRouter:
+        """Say which method answers where."""
+        errors = refusals("4XX", 503, 504)
+        router = APIRouter(prefix="/v1/responses", tags=["openai"], responses=errors)
+        router.add_api_route("/input_tokens", self.count, methods=["POST"])
+        add, one = functools.partial(router.add_api_route, response_model=None), "/{response_id}"
+        items, gone = {200: {"model": ItemList}}, {200: {"model": DeletedResponse}}
+        add(f"{one}/input_items", self.input_items, methods=["GET"], responses=items)
+        add("", self.create, methods=["POST"], responses=reply_or_stream(ResponseBody))
+        add(one, self.retrieve, methods=["GET"], responses=reply_or_stream(ResponseBody))
+        add(one, self.delete, methods=["DELETE"], responses=gone)
+        cancelled = {200: {"model": ResponseBody}}
+        add(f"{one}/cancel", self.cancel, methods=["POST"], responses=cancelled)
+        return router
 
-    async def past(self, response_id: str) -> PastTurn | None:
-        """Find the turn of a response."""
+    async def create(self, body: ResponsesRequest, http: Request, hint: Hint) -> Response:
+        """Answer, whole, as a stream of events, or in the background."""
+        past = await self._previous(body)
+        with _client_params(body, past):
+            request = body.to_domain(hint, past)
+            replies = ReplySet([await self._inference.start(request, self._principal())])
+        writer = ResponseWriter(settings_of(body), wants_handles=body.wants_handles)
+        run = ResponseRun(replies, writer, self._book, is_stored=body.is_stored)
+        if body.background:
+            return await _in_background(run, self._book, is_streamed=bool(body.stream))
+        if body.stream:
+            return EventStream(run.frames(), replies)
+        return await answer(http, run.collect(), replies)
+
+    async def retrieve(
+        self, response_id: str, stream: bool = False, starting_after: _Place = None
+    ) -> Response:
+        """A stored or running response; or its events, if it streams in the background."""
+        run = self._book.find(response_id)
+        if stream and run is not None and run.log is not None:
+            return EventStream(run.log.read(0 if starting_after is None else starting_after + 1))
+        response = run.response if run else await self._logged(response_id)
+        refuse(
+            stream and response,
+            "stream",
+            "events are kept of what is made with background and stream, and for a while only.",
+        )
+        return JSONResponse(response) if response else _missing(response_id)
+
+    async def cancel(self, response_id: str) -> Response:
+        """Stop a response; one that has ended is returned as it is."""
+        run = self._book.find(response_id)
+        if run is None:
+            return await self.retrieve(response_id)
+        await run.cancel()
+        return JSONResponse(run.response)
+
+    async def delete(self, response_id: str) -> Response:
+        """Remove a response; the KV cache stays."""
+        run = self._book.find(response_id)
+        if run is not None:
+            await run.cancel()
+        is_dropped = self._book.forget(response_id)
         name = response_id.removeprefix(PREFIX)
-        return await asyncio.to_thread(self._turns.find, name, self.principal())
+        is_removed = await asyncio.to_thread(self._turns.forget, name, self._principal())
+        if not is_dropped and not is_removed:
+            return _missing(response_id)
+        deleted: DeletedResponse = {"id": response_id, "object": "response", "deleted": True}
+        return JSONResponse(deleted)
 
-    async def previous(self, body: ResponsesRequest) -> PastTurn | None:
+    async def count(self, body: ResponsesRequest, hint: Hint) -> InputTokens:
+        """Count the prompt tokens that the same request would have."""
+        past = await self._previous(body)
+        with _client_params(body, past):
+            request = body.to_domain(hint, past)
+            number = await self._inference.count_tokens(request, self._principal())
+        return {"object": "response.input_tokens", "input_tokens": number}
+
+    async def input_items(
+        self,
+        response_id: str,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        """What a stored response was asked, with the conversation before it."""
+        past = await self._past(response_id)
+        if past is None:
+            return _missing(response_id)
+        items = items_of(response_id.removeprefix(PREFIX), past.messages[:-1])
+        return JSONResponse(_page(items if order == "asc" else items[::-1], after, limit))
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    @property
+    def _book(self) -> RecentResponses:
+        """The caller's responses of late."""
+        return self._books[self._principal().tenant]
+
+    async def _previous(self, body: ResponsesRequest) -> PastTurn | None:
         """Find the turn a request goes on from.
 
         Raises:
@@ -203,8 +292,8 @@ class _Responses:
         name = body.previous_response_id
         if not name:
             return None
-        past = await self.past(name)
-        known = self.book.find(name) if past is None else None
+        past = await self._past(name)
+        known = self._book.find(name) if past is None else None
         if known is not None:
             why = f"{name!r} is {known.response['status']}, and cannot be continued."
         elif past is None:
@@ -214,135 +303,17 @@ class _Responses:
         refuse(past is None or not past.is_whole, "previous_response_id", why)
         return past
 
-    async def find(self, response_id: str) -> Json | None:
-        """Find a response: of late, or from the log of turns."""
-        known = self.book.find(response_id)
-        if known is not None:
-            return known.response
-        past = await self.past(response_id)
+    async def _logged(self, response_id: str) -> Json | None:
+        """Make a response again from the log of turns."""
+        past = await self._past(response_id)
         if past is None:
             return None
         served = self._models.current().id
         return response_of(response_id.removeprefix(PREFIX), past, served)
 
-    async def show(self, response_id: str) -> Response:
-        """Answer with a response."""
-        response = await self.find(response_id)
-        return JSONResponse(response) if response else _missing(response_id)
-
-    async def events(self, response_id: str, after: int | None) -> Response:
-        """Answer with the events of a response, those that follow number `after`.
-
-        Raises:
-            InvalidRequestError: they are not kept.
-        """
-        run = self.book.find(response_id)
-        if run is not None and run.log is not None:
-            return EventStream(run.log.read(0 if after is None else after + 1))
-        refuse(
-            await self.find(response_id),
-            "stream",
-            "events are kept of what is made with background and stream, and for a while only.",
-        )
-        return _missing(response_id)
-
-    async def cancel(self, response_id: str) -> Response:
-        """Stop a response and answer with it."""
-        run = self.book.find(response_id)
-        if run is None:
-            return await self.show(response_id)
-        await run.cancel()
-        return JSONResponse(run.response)
-
-    async def forget(self, response_id: str) -> bool:
-        """Remove a response; False if there is none."""
-        run = self.book.find(response_id)
-        if run is not None:
-            await run.cancel()
-        is_dropped = self.book.forget(response_id)
+    async def _past(self, response_id: str) -> PastTurn | None:
         name = response_id.removeprefix(PREFIX)
-        return await asyncio.to_thread(self._turns.forget, name, self.principal()) or is_dropped
-
-
-def responses_router(
-    inference: InferencePort,
-    models: ModelRegistry,
-    turns: PastTurns,
-    principal: Callable[[], Principal],
-) -> APIRouter:
-    """Serve `/v1/responses` on behalf of a principal."""
-    router = APIRouter(prefix="/v1/responses", tags=["openai"], responses=refusals("4XX", 503, 504))
-    responses = _Responses(turns, models, principal)
-    _add_inputs(router, inference, responses)
-
-    @router.post("", response_model=None, responses=reply_or_stream(ResponseBody))
-    async def create(body: ResponsesRequest, http: Request, hint: Hint) -> Response:
-        """Answer, whole, as a stream of events, or in the background."""
-        past = await responses.previous(body)
-        with _client_params(body, past):
-            request = body.to_domain(hint, past)
-            replies = ReplySet([await inference.start(request, principal())])
-        writer = ResponseWriter(settings_of(body), wants_handles=body.wants_handles)
-        run = ResponseRun(replies, writer, responses.book, is_stored=body.is_stored)
-        if body.background:
-            return await _in_background(run, responses.book, is_streamed=bool(body.stream))
-        if body.stream:
-            return EventStream(run.frames(), replies)
-        return await answer(http, run.collect(), replies)
-
-    @router.get("/{response_id}", response_model=None, responses=reply_or_stream(ResponseBody))
-    async def retrieve(
-        response_id: str, stream: bool = False, starting_after: _Place = None
-    ) -> Response:
-        """A stored or running response; or its events, if it streams in the background."""
-        if stream:
-            return await responses.events(response_id, after=starting_after)
-        return await responses.show(response_id)
-
-    @router.delete(
-        "/{response_id}", response_model=None, responses={200: {"model": DeletedResponse}}
-    )
-    async def delete(response_id: str) -> Response:
-        """Remove a response; the KV cache stays."""
-        if not await responses.forget(response_id):
-            return _missing(response_id)
-        deleted: DeletedResponse = {"id": response_id, "object": "response", "deleted": True}
-        return JSONResponse(deleted)
-
-    @router.post("/{response_id}/cancel", response_model=None, responses=_FOUND)
-    async def cancel(response_id: str) -> Response:
-        """Stop a response; one that has ended is returned as it is."""
-        return await responses.cancel(response_id)
-
-    return router
-
-
-def _add_inputs(router: APIRouter, inference: InferencePort, responses: _Responses) -> None:
-    """Serve what tells of a request rather than of its reply."""
-
-    @router.post("/input_tokens")
-    async def count(body: ResponsesRequest, hint: Hint) -> InputTokens:
-        """Count the prompt tokens that the same request would have."""
-        past = await responses.previous(body)
-        with _client_params(body, past):
-            number = await inference.count_tokens(body.to_domain(hint, past), responses.principal())
-        return {"object": "response.input_tokens", "input_tokens": number}
-
-    @router.get(
-        "/{response_id}/input_items", response_model=None, responses={200: {"model": ItemList}}
-    )
-    async def input_items(
-        response_id: str,
-        limit: Annotated[int, Query(ge=1, le=100)] = 20,
-        order: Literal["asc", "desc"] = "desc",
-        after: str | None = None,
-    ) -> Response:
-        """What a stored response was asked, with the conversation before it."""
-        past = await responses.past(response_id)
-        if past is None:
-            return _missing(response_id)
-        items = items_of(response_id.removeprefix(PREFIX), past.messages[:-1])
-        return JSONResponse(_page(items if order == "asc" else items[::-1], after, limit))
+        return await asyncio.to_thread(self._turns.find, name, self._principal())
 
 
 @contextlib.contextmanager
