@@ -5,7 +5,7 @@ import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
@@ -195,13 +195,11 @@ class ResponsesApi:
         router = APIRouter(prefix="/v1/responses", tags=["openai"], responses=errors)
         router.add_api_route("/input_tokens", self.count, methods=["POST"])
         add, one = functools.partial(router.add_api_route, response_model=None), "/{response_id}"
-        items, gone = {200: {"model": ItemList}}, {200: {"model": DeletedResponse}}
-        add(f"{one}/input_items", self.input_items, methods=["GET"], responses=items)
+        add(f"{one}/input_items", self.input_items, methods=["GET"], responses=_shown(ItemList))
         add("", self.create, methods=["POST"], responses=reply_or_stream(ResponseBody))
         add(one, self.retrieve, methods=["GET"], responses=reply_or_stream(ResponseBody))
-        add(one, self.delete, methods=["DELETE"], responses=gone)
-        cancelled = {200: {"model": ResponseBody}}
-        add(f"{one}/cancel", self.cancel, methods=["POST"], responses=cancelled)
+        add(one, self.delete, methods=["DELETE"], responses=_shown(DeletedResponse))
+        add(f"{one}/cancel", self.cancel, methods=["POST"], responses=_shown(ResponseBody))
         return router
 
     async def create(self, body: ResponsesRequest, http: Request, hint: Hint) -> Response:
@@ -314,6 +312,11 @@ class ResponsesApi:
     async def _past(self, response_id: str) -> PastTurn | None:
         name = response_id.removeprefix(PREFIX)
         return await asyncio.to_thread(self._turns.find, name, self._principal())
+
+
+def _shown(body: Any) -> dict[int | str, dict[str, Any]]:
+    """Document an answer."""
+    return {200: {"model": body}}
 
 
 @contextlib.contextmanager
