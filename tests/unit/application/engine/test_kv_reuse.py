@@ -14,13 +14,14 @@ from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
 from semantic.application.cache.restore_plan import RestorePlan
 from semantic.application.cache.store import AgentCacheStore
 from semantic.application.cache.writer import DiskLimits, DiskTier
+from semantic.application.engine import restore
 from semantic.application.engine.request import Job
 from semantic.application.engine.scheduler import EngineLimits
 from semantic.domain.blocks import BlockName
 from semantic.domain.chat import ServiceClass
 from semantic.domain.pool import BlockPool
 from semantic.domain.spec import LayerKind, LayerSpec, ModelCacheSpec
-from semantic.ports.backend import SequenceId
+from semantic.ports.backend import KVPayload, SequenceId
 from tests.unit.application.engine_rig import EngineRig, FaultyBackend, Rig, make_job, make_rig
 
 pytestmark = pytest.mark.unit
@@ -240,6 +241,39 @@ def test_a_reply_that_ends_where_a_block_does_is_resumed_there() -> None:
     rig.serve(make_job("a", "x" * 12, max_tokens=5))
     rig.serve(make_job("b", "x" * 12 + rig.text("a") + "more"))
     assert rig.num_reused("b") == 16
+
+
+class LoadingBackend(FaultyBackend):
+    """Notes for which sequences state is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(fake_spec(block_tokens=8))
+        self.loaded: list[SequenceId] = []
+
+    def load(self, seq: SequenceId, parts: Sequence[KVPayload], end: int) -> None:
+        self.loaded.append(seq)
+        super().load(seq, parts, end)
+
+
+def test_beside_those_who_decode_one_is_restored_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    block_bytes = 8 * BYTES_PER_TOKEN
+    monkeypatch.setattr(restore, "_STEP_BYTES", (block_bytes, block_bytes))
+    backend = LoadingBackend()
+    rig = make_rig(backend=backend)
+    before = [make_job(f"{n}", f"{n} was here before. " * 4) for n in range(3)]
+    rig.serve(*before)
+    neighbour = make_job("neighbour", "somebody else", max_tokens=60)
+    rig.submit(neighbour)
+    rig.step(2)
+    again = [replace(job, id=f"again {job.id}") for job in before]
+    rig.serve(*again)
+    begun, rest = backend.loaded[:3], backend.loaded[3:]
+    assert len(set(begun)) == 3
+    assert set(rest) == set(begun)  # each in several steps
+    assert rest == sorted(rest)
+    rig.expect_alone(neighbour, *again)
 
 
 def test_a_quota_ends_sealing_and_not_the_reply() -> None:
