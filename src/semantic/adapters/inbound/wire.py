@@ -1,7 +1,8 @@
 """What the bodies of all protocols have in common: their base, limits, builders, and numbers."""
 
+import contextlib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from pydantic import (
@@ -159,6 +160,21 @@ def renumber(param: str, name: str, places: Sequence[int]) -> str:
     """
     match = re.fullmatch(rf"{name}\[(\d+)\](.*)", param)
     return f"{name}[{places[int(match[1])]}]{match[2]}" if match else param
+
+
+@contextlib.contextmanager
+def client_params(client_param: Callable[..., str | None], *about: object) -> Iterator[None]:
+    """Let refusals name fields as the client spelled them.
+
+    Args:
+        client_param: Translates our name of a field.
+        about: What it has to know beside that.
+    """
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.param = client_param(error.param, *about)
+        raise
 
 
 def refuse(is_given: object, param: str, why: str) -> None:

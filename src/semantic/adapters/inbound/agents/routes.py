@@ -39,10 +39,11 @@ from semantic.adapters.inbound.http.streaming import (
     answer,
     unless_disconnected,
 )
+from semantic.adapters.inbound.wire import client_params
 from semantic.application.agents.service import AgentService
 from semantic.application.agents.transfer import AgentTransfer
 from semantic.domain.agents import Principal, Turn
-from semantic.domain.errors import AgentNotFoundError, InvalidRequestError
+from semantic.domain.errors import AgentNotFoundError
 from semantic.ports.inbound import AgentPage
 
 AgentPath = Annotated[
@@ -190,11 +191,8 @@ class AgentApi:
         Turns of one agent run in the order they were asked for.
         """
         starting = self._agents.generate(self._principal(), agent_id, body.to_domain())
-        try:
+        with client_params(body.client_param):
             reply = await unless_disconnected(starting, http)
-        except InvalidRequestError as error:
-            error.param = body.client_param(error.param)
-            raise
         if reply is None:
             return Response(status_code=CLIENT_LEFT)
         writer = ReplyWriter(agent_id, functools.partial(self._turn, agent_id))

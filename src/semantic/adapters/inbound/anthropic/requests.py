@@ -20,6 +20,7 @@ from semantic.adapters.inbound.wire import (
     NO_LIMIT,
     Limited,
     Schema,
+    client_params,
     example,
     limit_parts,
     renumber,
@@ -455,9 +456,6 @@ class MessagesRequest(CountRequest):
             sampling=sampling_of(self),
             stop=StopRules(max_tokens=limit, strings=tuple(self.stop_sequences or ())),
         )
-        try:
+        with client_params(self.client_param, request):
             # Here what cannot be continued is refused; it can be counted.
             return replace(request, is_continued=self.messages[-1].role == "assistant")
-        except InvalidRequestError as error:
-            error.param = self.client_param(error.param, request)
-            raise

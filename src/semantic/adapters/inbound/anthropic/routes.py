@@ -3,8 +3,7 @@
 Keys in `x-api-key` or `Authorization` are accepted and not looked at while none are configured.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -27,9 +26,8 @@ from semantic.adapters.inbound.http.streaming import (
     named_event,
     reply_or_stream,
 )
+from semantic.adapters.inbound.wire import client_params
 from semantic.domain.agents import Principal
-from semantic.domain.chat import ChatRequest
-from semantic.domain.errors import InvalidRequestError
 from semantic.domain.events import Event, Failed
 from semantic.ports.inbound import InferencePort
 
@@ -44,7 +42,7 @@ def anthropic_router(inference: InferencePort, principal: Callable[[], Principal
     async def create_message(body: MessagesRequest, http: Request) -> Response:
         """Answer a conversation, whole or as a stream."""
         request = body.to_domain(http.headers)
-        with _client_params(body, request):
+        with client_params(body.client_param, request):
             replies = ReplySet([await inference.start(request, principal())])
         stream = MessageStream(shows_thinking=body.shows_thinking, marks_cache=body.marks_cache)
         if not body.stream:
@@ -60,7 +58,7 @@ def anthropic_router(inference: InferencePort, principal: Callable[[], Principal
     async def count_tokens(body: CountRequest, http: Request) -> TokenCount:
         """Count the prompt tokens that the same request would have."""
         request = body.to_domain(http.headers)
-        with _client_params(body, request):
+        with client_params(body.client_param, request):
             return {"input_tokens": await inference.count_tokens(request, principal())}
 
     @router.get("/api/hello", include_in_schema=False)
@@ -74,16 +72,6 @@ def anthropic_router(inference: InferencePort, principal: Callable[[], Principal
         return {}
 
     return router
-
-
-@contextlib.contextmanager
-def _client_params(body: CountRequest, request: ChatRequest) -> Iterator[None]:
-    """Name fields in refusals as the client spelled them."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        error.param = body.client_param(error.param, request)
-        raise
 
 
 async def _collect(replies: ReplySet, stream: MessageStream) -> Json:

@@ -43,7 +43,7 @@ from semantic.adapters.inbound.openai.events import (
 )
 from semantic.adapters.inbound.openai.fields import Hint
 from semantic.adapters.inbound.openai.requests import ChatCompletionRequest, CompletionRequest
-from semantic.adapters.inbound.wire import Schema, example
+from semantic.adapters.inbound.wire import Schema, client_params, example
 from semantic.application.models.registry import ModelRegistry
 from semantic.domain.agents import Principal
 from semantic.domain.chat import ChatRequest
@@ -192,24 +192,18 @@ def _add_replies(
     )
     async def chat_completions(body: ChatCompletionRequest, http: Request, hint: Hint) -> Response:
         """Answer a conversation, whole or as a stream."""
-        try:
+        with client_params(body.client_param):
             requests = repeat(body.to_domain(hint), body.num_replies)
             replies = await start_all(inference, requests, principal())
-        except InvalidRequestError as error:
-            error.param = body.client_param(error.param)
-            raise
         return await _reply(http, body, replies, ChatForm(body.num_replies))
 
     @router.post("/completions", response_model=None, responses=reply_or_stream(Completion))
     async def completions(body: CompletionRequest, http: Request, hint: Hint) -> Response:
         """Continue a raw prompt, whole or as a stream."""
-        try:
+        with client_params(body.client_param):
             prompts = body.to_domain(hint)
             requests = [r for prompt in prompts for r in repeat(prompt, body.num_replies)]
             replies = await start_all(inference, requests, principal())
-        except InvalidRequestError as error:
-            error.param = body.client_param(error.param)
-            raise
         try:
             echoes = [await _echo(body, prompt, inference) for prompt in body.prompts]
         except BaseException:

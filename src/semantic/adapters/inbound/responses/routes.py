@@ -1,10 +1,9 @@
 """OpenAI's Responses, thin over the inbound ports: a response is a turn, its id the turn's."""
 
 import asyncio
-import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -34,11 +33,11 @@ from semantic.adapters.inbound.responses.events import (
     settings_of,
 )
 from semantic.adapters.inbound.responses.requests import ResponsesRequest
-from semantic.adapters.inbound.wire import refuse
+from semantic.adapters.inbound.wire import client_params, refuse
 from semantic.application.agents.turns import PastTurns
 from semantic.application.models.registry import ModelRegistry
 from semantic.domain.agents import Principal
-from semantic.domain.errors import GenerationTimeoutError, InvalidRequestError, SemanticError
+from semantic.domain.errors import GenerationTimeoutError, SemanticError
 from semantic.domain.events import Failed, ModelProgress, PrefillProgress
 from semantic.ports.inbound import InferencePort, PastTurn
 
@@ -205,7 +204,7 @@ class ResponsesApi:
     async def create(self, body: ResponsesRequest, http: Request, hint: Hint) -> Response:
         """Answer, whole, as a stream of events, or in the background."""
         past = await self._previous(body)
-        with _client_params(body, past):
+        with client_params(body.client_param, past):
             request = body.to_domain(hint, past)
             replies = ReplySet([await self._inference.start(request, self._principal())])
         writer = ResponseWriter(settings_of(body), wants_handles=body.wants_handles)
@@ -255,7 +254,7 @@ class ResponsesApi:
     async def count(self, body: ResponsesRequest, hint: Hint) -> InputTokens:
         """Count the prompt tokens that the same request would have."""
         past = await self._previous(body)
-        with _client_params(body, past):
+        with client_params(body.client_param, past):
             request = body.to_domain(hint, past)
             number = await self._inference.count_tokens(request, self._principal())
         return {"object": "response.input_tokens", "input_tokens": number}
@@ -317,16 +316,6 @@ class ResponsesApi:
 def _shown(body: Any) -> dict[int | str, dict[str, Any]]:
     """Document an answer."""
     return {200: {"model": body}}
-
-
-@contextlib.contextmanager
-def _client_params(body: ResponsesRequest, past: PastTurn | None) -> Iterator[None]:
-    """Name fields in refusals as the client spelled them."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        error.param = body.client_param(error.param, past)
-        raise
 
 
 def _page(items: list[Json], after: str | None, limit: int) -> ItemList:
