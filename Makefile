@@ -3,8 +3,10 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
+# One that it is tested with, else a newer one.
 PYTHON ?= $(firstword $(shell for p in python3 python3.12 python3.11; do \
-	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p; done))
+	$$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p; done; \
+	python3 -c 'import sys, venv; sys.exit(sys.version_info < (3, 13))' 2>/dev/null && echo python3))
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check

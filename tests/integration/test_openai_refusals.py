@@ -191,6 +191,7 @@ def test_what_cannot_be_honoured_names_the_field(
     error = answer.json()["error"]
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
     assert words in error["message"]
+    assert param.rpartition(".")[2].partition("[")[0] in error["message"]
 
 
 def test_a_missing_field_and_a_body_that_is_no_object(http: httpx.Client) -> None:
@@ -198,6 +199,9 @@ def test_a_missing_field_and_a_body_that_is_no_object(http: httpx.Client) -> Non
     assert (missing["param"], missing["message"]) == ("messages", "messages: Field required")
     wrong = http.post("/v1/chat/completions", json=[1, 2])
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, None)
+    assert wrong.json()["error"]["message"] == "the body: it must be a JSON object"
+    asked = http.get("/v1/chat/completions").json()["error"]
+    assert asked["message"] == "/v1/chat/completions takes POST, not GET."
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,8 @@ class ChatSession:
                 )
         if found["turns"] and self.screen.is_terminal:
             tier = found["state"]["tier"]
-            self.screen.print(
-                f"[dim]{found['turns']} turns, {found['tokens']:,} tokens, {tier}[/dim]"
-            )
+            turns = "1 turn" if found["turns"] == 1 else f"{found['turns']:,} turns"
+            self.screen.print(f"[dim]{turns}, {found['tokens']:,} tokens, {tier}[/dim]")
 
     @property
     def path(self) -> str:

@@ -117,12 +117,15 @@ def refusals(*statuses: int | str, body: Any = ErrorBody) -> dict[int | str, dic
 
 def openai_body(error: errors.SemanticError) -> ErrorBody:
     """An error as OpenAI's clients parse it, in a response or in a stream."""
-    row, param = _row(error), None
+    row, message, param = _row(error), error.message, None
     if isinstance(error, errors.ModelNotFoundError):
         param = "model"
     elif isinstance(error, errors.InvalidRequestError):
         param = error.param
-    return _openai(error.message, row.type, row.code, param)
+    # Many clients show the message alone.
+    if param is not None and param.rpartition(".")[2].partition("[")[0] not in message:
+        message = f"{param}: {message}"
+    return _openai(message, row.type, row.code, param)
 
 
 def anthropic_body(error: errors.SemanticError) -> AnthropicErrorBody:
@@ -256,14 +259,23 @@ def install_error_handlers(app: FastAPI) -> None:
         message = str(error.detail)
         if error.status_code == 404:
             message = f"there is nothing at {request.method} {request.url.path}."
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            message = f"{request.url.path} takes {allowed}, not {request.method}."
         return error_response(error.status_code, message, "http_error", headers=error.headers)
+
+
+_REASONS = {
+    "extra_forbidden": "there is no such field",
+    "model_attributes_type": "it must be a JSON object",
+}
 
 
 def _reason(problem: ErrorDetails) -> str:
     """What is wrong with a value, in plain words."""
     if problem["type"] == "string_pattern_mismatch" and "A-Za-z0-9" in problem["ctx"]["pattern"]:
         return "it must be 1 to 128 of the characters A-Z a-z 0-9 . _ -, and not dots alone."
-    reason = str(problem["msg"]).removeprefix("Value error, ")
+    reason = _REASONS.get(problem["type"], problem["msg"]).removeprefix("Value error, ")
     return re.sub("^(Input|String|List|Dictionary) should", "it must", reason)
 
 

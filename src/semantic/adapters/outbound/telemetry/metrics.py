@@ -88,7 +88,7 @@ class Metrics:
         self._measures[measure].observe(value)
 
     def begin(self, trace: RequestTrace, request_id: str, agent_id: str, model: str) -> None:
-        """Let the log's lines of a request name its agent and trace; measured is it at its end."""
+        """Let the log's lines of a request name its agent and trace; it is measured at its end."""
         structlog.contextvars.bind_contextvars(agent=agent_id)
         if self.tracer is not None:
             trace_id = self.tracer.begin(trace, request_id, agent_id, model)
