@@ -61,12 +61,13 @@ async def test_steady_progress_does_not_silence_the_heart() -> None:
                 await asyncio.sleep(0.001)
                 yield PrefillProgress(1, 2)
 
-    num_progress = 0
-    async for item in ReplySet([Prefilling()], heartbeat_s=0.02).events_and_heartbeats():
-        if isinstance(item, streaming.Heartbeat):
-            break
-        num_progress += 1
-    assert num_progress
+    is_steady = False
+    async with asyncio.timeout(60):
+        async for item in ReplySet([Prefilling()], heartbeat_s=0.02).events_and_heartbeats():
+            is_beat = isinstance(item, streaming.Heartbeat)
+            if is_beat and is_steady:
+                break
+            is_steady |= not is_beat  # on a busy machine the first beat may come first
 
 
 async def test_a_client_that_left_before_the_first_frame_cancels_all() -> None:
