@@ -73,7 +73,7 @@ def swap(http: httpx.Client, model: str) -> httpx.Response:
 @pytest.mark.parametrize(
     "model, status, reason",
     [
-        ("cut", 503, "cut could not be loaded.*one is served again"),
+        ("cut", 400, "cut could not be loaded.*damaged or incomplete.*one is served again"),
         ("odd", 400, "does not know its model_type 'odd'. Take .* knows it; one is served again"),
         ("huge", 400, "huge does not fit"),
         ("/nowhere/at/all", 404, "there is no model"),
