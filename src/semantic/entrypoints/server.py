@@ -428,8 +428,9 @@ def _announce(server: Server, http: uvicorn.Server, failures: list[str]) -> None
         elapsed = time.monotonic() - started
         current = server.models.current()
         how = f" ({current.compute.summary})" if current.compute else ""
-        sys.stdout.write(f"\n  ready: {server.model_id} after {elapsed:.1f} s{how}\n\n")
-        sys.stdout.flush()
+        with contextlib.suppress(BrokenPipeError):  # who read it has left
+            sys.stdout.write(f"\n  ready: {server.model_id} after {elapsed:.1f} s{how}\n\n")
+            sys.stdout.flush()
     elif server.device.state is ModelState.FAILED:
         failures.append(f"the model could not be loaded: {server.device.detail}")
         http.should_exit = True

@@ -114,10 +114,22 @@ def _run_key_command(command: str) -> bytes:
         )
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise InvalidRequestError(
-            f"encryption_key_command gave no key: {type(error).__name__}",
-            param="encryption_key_command",
+            f"encryption_key_command gave no key: {_reason(error)}", param="encryption_key_command"
         ) from error
     return done.stdout
+
+
+def _reason(error: OSError | ValueError | subprocess.SubprocessError) -> str:
+    """What went wrong, without the command: it may hold a secret."""
+    match error:
+        case subprocess.CalledProcessError():
+            return f"it ended with status {error.returncode}"
+        case subprocess.TimeoutExpired():
+            return f"it took longer than {_COMMAND_S} s"
+        case OSError():
+            return str(error.strerror)
+        case _:
+            return "it is not a command"
 
 
 def _parse_key(text: bytes, param: str) -> bytes:

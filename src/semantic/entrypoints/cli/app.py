@@ -27,7 +27,7 @@ _SERVE_FLAGS = (
 _CLUSTER_FLAGS = (
     *("host", "port", "model", "backend", "dtype", "device", "weights", "shards", "home"),
     *("replicas", "max_replicas", "replica_cpus", "replica_gpus", "ray_address"),
-    *("upscale_delay_s", "downscale_delay_s", "database_url", "objects_url"),
+    *("upscale_delay_s", "downscale_delay_s", "store", "database_url", "objects_url"),
     *("memory_budget_mb", "kv_bits", "log_level", "allow_remote"),
 )
 # The panels of `semantic --help`.
@@ -163,6 +163,7 @@ def gc(
     orphan_age_h: Annotated[
         float | None,
         typer.Option(
+            min=0,
             metavar="HOURS",
             help="keep orphans that were used within this many hours; 0 keeps none "
             f"(default: the setting orphan_ttl_h, {Settings.model_fields['orphan_ttl_h'].default})",

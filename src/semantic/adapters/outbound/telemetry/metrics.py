@@ -199,8 +199,10 @@ class ServerCollector(Collector):
         engine, requests = self._counts.engine, self._counts.requests
         yield _one(_counter("tokens_prefilled", "Prompt tokens computed."), engine.prompt_tokens)
         yield _one(_counter("tokens_generated", "Tokens of replies."), engine.generated_tokens)
-        yield _one(_counter("drafted_tokens", "Tokens guessed."), engine.drafted_tokens)
-        right = _counter("accepted_draft_tokens", "Tokens guessed that were right.")
+        yield _one(
+            _counter("drafted_tokens", "Draft tokens that were checked."), engine.drafted_tokens
+        )
+        right = _counter("accepted_draft_tokens", "Draft tokens that were accepted.")
         yield _one(right, engine.accepted_tokens)
         yield _one(
             _gauge("tokens_per_second", "Tokens of replies a second, since the last reading."),
