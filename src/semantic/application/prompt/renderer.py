@@ -30,7 +30,14 @@ from semantic.application.prompt.replay import (
 from semantic.application.prompt.special_text import RunEncoder, SpecialText, TokenWalk
 from semantic.application.prompt.template_probe import lost_generation_prompt, probe
 from semantic.domain.blocks import common_prefix
-from semantic.domain.chat import ChatRequest, JsonValue, Message, Role, require_whole_characters
+from semantic.domain.chat import (
+    ChatRequest,
+    JsonValue,
+    Message,
+    Role,
+    json_fault,
+    require_whole_characters,
+)
 from semantic.domain.errors import InvalidRequestError
 from semantic.ports.text import TokenizerPort
 
@@ -118,7 +125,11 @@ class Renderer:
                 the text cannot be encoded.
         """
         conversation = self._composer.compose(request, today)
-        text = self._write(conversation)
+        try:
+            text = self._write(conversation)
+        except InvalidRequestError as error:
+            error.param = _spoilt_field(request) or error.param
+            raise
         # What was worked out for one tenant must not save time for another: that could be measured.
         root = replays.root if replays else b""
         walk = self._walk(text, root)
@@ -257,6 +268,15 @@ class Renderer:
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         return b"".join(map(self.tokenizer.token_bytes, tokens)).decode(errors="replace")
+
+
+def _spoilt_field(request: ChatRequest) -> str:
+    """Where a request holds what JSON cannot: half a character; empty if that is not known."""
+    for tool in request.tools:
+        if json_fault([tool.name, tool.description, tool.parameters]):
+            return "tools"
+    spoilt = (i for i, message in enumerate(request.messages) if json_fault(message.text))
+    return next((f"messages[{index}]" for index in spoilt), "")
 
 
 def _head_digest(conversation: TemplateInput, root: bytes) -> "hashlib._Hash":

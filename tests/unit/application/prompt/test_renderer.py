@@ -129,7 +129,8 @@ IMAGE = ImagePart("image/png", "x")
         (results(ToolResultPart("1", (IMAGE,))), "messages[1].content[0].content[0]"),
         (Message(Role.ASSISTANT, (text_result("1", "x"),)), "messages[1].content[0]"),
         (Message(Role.SYSTEM, (use("1", "f"),)), "messages[1].content[0]"),
-        (user("\ud800"), "messages"),
+        (user("\ud800"), "messages[1]"),
+        (results(text_result("1", "\ud800")), "messages"),
     ],
 )
 def test_refusals_name_the_field(message: Message, param: str) -> None:
