@@ -10,7 +10,7 @@ import sqlite3
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
@@ -185,7 +185,9 @@ class SqliteLedger(LedgerReadings):
             if num_changes == current.num_backed_up and self._backup.exists():
                 return
             copy = self._backup.with_name(f"{self._backup.name}.tmp")
-            with self._refusals(), self._lend() as source:
+            # A file that lost its name can be read by who has it open, and nobody else.
+            lend = self._lend if self._is_in_place(current) else self._lend_writer
+            with self._refusals(), lend() as source:
                 copy_database(source, copy, self._timeout_s)
                 copy.replace(self._backup)
                 sync_file(self._backup.parent)
@@ -342,19 +344,18 @@ class SqliteLedger(LedgerReadings):
                     connection.execute("ROLLBACK")
                 raise
 
-    @contextmanager
-    def _lend(self) -> Iterator[sqlite3.Connection]:
+    def _lend(self) -> AbstractContextManager[sqlite3.Connection]:
         """Lend a connection to read from: one of its own, so that changes need not wait.
 
-        A database in memory, and a file that lost its name, have none but the writer's.
+        A database in memory has none but the writer's.
         """
-        current = self._current
-        if current.readers is not None and self._is_in_place(current):
-            with current.readers.lend() as reader:
-                yield reader
-        else:
-            with self._lock, self._refusals():
-                yield current.writer
+        readers = self._current.readers
+        return self._lend_writer() if readers is None else readers.lend()
+
+    @contextmanager
+    def _lend_writer(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, self._refusals():
+            yield self._current.writer
 
     def _is_in_place(self, current: _Open) -> bool:
         """Whether the open file still has its name; without it, it is gone once it is closed."""
