@@ -83,7 +83,7 @@ class AgentMemory:
             telemetry: Who is told what happens; None is nobody.
 
         Raises:
-            InvalidRequestError: it is no cache, or another server has it.
+            InvalidRequestError: it is not a cache, or another server has it.
             CachePersistenceError: what is there cannot be opened.
         """
         self._settings = settings

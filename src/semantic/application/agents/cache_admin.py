@@ -1,4 +1,4 @@
-"""The cache as those see it who look after it: figures, and what is done by hand."""
+"""The cache as operators see it: figures, and operations that are asked for."""
 
 import contextlib
 import time

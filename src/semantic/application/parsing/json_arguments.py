@@ -38,7 +38,7 @@ class JsonArguments:
 
     Attributes:
         is_done: The object is complete; what follows it was not read.
-        is_broken: The text is no JSON from here on; what follows was not read.
+        is_broken: The text is not JSON from here on; what follows was not read.
     """
 
     def __init__(self) -> None:

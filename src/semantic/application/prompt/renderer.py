@@ -305,7 +305,7 @@ class FrozenDates:
         self._today = today
 
     def of(self, root: bytes, request: ChatRequest) -> date:
-        """Return the day a prompt shall show: today's for who speaks for the first time.
+        """Return the date a prompt shows: today's if the agent speaks for the first time.
 
         Changes nothing: a day is kept once its conversation is logged.
 

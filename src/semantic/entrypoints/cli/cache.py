@@ -38,7 +38,7 @@ def run_cache(action: str, settings: Settings, orphan_age_h: float | None = None
     """Do one of the commands.
 
     Raises:
-        InvalidRequestError: there is no such directory, it is no cache, or a server has it.
+        InvalidRequestError: there is no such directory, it is not a cache, or a server has it.
         CachePersistenceError: what is there cannot be opened.
     """
     if action == "export-key":
@@ -93,7 +93,7 @@ class _Cache:
     # -- stats ----------------------------------------------------------------------------------
 
     def stats(self) -> Json:
-        # Scanning sets aside what is bad; who only looks around changes nothing if possible.
+        # Scanning moves bad files to quarantine; stats should change nothing if possible.
         is_lost = self.state.is_index_lost
         parts = list(self.files.scan()) if is_lost else list(self.state.parts)
         used = self.files.used_bytes()

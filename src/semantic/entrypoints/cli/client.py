@@ -42,7 +42,7 @@ class ServerClient:
             key: Sent as a bearer token, if given.
 
         Raises:
-            ServerError: that is no address.
+            ServerError: the address is malformed.
         """
         self.url = url.rstrip("/").removesuffix("/v1")
         if "://" not in self.url:

@@ -17,12 +17,12 @@ _BAR_WIDTH = 24
 
 
 def console(*, is_error: bool = False) -> Console:
-    """A terminal; plain text if it is none."""
+    """A terminal; where there is none, plain text is written."""
     return Console(stderr=is_error, highlight=False)
 
 
 def working(text: str) -> Status:
-    """Shows that something goes on, to who looks at a terminal; it is a context.
+    """Shows, at a terminal, that something is going on, for as long as its context lasts.
 
     Print nothing inside it: what goes to standard output would come out on standard error.
     """

@@ -289,7 +289,7 @@ class TokenRate:
         return self._rate
 
 
-# -- the last hour, on the page at `/`, for who has no Prometheus ---------------------------------
+# -- the last hour, on the page at `/`, where there is no Prometheus ------------------------------
 
 _EVERY_S = 5.0
 _KEPT_S = 3660.0  # an hour, and what rates at its beginning are computed from
