@@ -363,7 +363,7 @@ class CompletionRequest(_RepliesFields):
         Raises:
             InvalidRequestError: a field has a value we cannot honour.
         """
-        refuse(self.suffix, "suffix", "suffix is not supported: models here write on, not between.")
+        refuse(self.suffix, "suffix", "suffix is not supported: models only continue a text.")
         refuse(
             self.best_of not in (None, 1, self.num_replies),
             "best_of",
