@@ -18,7 +18,12 @@ def connect(url: str | None = None) -> httpx.Client:
 
 def call(http: httpx.Client, method: str, path: str, **options: Any) -> Json:
     """Ask, and raise the server's own words if it refuses."""
-    answer = http.request(method, path, **options)
+    try:
+        answer = http.request(method, path, **options)
+    except httpx.ConnectError:
+        raise SystemExit(
+            f"no server answers at {http.base_url}: start one with `make serve`, or set SEMANTIC_URL"
+        ) from None
     if answer.is_error:
         raise RuntimeError(answer.json()["error"]["message"])
     found: Json = answer.json() if answer.content else {}
