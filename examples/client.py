@@ -22,7 +22,7 @@ def call(http: httpx.Client, method: str, path: str, **options: Any) -> Json:
         answer = http.request(method, path, **options)
     except httpx.ConnectError:
         raise SystemExit(
-            f"no server answers at {http.base_url}: start one with `make serve`, or set SEMANTIC_URL"
+            f"no server answers at {http.base_url}; start one with make serve, or set SEMANTIC_URL"
         ) from None
     if answer.is_error:
         raise RuntimeError(answer.json()["error"]["message"])
