@@ -51,7 +51,7 @@ def test_it_answers_the_paris_question_and_stops_while_it_computes(
                 time.sleep(0.01)
         assert server.stop() == 0
         asking.join(20)
-    summary = f"{compute['dtype']} on cpu, {compute['num_threads']} threads"
+    summary = f"{compute['dtype']} on cpu, {compute['num_threads']} thread"
     for words in ("listening", "smollm2-135m-instruct on torch", "curl ", "ready: ", summary):
         assert words in server.output
     assert "times as fast as" in compute["reason"] or "quantised weights" in compute["reason"]
