@@ -21,6 +21,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 from semantic.application.engine.request import NO_DRAFT, Draft, Generation
 from semantic.application.engine.speculation import DraftPlanner
@@ -108,6 +109,7 @@ class ChunkBudget:
     BLOCK = 32
     MIN_TOKENS = 64
     PATIENCE = 12
+    NUM_TRIALS = 3  # steps without prompts, before what they take is known
     FIRST = 128  # before anything is known: a device may be so slow that more look like a hang
     USUAL = 512  # no fewer while nobody decodes, unless they take so long
     SLOWEST_MS = 10_000.0
@@ -117,6 +119,7 @@ class ChunkBudget:
     def __init__(self) -> None:
         self._seen = _Line()
         self._decode_ms = 0.0
+        self._trials_ms: list[float] = []
 
     def observe(self, num_prompt_tokens: int, elapsed_s: float) -> None:
         """Learn from one step."""
@@ -124,6 +127,10 @@ class ChunkBudget:
         if num_prompt_tokens == 0:
             known_ms = self._decode_ms or elapsed_ms
             self._decode_ms = known_ms + _SMOOTHING * (elapsed_ms - known_ms)
+            if len(self._trials_ms) < self.NUM_TRIALS:
+                self._trials_ms.append(elapsed_ms)
+                # One of them may have had to prepare something.
+                self._decode_ms = mean(sorted(self._trials_ms)[: self.NUM_TRIALS - 1])
             return
         # A whole step is no shorter than its decoding part.
         self._decode_ms = min(self._decode_ms, elapsed_ms / 2)
@@ -145,17 +152,18 @@ class ChunkBudget:
         """What is computed of one prompt before another begins: most are answered sooner then."""
         return self.ALONE_MS / self._ms_per_token if self._ms_per_token else 0.0
 
-    def target_ms(self, limits: EngineLimits) -> float:
-        """How long a step should take while others decode; 0 as long as that is not known."""
-        if limits.target_step_ms is not None:
-            return limits.target_step_ms
-        return self.PATIENCE * self._decode_ms
-
     def tokens(self, limits: EngineLimits) -> int:
-        """The budget while others decode: at least a few, at most `prefill_step_size`."""
+        """The budget while others decode: at least a few, at most `prefill_step_size`.
+
+        At first those go alone, for a few steps, to see what that takes.
+        """
+        target_ms = limits.target_step_ms
+        if target_ms is None:
+            if len(self._trials_ms) < self.NUM_TRIALS:
+                return 0
+            target_ms = self.PATIENCE * self._decode_ms
         fitting = min(self.USUAL, limits.prefill_step_size) / 4
-        target_ms = self.target_ms(limits)
-        if self._ms_per_token and target_ms:
+        if self._ms_per_token:
             room_ms = target_ms - self._decode_ms
             fitting = min(self._seen.longest(room_ms), limits.prefill_step_size)
         return max(self._rounded(fitting), self.MIN_TOKENS)

@@ -147,7 +147,7 @@ def test_virtual_clock_never_runs_backwards(moves: list[tuple[str, int, bool]]) 
 
 
 def test_decodes_all_run_and_prompts_share_what_is_left() -> None:
-    scheduler = ConcurrentScheduler(EngineLimits(prefill_step_size=64))
+    scheduler = ConcurrentScheduler(EngineLimits(prefill_step_size=64, target_step_ms=100))
     decoding, long, short = generation("d", 0), generation("l", 1, prompt=500), generation("s", 2)
     for item in (decoding, long, short):
         scheduler.add(item)
@@ -198,7 +198,8 @@ def test_chunk_budget_finds_the_target(per_token: float, fixed: float, target: f
 
 def test_steps_that_took_long_once_do_not_keep_prompts_in_small_pieces() -> None:
     budget, limits, sizes = ChunkBudget(), EngineLimits(prefill_step_size=4096), []
-    budget.observe(0, 0.005)
+    for _ in range(ChunkBudget.NUM_TRIALS):
+        budget.observe(0, 0.005)
     for step in range(60):
         tokens = budget.tokens(limits) if step % 5 else 200  # what was left of a prompt
         budget.observe(tokens, (20 + tokens / 40 + (60 if step < 5 else 0)) / 1000)
@@ -218,10 +219,18 @@ def test_by_default_a_prompt_takes_little_longer_than_alone(decode_ms: int) -> N
     assert 1.05 < (decode_ms + alone) / alone < 1.15
 
 
-def test_before_anyone_decoded_alone_prompts_get_a_share_of_the_largest_step() -> None:
-    budget = ChunkBudget()
-    budget.observe(100, 1.0)
-    assert budget.tokens(EngineLimits(prefill_step_size=512)) == 128
+def test_those_who_decode_go_alone_until_it_is_known_what_that_takes() -> None:
+    budget, limits = ChunkBudget(), EngineLimits(prefill_step_size=4096)
+    sizes: list[int] = []
+    budget.observe(4096, 0.129)
+    for _ in range(5):
+        tokens = budget.tokens(limits)
+        # The first step without prompts prepares the device; the others do not.
+        decode_ms = 5 if sizes else 900
+        budget.observe(tokens, (decode_ms + tokens * 0.026) / 1000)
+        sizes.append(tokens)
+    assert sizes == [0, 0, 0, 1024, 1024]
+    assert ChunkBudget().tokens(EngineLimits(target_step_ms=100, prefill_step_size=512)) == 128
 
 
 class TimedBackend(FaultyBackend):
