@@ -198,12 +198,12 @@ def test_an_old_import_of_the_starter_is_made_again_from_what_was_fetched(tmp_pa
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_file_that_was_cut_short_is_named(tmp_path: Path, name: str) -> None:
     directory = source(tmp_path).resolve(str(Tiny().write(tmp_path / "mine.gguf")), quiet)
-    model_source.require_whole(directory)
+    model_source.read_config(directory)
     HFTokenizer(directory)
     content = (directory / name).read_bytes()
     (directory / name).write_bytes(content[: len(content) // 2])
     with pytest.raises(InvalidRequestError, match=f"mine/{name} is damaged .* fetch the model"):  # noqa: PT012 - both look at files
-        model_source.require_whole(directory)
+        model_source.read_config(directory)
         HFTokenizer(directory)
 
 

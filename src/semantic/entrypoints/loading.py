@@ -7,7 +7,6 @@ import ctypes
 import functools
 import gc
 import importlib.util
-import json
 import os
 import sys
 import threading
@@ -167,7 +166,7 @@ class ModelLoader:
     def _load_files(self, entry: ModelEntry, on_progress: OnProgress) -> LoadedModel:
         from semantic.adapters.outbound.models.fingerprint import fingerprint
         from semantic.adapters.outbound.models.generation_config import read_generation_config
-        from semantic.adapters.outbound.models.source import LocalModelSource, require_whole
+        from semantic.adapters.outbound.models.source import LocalModelSource, read_config
         from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 
         settings = self._settings
@@ -179,8 +178,7 @@ class ModelLoader:
             # Libraries stay: to look through them takes 40 ms of a step, 0.4 s of a swap.
             gc.freeze()
         on_progress(f"loading {directory.name}")
-        require_whole(directory)
-        config = json.loads((directory / "config.json").read_text("utf-8"))
+        config = read_config(directory)
         backend = make(directory, ModelCacheSpec.from_config(config))
         if backend.traits.compute is not None:
             self._is_float32 = backend.traits.compute.dtype == "float32"

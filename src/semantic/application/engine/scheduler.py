@@ -125,12 +125,13 @@ class ChunkBudget:
         """Learn from one step."""
         elapsed_ms = elapsed_s * _SECONDS_TO_MS
         if num_prompt_tokens == 0:
-            known_ms = self._decode_ms or elapsed_ms
-            self._decode_ms = known_ms + _SMOOTHING * (elapsed_ms - known_ms)
             if len(self._trials_ms) < self.NUM_TRIALS:
                 self._trials_ms.append(elapsed_ms)
                 # One of them may have had to prepare something.
                 self._decode_ms = mean(sorted(self._trials_ms)[: self.NUM_TRIALS - 1])
+            else:
+                known_ms = self._decode_ms or elapsed_ms
+                self._decode_ms = known_ms + _SMOOTHING * (elapsed_ms - known_ms)
             return
         # A whole step is no shorter than its decoding part.
         self._decode_ms = min(self._decode_ms, elapsed_ms / 2)

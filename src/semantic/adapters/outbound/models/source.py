@@ -146,16 +146,15 @@ class LocalModelSource:
         return Path(fetched)
 
 
-def require_whole(directory: Path) -> None:
-    """Refuse a model whose files were cut short, before a backend reads them.
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read what a model says of itself, if none of its files was cut short.
 
     Raises:
         InvalidRequestError: one was; names it.
     """
-    config = directory / "config.json"
-    path = config
+    path = directory / "config.json"
     try:
-        json.loads(config.read_text("utf-8"))
+        config: dict[str, Any] = json.loads(path.read_text("utf-8"))
         for path in sorted(directory.glob("*.safetensors")):
             with safe_open(path, framework="numpy"):  # reads its header alone
                 pass
@@ -163,6 +162,7 @@ def require_whole(directory: Path) -> None:
         raise InvalidRequestError(
             f"{path} is damaged or incomplete ({error}); fetch the model again.", param="model"
         ) from error
+    return config
 
 
 def _progress_bar(report: Callable[[str], None]) -> "type[tqdm[Any]]":
