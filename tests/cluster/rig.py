@@ -261,6 +261,7 @@ class Talker:
     def _say(self, text: str, tries: int) -> bool:
         messages = [{"role": "user", "content": text}]
         body = {"messages": messages, "max_tokens": self.max_tokens, "stream": True}
+        body["ignore_eos"] = True  # all are as long as they are to be, whatever is drawn
         path = f"{URL}/v1/agents/{self.name}/generate"
         try:
             with (
