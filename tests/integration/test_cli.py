@@ -77,14 +77,17 @@ def test_an_agent_lives_at_the_command_line(run: Run) -> None:
 
 
 def test_a_conversation_with_commands(run: Run) -> None:
-    given = "Hi.\n\n/fork dora2\nAgain.\n/log\n/rewind\n/explain\n/model\n/nonsense\n/help\n/quit\n"
+    commands = ("/model", "/model claude-x", "/model gpt?x", "/nonsense", "/help", "/quit")
+    given = "\n".join(("Hi.\n\n/fork dora2\nAgain.\n/log\n/rewind\n/explain", *commands, ""))
     said = run("chat", "dora", "--max-tokens", "4", "--system", "Be brief.", given=given)
     for words in (
         *("now talking to dora2", "Again.", "back at turn 1", "of the latest prompt's"),
-        *("asks for the one served", "unknown command /nonsense", "/fork [NAME]"),
+        *("asks for the one served", "asks for claude-x", "no model 'gpt?x'; there are: fake"),
+        *("unknown command /nonsense", "/fork [NAME]"),
     ):
         assert words.casefold() in said.casefold()
-    assert asked(run, "agents", "show", "dora2")["turns"] == 1
+    dora2 = asked(run, "agents", "show", "dora2")
+    assert (dora2["turns"], dora2["settings"]["model"]) == (1, "claude-x")
     words = "already exists with another system prompt"
     assert words in run("chat", "dora", "--system", "Be long.", "-m", "x", status=2)
     assert "needs --message" in run("chat", "dora", "--json", status=2)

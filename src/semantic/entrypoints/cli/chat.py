@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
+from urllib.parse import quote
 
 import typer
 from rich.console import Console
@@ -231,10 +232,23 @@ class ChatSession:
             self.screen.print(f"[green]+ {escape(left['actual'])}[/green]")
 
     def _model(self, name: str) -> None:
-        if name:
-            self.client.call("PATCH", self.path, json={"model": name})
         listed = self.client.call("GET", "/v1/models")["data"]
+        if name:
+            self._require_model(name, [model["id"] for model in listed])
+            self.client.call("PATCH", self.path, json={"model": name})
         wanted = self.client.call("GET", self.path)["settings"]["model"] or "the one served"
         self.screen.print(f"asks for {escape(wanted)}; the server has:")
         for model in listed:
             self.screen.print(f"  {escape(model['id'])}  [dim]{escape(str(model['state']))}[/dim]")
+
+    def _require_model(self, name: str, known: list[str]) -> None:
+        """Ask the server, which knows aliases; an agent may be given any name until it speaks."""
+        try:
+            self.client.call("GET", f"/v1/models/{quote(name)}")
+        except ServerError as error:
+            if error.status != 404:
+                raise
+            there_are = ", ".join(known)
+            raise InvalidRequestError(
+                f"there is no model {name!r}; there are: {there_are}"
+            ) from error
