@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from semantic.entrypoints.cli.app import main
 from tests.certificates import make_certificate
 from tests.http_server import add_key
 from tests.smoke.server_process import ServerProcess, StartFailedError, serve
@@ -18,7 +19,9 @@ def client(server: ServerProcess, certificate: Path) -> httpx.Client:
     return server.client(verify=ssl.create_default_context(cafile=certificate))
 
 
-def test_keys_and_certificate_are_read_again_on_a_signal(tmp_path: Path) -> None:
+def test_keys_and_certificate_are_read_again_on_a_signal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     home, log = tmp_path / "home", tmp_path / "log"
     home.mkdir()
     old = add_key(home)
@@ -29,6 +32,9 @@ def test_keys_and_certificate_are_read_again_on_a_signal(tmp_path: Path) -> None
         assert server.url.startswith("https://")
         server.url = server.url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
         server.await_ready(verify=ssl.create_default_context(cafile=first))
+        port = server.url.rpartition(":")[2]
+        assert main(["doctor", "--json", "--home", str(home), "--port", port]) == 0
+        assert f"a server is on 127.0.0.1:{port}: fake, ready" in capsys.readouterr().out
         with client(server, first) as http:
             assert http.get("/v1/models").status_code == 401
             assert http.get("/v1/models", headers={"x-api-key": old}).status_code == 200
