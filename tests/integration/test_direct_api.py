@@ -113,17 +113,6 @@ def test_an_agent_is_made_found_changed_and_deleted(http: httpx.Client) -> None:
     assert error_of(http.delete("/v1/agents/coder")) == (404, "agent_not_found")
 
 
-def test_the_same_agent_again_is_the_agent_that_is_there(http: httpx.Client) -> None:
-    make(http, id="twin", system="s")
-    say(http, "twin", "hello")
-
-    again = http.post("/v1/agents", json={"id": "twin", "system": "s"})
-
-    assert (again.status_code, again.json()["turns"]) == (200, 1)
-    other = http.post("/v1/agents", json={"id": "twin", "system": "t"})
-    assert error_of(other) == (409, "conflict")
-
-
 def test_an_id_asked_for_many_times_at_once_is_made_once(http: httpx.Client) -> None:
     def ask(number: int) -> int:
         body = {"id": "rush", "system": f"s{number % 4}"}
@@ -497,20 +486,6 @@ def test_a_fork_under_a_name_that_is_taken_makes_none(http: httpx.Client) -> Non
         assert http.post("/v1/agents/a/fork", json=body).status_code == 400
 
 
-def test_a_rewound_agent_goes_on_from_there(http: httpx.Client) -> None:
-    make(http, id="a")
-    first, second = say(http, "a", "one"), say(http, "a", "two")
-
-    back = post(http, "/v1/agents/a/rewind", turn_id=first["turn_id"])
-
-    assert (back["head"], back["turns"]) == (first["turn_id"], 1)
-    assert say(http, "a", "two")["text"] == second["text"]
-    start = post(http, "/v1/agents/a/rewind", turn_id=None)
-    assert (start["head"], start["turns"], start["tokens"]) == (None, 0, 0)
-    assert get(http, "/v1/agents/a/turns")["data"] == []
-    assert say(http, "a", "one")["text"] == first["text"]
-
-
 def test_turns_of_others_are_not_there(http: httpx.Client) -> None:
     make(http, id="a")
     make(http, id="b")
@@ -587,17 +562,6 @@ def test_the_log_is_read_in_pages(http: httpx.Client) -> None:
         before = page["next"]
 
     assert found == ids[::-1]
-
-
-def test_a_fork_outlives_its_source(http: httpx.Client) -> None:
-    make(http, id="a")
-    first = say(http, "a", "one")
-    http.post("/v1/agents/a/fork", json={"ids": ["b"]})
-    http.delete("/v1/agents/a")
-    http.post("/v1/cache/gc", json={"orphan_age_s": 0})
-
-    assert get(http, "/v1/agents/b/turns")["data"][0]["id"] == first["turn_id"]
-    assert say(http, "b", "two")["usage"]["cached_tokens"] > 0
 
 
 # -- with other protocols ---------------------------------------------------------------------

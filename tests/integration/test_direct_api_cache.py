@@ -33,23 +33,6 @@ def running(tmp_path: Path) -> Iterator[RunningServer]:
 # -- tiers ------------------------------------------------------------------------------------
 
 
-def test_an_agent_goes_to_disk_and_comes_back(http: httpx.Client) -> None:
-    make(http, id="a", system=LONG)
-    say(http, "a", "one")
-    tokens = get(http, "/v1/agents/a")["tokens"]
-
-    evicted = post(http, "/v1/agents/a/evict", to="disk")["state"]
-
-    assert (evicted["tier"], evicted["memory_bytes"]) == ("warm", 0)
-    assert evicted["disk_tokens"] >= tokens - 1
-    # A fake model computes faster than a disk reads, so either may be; never a working copy.
-    reply = say(http, "a", "two")
-    assert reply["reuse"]["hot"] == 0
-    make(http, id="b", system=LONG)
-    say(http, "b", "one")
-    assert say(http, "b", "two")["text"] == reply["text"]
-
-
 def test_prefetch_brings_it_back_before_it_is_asked_for(http: httpx.Client) -> None:
     make(http, id="a", system=LONG)
     say(http, "a", "one")
@@ -61,31 +44,6 @@ def test_prefetch_brings_it_back_before_it_is_asked_for(http: httpx.Client) -> N
     await_that(lambda: get(http, "/v1/agents/a")["state"]["memory_tokens"] >= tokens - 1)
     assert http.post("/v1/agents/a/prefetch").json()["parts"] == 0
     assert say(http, "a", "two")["reuse"]["pool"] >= tokens - 1
-
-
-def test_a_cold_agent_says_the_same_at_full_price(http: httpx.Client) -> None:
-    make(http, id="a", system=LONG)
-    make(http, id="b", system="b" + LONG)
-    say(http, "a", "one")
-    first = get(http, "/v1/agents/a")["head"]
-    warm = say(http, "a", "two")
-    http.post("/v1/agents/a/rewind", json={"turn_id": first})
-
-    state = post(http, "/v1/agents/a/evict", to="cold")["state"]
-
-    assert (state["tier"], state["disk_bytes"]) == ("cold", 0)
-    cold = say(http, "a", "two")
-    assert cold["text"] == warm["text"]
-
-
-def test_what_a_fork_shares_is_not_evicted(http: httpx.Client) -> None:
-    make(http, id="a", system=LONG)
-    say(http, "a", "one")
-    http.post("/v1/agents/a/fork", json={"ids": ["b"]})
-
-    state = post(http, "/v1/agents/a/evict", to="cold")["state"]
-
-    assert state["tier"] == "hot"
 
 
 def test_what_a_pinned_agent_reaches_is_pinned(http: httpx.Client, running: RunningServer) -> None:
@@ -108,22 +66,6 @@ def test_what_a_pinned_agent_reaches_is_pinned(http: httpx.Client, running: Runn
     assert num_pinned() == num_of_one
     http.patch("/v1/agents/b", json={"pin": False})
     assert num_pinned() == 0
-
-
-def test_agents_survive_a_restart(tmp_path: Path) -> None:
-    settings = make_settings(tmp_path)
-    with run_server(settings) as running, running.client() as http:
-        made = make(http, id="a", system=LONG, labels={"k": "v"}, overflow="drop_oldest")
-        first = say(http, "a", "one")
-        tokens = get(http, "/v1/agents/a")["tokens"]
-    with run_server(settings) as running, running.client() as http:
-        back = get(http, "/v1/agents/a")
-        second = say(http, "a", "two")
-
-    assert back["settings"] == made["settings"]
-    assert back["head"] == first["turn_id"]
-    assert second["usage"]["cached_tokens"] >= tokens - 1
-    assert second["reuse"]["hot"] == 0
 
 
 # -- figures ----------------------------------------------------------------------------------
@@ -335,15 +277,6 @@ def test_who_comes_back_under_a_name_lives_like_a_named_agent(
     again, named = agents.get(tenant, "anon-1"), agents.get(tenant, "kept")
     assert (again.is_anonymous, again.ttl_s) == (True, unnamed.ttl_s)
     assert (named.is_anonymous, named.ttl_s) == (False, None)
-
-
-def test_an_empty_agent_can_be_moved_too(http: httpx.Client) -> None:
-    make(http, id="a", system="s")
-    content = http.get("/v1/agents/a/export").content
-
-    taken = http.post("/v1/agents/import", params={"id": "b"}, content=content).json()
-
-    assert (taken["head"], taken["settings"]["system"]) == (None, "s")
 
 
 def test_another_models_state_is_refused_and_its_messages_are_not(http: httpx.Client) -> None:
