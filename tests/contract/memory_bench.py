@@ -1,6 +1,5 @@
 """An engine with a memory: real files and a real ledger in a directory, and what it answered."""
 
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,20 +28,12 @@ HEAD = 21  # where the system prompt of all conversations ends: inside a block
 
 
 class GatedFiles(SafetensorsCache):
-    """Files that can be made to wait before they are read.
-
-    Attributes:
-        large_from: From this position on they seem to be larger than any memory.
-    """
+    """Files that can be made to wait before they are read."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.gate = threading.Event()
         self.gate.set()
-        self.large_from: float = math.inf
-
-    def room_for(self, part: BlockPart) -> int:
-        return 2**60 if part.start >= self.large_from else super().room_for(part)
 
     def read(self, part: BlockPart) -> KVPayload:
         assert self.gate.wait(30)
@@ -158,11 +149,6 @@ class MemoryBench(EngineRig[ModelBackendPort]):
         """Bytes of the largest part, once all are written."""
         assert self.disk.flush(30)
         return max(path.stat().st_size for path in self._directory.rglob("*.safetensors"))
-
-    @property
-    def can_cut_anywhere(self) -> bool:
-        """Whether sequences can be resumed at any token."""
-        return self.backend.spec.kinds == (LayerKind.FULL,)
 
     def close(self) -> None:
         """End as a server does."""

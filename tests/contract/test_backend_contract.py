@@ -74,17 +74,6 @@ def test_a_mixed_batch(backend: ModelBackendPort, alone: Alone) -> None:
     assert [run.reply for run in runs] == [alone(prompt(n, seed=n)) for n in lengths]
 
 
-def test_sequences_join_and_leave_in_mid_run(backend: ModelBackendPort, alone: Alone) -> None:
-    prompts = [prompt(5 + 4 * i, seed=i) for i in range(5)]
-    runs: list[Run] = []
-    for i, tokens in enumerate(prompts):
-        runs.append(begin(backend, i, tokens))
-        for _ in range(3):
-            advance([run for run in runs if len(run.reply) < NUM_REPLY])
-    finish(runs)
-    assert [run.reply for run in runs] == [alone(tokens) for tokens in prompts]
-
-
 def test_neighbours_are_cancelled_at_any_point(backend: ModelBackendPort, alone: Alone) -> None:
     kept = begin(backend, 0, prompt(9))
     in_prompt = begin(backend, 1, prompt(30, seed=1))
@@ -215,16 +204,6 @@ def test_a_tail_cut_at_every_token(backend: ModelBackendPort, alone: Alone) -> N
         else:
             run.load(blocks, end)
         assert run.finish() == alone(tokens), end
-
-
-def test_preempted_in_mid_reply(backend: ModelBackendPort, alone: Alone) -> None:
-    run, neighbour = begin(backend, 0, prompt(14)), begin(backend, 1, prompt(19, seed=1))
-    for _ in range(4):
-        advance([run, neighbour])
-    run = restored(run, seq=0)
-    finish([run, neighbour])
-    assert run.reply == alone(prompt(14))
-    assert neighbour.reply == alone(prompt(19, seed=1))
 
 
 @pytest.mark.parametrize("end", [13, 256])

@@ -207,13 +207,6 @@ def test_restored_in_small_portions_while_another_decodes(
     assert bench.reuse("restored").disk >= len(said) - 1
 
 
-def test_five_that_start_at_once_compute_their_head_once(benches: Benches, alone: Alone) -> None:
-    bench = benches()
-    head = [*SYSTEM, *prompt(40, 5)]
-    ask_all(bench, alone, {f"w{i}": [*head, *prompt(3 + i, 500 + i)] for i in range(5)})
-    assert all(bench.num_reused(f"w{i}") >= HEAD for i in range(1, 5))
-
-
 def test_a_mixed_batch_that_joins_and_leaves(benches: Benches, alone: Alone) -> None:
     bench = benches()
     lengths = {f"j{i}": 4 + 3 * (i % 3) for i in range(7)}
@@ -237,13 +230,6 @@ def test_preempted_and_continued(benches: Benches, alone: Alone) -> None:
     for name, tokens in jobs.items():
         assert bench.reply(name) == alone(tokens, WARM, 40)
     assert bench.store.telemetry.counts.engine.preemptions > 0
-
-
-def test_an_id_out_of_range_ends_its_own_request(benches: Benches, alone: Alone) -> None:
-    bench = benches()
-    bench.ask("bad", [*prompt(20, 1), 10**6])
-    ask_all(bench, alone, {"good": prompt(20)})
-    bench.error("bad")
 
 
 # -- in the middle of a restore -----------------------------------------------------------------
@@ -310,18 +296,6 @@ def test_restored_at_once_with_room_for_a_few_parts(
     ask_all(bench, alone, said)
     for name, tokens in said.items():
         assert bench.num_reused(name) >= len(tokens) - NUM_REPLY - 1
-
-
-@pytest.mark.parametrize("large_from", [0, HEAD + BLOCK_TOKENS])
-def test_what_finds_no_room_is_computed(benches: Benches, alone: Alone, large_from: int) -> None:
-    said = talk(bench := benches(), alone, 2)
-    bench.forget()
-    bench.files.large_from = large_from
-    reuse = next_turn(bench, alone, said)
-    if bench.can_cut_anywhere:
-        assert reuse.disk == large_from
-    else:
-        assert reuse.disk == 0
 
 
 # -- where layers cannot be cut -----------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantic.domain.agents import Agent, Principal, Quota, Reuse
+from semantic.domain.agents import Agent, Principal, Quota
 from semantic.domain.chat import ServiceClass
 from semantic.domain.errors import InvalidRequestError
 
@@ -105,7 +105,3 @@ def test_an_agent_expires_when_it_was_not_used(
     change: dict[str, Any], now: float, is_expired: bool
 ) -> None:
     assert replace(agent(), **change).is_expired(now) is is_expired
-
-
-def test_reused_tokens_add_up() -> None:
-    assert Reuse(hot=1, pool=2, disk=4, computed=8).reused == 7

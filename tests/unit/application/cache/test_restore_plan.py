@@ -133,11 +133,6 @@ def test_state_is_resumed_exactly_where_it_was_taken() -> None:
     assert spans(tree.plan(), STATE) == [(8, 10)]
 
 
-def test_nothing_known_is_nothing_restored() -> None:
-    tree = Tree(fake_spec(block_tokens=4))
-    assert tree.plan() == RestorePlan.nothing(ROOT)
-
-
 def test_kept_windows_are_those_before_a_boundary() -> None:
     tree = Tree(fake_spec(block_tokens=4, window=5))
     nodes = [tree.block(FULL, WINDOW) for _ in range(5)]

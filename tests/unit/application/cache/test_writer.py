@@ -166,17 +166,6 @@ def test_who_no_longer_waits_does_not_stop_the_writer(rig: MemoryRig) -> None:
     assert [a.id for a in rig.ledger.load().agents] == ["ann"]
 
 
-def test_an_index_row_is_written_for_each_file_and_taken_back(rig: MemoryRig) -> None:
-    rig.seal(list(range(8)))
-    rig.flush()
-    assert set(rig.ledger.parts) == set(rig.files.files)
-    nodes = rig.store.nodes()
-    rig.store.drop_files([WantedPart(node, LayerKind.FULL) for node in nodes])
-    rig.flush()
-    assert not rig.ledger.parts
-    assert not rig.files.files
-
-
 # -- durable turns ------------------------------------------------------------------------------
 
 

@@ -1,13 +1,14 @@
 """Steps, rows and loads that fail: who is harmed, and what is kept."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import pytest
 
 from semantic.adapters.outbound.backends.fake import fake_spec
 from semantic.application.engine.scheduler import EngineLimits
-from semantic.domain.errors import BackendError, CacheCorruptionError
+from semantic.domain.errors import BackendError, CacheCorruptionError, InvalidRequestError
 from semantic.domain.sampling import FinishReason, StopRules
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.backend import (
@@ -199,6 +200,13 @@ def test_a_request_that_was_retried_is_kept_for_its_next_turn() -> None:
 
 
 # -- one row, one load --------------------------------------------------------------------------
+
+
+def test_an_id_out_of_range_ends_its_own_request() -> None:
+    rig, good = make_rig(), make_job("good", "two")
+    rig.serve(replace(make_job("bad"), tokens=(1, 10**6)), good)
+    rig.error("bad", InvalidRequestError)
+    rig.expect_alone(good)
 
 
 def test_a_row_the_backend_refuses_ends_its_own_request() -> None:

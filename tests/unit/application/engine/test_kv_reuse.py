@@ -147,15 +147,6 @@ def test_a_fork_computes_only_what_is_new() -> None:
     rig.expect_alone(second)
 
 
-def test_a_twin_of_a_running_prompt_still_computes_its_last_token() -> None:
-    rig = make_rig()
-    rig.submit(make_job("a", "x" * 20, max_tokens=30))
-    rig.step()
-    twin = make_job("twin", "x" * 20)
-    rig.serve(twin)
-    rig.expect_alone(twin)
-
-
 def test_a_forked_request_is_kept_for_its_next_turn() -> None:
     rig = make_rig()
     rig.submit(make_job("a", "x" * 12, max_tokens=30))
