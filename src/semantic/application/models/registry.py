@@ -76,10 +76,14 @@ class SwapReport:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A swap that was asked for; `target` is None where the model is only unloaded."""
+    """A swap that was asked for; `target` is None where the model is only unloaded.
+
+    Until it `is_exchanging`, the other model is fetched and checked, and this one serves.
+    """
 
     target: ModelEntry | None
     drain_s: float
+    is_exchanging: bool = False
     told: tuple[str, str] = ("", "")
     done: Future[SwapReport] = field(default_factory=Future)
 
@@ -138,11 +142,13 @@ class ModelRegistry:
         """The model that is served, is on its way, or was served last."""
         with self._lock:
             job, entry, state = self._job, self._current, self._device.state
-            if job is not None and job.target is not None and self._device.model is None:
-                entry = job.target
-            if job is not None and state is not ModelState.READY:
-                state = ModelState.SWAPPING  # requests wait, as they do not at the start
-            return self._status(entry, state, self._device.detail)
+            if job is None or self._is_serving():
+                return self._status(entry, state, self._device.detail)
+            model, target = self._device.model, job.target
+            if target is not None and (model is None or model.id == target.id):
+                entry = target
+            # Requests wait, as they do not at the start; so does the next swap.
+            return self._status(entry, ModelState.SWAPPING, self._device.detail)
 
     def models(self) -> tuple[ModelStatus, ...]:
         """All models: the current one, the one on its way, and those on disk. Reads the disk."""
@@ -204,16 +210,15 @@ class ModelRegistry:
             DrainingError: the server is shutting down.
         """
         with self._lock:
-            if self._job is not None:
-                self._wanted(name)
-                return self._progress()
-            state = self._device.state
-            if state not in (ModelState.READY, ModelState.UNLOADED):
+            job, state = self._job, self._device.state
+            if job is None and state not in (ModelState.READY, ModelState.UNLOADED):
                 return self._device.ready_model()  # which says why there is none
             wanted = self._wanted(name)
+            if self._is_serving() and wanted.id == self._current.id:
+                return self._device.ready_model()
+            if job is not None:
+                return self._progress()
             if state is ModelState.READY:
-                if wanted.id == self._current.id:
-                    return self._device.ready_model()
                 stays_s = self.policy.min_residence_s - (time.monotonic() - self._since)
                 if stays_s > 0:
                     return f"{self._current.id} stays for {stays_s:.0f} s before {wanted.id} comes"
@@ -231,6 +236,10 @@ class ModelRegistry:
         if isinstance(admitted, str):
             raise ModelSwapError(f"{admitted}.", retry_after_s=2)
         return admitted
+
+    def _is_serving(self) -> bool:
+        is_leaving = self._job is not None and self._job.is_exchanging
+        return self._device.state is ModelState.READY and not is_leaving
 
     def _wanted(self, name: str) -> ModelEntry:
         """The model that a request asks for, if it may have it."""
@@ -395,6 +404,8 @@ class ModelRegistry:
             _require_fitting(target)
         started = time.monotonic()
         load = functools.partial(self._load, target) if target else None
+        with self._lock:
+            job.is_exchanging = True
         try:
             num_cut = self._follow(job, self._device.exchange(load, drain_s=job.drain_s))
         except SemanticError as error:
