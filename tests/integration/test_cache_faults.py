@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,17 +134,6 @@ def test_what_leads_to_a_bad_file_is_still_used(tmp_path: Path, reference: Runni
     assert_right(reference, said)
 
 
-def test_all_block_files_lost_is_a_cold_start(
-    kept: tuple[Path, Conversation], reference: RunningServer
-) -> None:
-    home, said = kept
-    shutil.rmtree(home / "cache" / "blocks")
-    with run_server(make_settings(home)) as running:
-        assert talk(running, said, QUESTIONS[2]) == 0
-    assert_right(reference, said)
-    assert block_files(home)
-
-
 def test_a_bad_file_that_is_read_or_verified_goes_to_quarantine_until_gc(
     kept: tuple[Path, Conversation],
 ) -> None:
@@ -180,26 +168,6 @@ def test_a_start_in_a_directory_of_somebody_else_touches_nothing(
         assert "is not a Semantic cache" in capsys.readouterr().err
     assert [path.name for path in sorted(project.rglob("*"))] == ["blocks", "notes.txt"]
     assert (project / "blocks" / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize("is_index_lost", [True, False])
-def test_foreign_files_among_the_blocks_survive_every_start_and_command(
-    is_index_lost: bool, kept: tuple[Path, Conversation], reference: RunningServer
-) -> None:
-    home, said = kept
-    shard = block_files(home)[0].parent
-    notes = [shard / "notes.txt", shard.parent / "notes.txt", shard.parent.parent / "notes.txt"]
-    for path in notes:
-        path.write_text("mine")
-    if is_index_lost:
-        (home / "cache" / "ledger.db").unlink()
-    with run_server(make_settings(home)) as running:
-        talk(running, said, QUESTIONS[2])
-        running.server.memory.cache.upkeep.reconcile()
-    for action in ("verify", "gc", "stats"):
-        assert main(["cache", action, "--home", str(home)]) == 0
-    assert [path.read_text() for path in notes] == ["mine"] * 3
-    assert_right(reference, said)
 
 
 # -- the ledger -------------------------------------------------------------------------------
@@ -388,27 +356,6 @@ def test_a_disk_budget_smaller_than_an_agent_keeps_its_beginning(
     with run_server(settings) as running:
         num_cached = talk(running, said, "And after that?")
         assert len(SYSTEM) < num_cached < len(said[1]["content"])
-    assert_right(reference, said)
-
-
-def test_a_ledger_larger_than_the_disk_budget_costs_no_file(
-    kept: tuple[Path, Conversation], reference: RunningServer
-) -> None:
-    home, said = kept
-    files = block_files(home)
-    (home / "cache" / "as-large-as-a-ledger").write_bytes(bytes(2**21))
-    with run_server(make_settings(home, disk_budget_mb=1)) as running, running.client() as http:
-        assert talk(running, said, QUESTIONS[2]) > len(SYSTEM)
-        await_that(lambda: "disk_budget_mb" in http.get("/health").json()["problem"])
-        disk = http.get("/v1/cache").json()["disk"]
-        assert disk["other"] > 2**21 > disk["budget"]
-        store_of(running).check_integrity()
-    assert block_files(home) == files
-    (home / "cache" / "as-large-as-a-ledger").unlink()
-    with run_server(make_settings(home)) as running:
-        # What was said is all there; what was not written is computed.
-        assert talk(running, said, "And then?") > len(SYSTEM)
-    assert len(block_files(home)) > len(files)
     assert_right(reference, said)
 
 

@@ -102,6 +102,7 @@ def test_the_cache_says_how_it_is(http: httpx.Client, running: RunningServer) ->
     assert 0 < seen["memory"]["used"] <= seen["memory"]["budget"]
     assert seen["counters"]["sealed"] > 0
     assert seen["disk"]["problem"] == ""
+    assert seen["disk"]["other"] > 0  # the ledger
     assert seen["device"] is None
 
 
