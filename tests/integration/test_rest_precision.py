@@ -75,14 +75,6 @@ def test_greedy_text_after_a_rest_in_a_file(
     assert answer(precise, starter_model_dir, tmp_path, question, kv_format) == RECORDED[question]
 
 
-@pytest.mark.parametrize("question", ["Name three colours."])
-def test_eight_bits_say_what_sixteen_say(
-    precise: ListeningBackend, starter_model_dir: Path, tmp_path: Path, question: str
-) -> None:
-    raw = answer(precise, starter_model_dir, tmp_path, question, "raw")
-    assert answer(precise, starter_model_dir, tmp_path, question, "q8g64") == raw
-
-
 def answer(
     backend: ListeningBackend, directory: Path, scratch: Path, question: str, kv_format: KVFormat
 ) -> str:
@@ -105,12 +97,6 @@ def answer(
 
 
 # -- window layers, by the geometry of Gemma 3 12B ----------------------------------------------
-
-
-def test_the_geometry_asks_for_832_mb_and_not_for_3_gb() -> None:
-    spec = spec_of("Gemma 3 12B")
-    assert spec.bytes_per_context(8192) == 832 * 2**20
-    assert spec.bytes_per_context(1) * 8192 == 3 * 2**30
 
 
 def test_what_rests_is_what_the_geometry_asks_for(tmp_path: Path) -> None:
