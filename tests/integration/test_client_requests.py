@@ -227,34 +227,20 @@ def _message(schema: Json) -> tuple[str, Json]:
 
 @pytest.mark.parametrize("ask", [_chat, _response, _message])
 def test_a_schema_that_takes_too_much_is_a_bad_request(http: httpx.Client, ask: Any) -> None:
-    multiples = [{"multipleOf": number} for number in (99_999_989, 99_999_971, 1_000_003)]
-    for schema in (
-        {"allOf": [{"type": "integer"}, *multiples]},
-        {"enum": ["x" * 1_000_000]},
-        {"type": "string", "pattern": "^((.{1,1000}){1,100}){1,100}b$"},
-    ):
-        path, body = ask(schema)
-        answer = http.post(path, json=body)
-        assert answer.status_code == 400, answer.text
-        assert "enforce" in answer.json()["error"]["message"]
+    path, body = ask({"enum": ["x" * 1_000_000]})
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    assert "enforce" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "keyword, schema",
-    [
-        ("propertyNames", {"type": "object", "propertyNames": {"type": "string"}}),
-        ("uniqueItems", {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}),
-    ],
-)
-def test_what_generators_write_is_taken_unless_it_is_strict(
-    http: httpx.Client, keyword: str, schema: Json
-) -> None:
+def test_what_generators_write_is_taken_unless_it_is_strict(http: httpx.Client) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
     for path, body in (_chat(schema), _response(schema), _message(schema)):
         assert http.post(path, json=body).status_code == 200
     for path, body in (_chat(schema, is_strict=True), _response(schema, is_strict=True)):
         answer = http.post(path, json=body)
         assert answer.status_code == 400
-        assert keyword in answer.json()["error"]["message"]
+        assert "uniqueItems" in answer.json()["error"]["message"]
 
 
 # -- a reply that was begun -------------------------------------------------------------------

@@ -213,6 +213,7 @@ AGENT_REQUESTS: list[tuple[str, str, Any]] = [
     ("GET", "/v1/agents/{agent}/explain", None),
     ("GET", "/v1/agents/{agent}/export", None),
     ("POST", "/v1/agents/{agent}/fork", {"ids": ["mine"]}),
+    ("POST", "/v1/agents/forker/fork", {"ids": ["mine"], "turn_id": "{turn}"}),
     ("POST", "/v1/agents/{agent}/rewind", {"turn_id": None}),
     ("POST", "/v1/agents/{agent}/cancel", None),
     ("POST", "/v1/agents/{agent}/prefetch", None),
@@ -231,6 +232,7 @@ def test_a_foreign_id_is_answered_as_one_that_does_not_exist(
     house: House, method: str, path: str, body: Any
 ) -> None:
     known = _known_to_a(house)
+    house.b.post("/v1/agents", json={"id": "forker"})
     unknown = {name: f"{value[:-3]}xyz" for name, value in known.items()}
 
     def ask(ids: dict[str, str]) -> tuple[int, str]:
@@ -267,17 +269,6 @@ def test_both_may_use_the_same_name_for_their_own(house: House) -> None:
         assert http.post("/v1/agents", json={"id": "coder"}).status_code == 201
     assert house.a.delete("/v1/agents/coder").status_code == 204
     assert house.b.get("/v1/agents/coder").status_code == 200
-
-
-def test_an_agents_turn_cannot_be_forked_into_by_its_id(house: House) -> None:
-    turn = _known_to_a(house)["turn"]
-    house.b.post("/v1/agents", json={"id": "forker"})
-    answers = [
-        house.b.post("/v1/agents/forker/fork", json={"ids": ["new"], "turn_id": turn_id})
-        for turn_id in (turn, "turn_unknown")
-    ]
-    assert [answer.status_code for answer in answers] == [404, 404]
-    assert answers[0].text.replace(turn, "turn_unknown") == answers[1].text
 
 
 def test_events_tell_of_ones_own_agents_only(house: House) -> None:
@@ -413,13 +404,6 @@ def test_one_reply_at_a_time(tmp_path: Path) -> None:
 
 
 # -- without keys ---------------------------------------------------------------------------------
-
-
-def test_without_keys_any_key_is_welcome_and_all_is_open(tmp_path: Path) -> None:
-    with run_server(make_settings(tmp_path)) as running, running.client() as http:
-        for headers in ({}, {"x-api-key": "none"}, {"authorization": "Bearer x"}):
-            for path in ("/v1/models", "/v1/cache", "/v1/agents"):
-                assert http.get(path, headers=headers).status_code == 200
 
 
 def test_other_machines_are_let_in_with_keys_only(tmp_path: Path) -> None:

@@ -57,23 +57,13 @@ def test_keys_and_certificate_are_read_again_on_a_signal(
         assert server.stop() == 0
 
 
-@pytest.mark.parametrize(
-    "arguments,words",
-    [
-        (("--host", "0.0.0.0", "--allow-remote"), "semantic keys add"),  # noqa: S104
-        (("--tls-cert", "gone.pem"), "tls_cert and tls_key must be set together"),
-        (("--tls-cert", "gone.pem", "--tls-key", "gone.key"), "tls_cert gone.pem"),
-    ],
-    ids=["no key", "half a pair", "no file"],
-)
-def test_a_server_that_would_be_open_does_not_start(
-    tmp_path: Path, arguments: tuple[str, ...], words: str
-) -> None:
+def test_a_server_without_its_certificate_does_not_start(tmp_path: Path) -> None:
+    arguments = ("--backend", "fake", "--tls-cert", "gone.pem", "--tls-key", "gone.key")
     with (
         pytest.raises(StartFailedError) as failure,
-        serve(tmp_path / "home", tmp_path / "log", "--backend", "fake", *arguments),
+        serve(tmp_path / "home", tmp_path / "log", *arguments),
     ):
         pass
     assert failure.value.status == 2
-    assert words in failure.value.output
+    assert "tls_cert gone.pem" in failure.value.output
     assert "Traceback" not in failure.value.output
