@@ -5,7 +5,7 @@ recurrent layers the state that was taken exactly there; where these are missing
 back to the last place that has them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -92,6 +92,7 @@ def worth_reading(
     unread_part: Callable[[WantedPart], BlockPart | None],
     is_read_in: Callable[[int, float], bool],
     seconds_per_token: float,
+    begun: Collection[PartKey] = (),
 ) -> RestorePlan:
     """Leave out of a plan what would take longer to read from a tier than to compute.
 
@@ -102,8 +103,10 @@ def worth_reading(
         unread_part: What the tier has to read of a part; None if another has it.
         is_read_in: Whether so many bytes are read in so many seconds.
         seconds_per_token: What computing costs.
+        begun: Parts that are being read for this plan already: they are not weighed again.
     """
-    unread = [(w.node.start, part) for w in plan.parts if (part := unread_part(w)) is not None]
+    wanted = [w for w in plan.parts if w.key not in begun]
+    unread = [(w.node.start, part) for w in wanted if (part := unread_part(w)) is not None]
     nbytes = sum(part.nbytes for _, part in unread)
     first = min((start for start, _ in unread), default=plan.end)
     if is_read_in(nbytes, (plan.end - first) * seconds_per_token):

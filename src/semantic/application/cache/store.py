@@ -102,13 +102,20 @@ class AgentCacheStore:
             return plan
 
     def worth_reading(
-        self, root: BlockName, plan: RestorePlan, seconds_per_token: float
+        self,
+        root: BlockName,
+        plan: RestorePlan,
+        seconds_per_token: float,
+        begun: Collection[PartKey] = (),
     ) -> RestorePlan:
-        """Leave out of a plan what is slower to read than to compute, as both go at the moment."""
+        """Leave out of a plan what is slower to read than to compute, as both go at the moment.
+
+        Parts in `begun` are being read for it already, and stay.
+        """
         if not seconds_per_token:
             return plan
         with self._lock:
-            return self._tiers.worth_reading(plan, root, self.spec, seconds_per_token)
+            return self._tiers.worth_reading(plan, root, self.spec, seconds_per_token, begun)
 
     @property
     def version(self) -> int:

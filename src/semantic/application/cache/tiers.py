@@ -6,7 +6,7 @@ writer's callbacks take.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from semantic.application.cache.eviction import disk_victims, superseded_tails
 from semantic.application.cache.index import BlockIndex, BlockNode
@@ -122,13 +122,18 @@ class BlockTiers:
     # -- reading --------------------------------------------------------------------------------
 
     def worth_reading(
-        self, plan: RestorePlan, root: BlockName, spec: ModelCacheSpec, seconds_per_token: float
+        self,
+        plan: RestorePlan,
+        root: BlockName,
+        spec: ModelCacheSpec,
+        seconds_per_token: float,
+        begun: Collection[PartKey],
     ) -> RestorePlan:
         """Leave out of a plan what is slower to read than to compute; the slower tier first."""
         for tier, part in ((self.remote, WantedPart.far_part), (self.disk, WantedPart.near_part)):
             if tier is not None:
                 is_read_in = tier.cost.is_read_in
-                plan = worth_reading(plan, root, spec, part, is_read_in, seconds_per_token)
+                plan = worth_reading(plan, root, spec, part, is_read_in, seconds_per_token, begun)
         return plan
 
     # -- writing --------------------------------------------------------------------------------

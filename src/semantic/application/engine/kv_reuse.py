@@ -215,14 +215,16 @@ class PrefixSharing:
     def _plan(self, generation: Generation) -> RestorePlan:
         """What is worth restoring of a request; planned again once the index or its tokens changed.
 
-        What is worth it is weighed each time: disks become slow, and fast again.
+        What is worth it is weighed each time, but for what is being read for it: disks become
+        slow, and fast again.
         """
         root, basis = generation.job.root, (self._store.version, len(generation.tokens))
         if generation.plan is None or generation.plan_basis != basis:
             # The last token is computed in any case.
             generation.plan = self._store.plan(root, generation.tokens[:-1])
             generation.plan_basis = basis
-        return self._store.worth_reading(root, generation.plan, self._budget.seconds_per_token)
+        cost, begun = self._budget.seconds_per_token, generation.prefetched_parts
+        return self._store.worth_reading(root, generation.plan, cost, begun)
 
     def _begin_restore(self, generation: Generation, plan: RestorePlan) -> None:
         self._backend.open(generation.seq, generation.tokens)

@@ -376,6 +376,8 @@ def test_what_takes_longer_to_read_than_to_compute_is_computed(rig: MemoryRig) -
     plan = rig.store.plan(ROOT, tokens)
     assert rig.store.worth_reading(ROOT, plan, 10**9).end == 8
     assert rig.store.worth_reading(ROOT, plan, 1e-30).end == 4
+    # What is being read for it already is not thought over.
+    assert rig.store.worth_reading(ROOT, plan, 1e-30, {plan.parts[1].key}).end == 8
 
 
 def test_closing_while_parts_wait_to_be_read_ends_and_loses_none_of_them(rig: MemoryRig) -> None:
