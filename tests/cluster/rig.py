@@ -121,6 +121,8 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 class Fleet:
     """A head, nodes, and the application on them."""
 
+    url = URL
+
     def __init__(self, nodes: list[Node], config: Path) -> None:
         self.nodes = nodes
         self.config = config
@@ -162,7 +164,7 @@ class Fleet:
         """Wait until so many answer."""
         has_all = eventually(lambda: len(self.replicas()) == number, timeout_s)
         assert has_all, f"{self.replicas()}\n{self.logs()}"
-        assert eventually(lambda: answering() >= set(self.replicas()), 60), self.logs()
+        assert eventually(lambda: answering(URL) >= set(self.replicas()), 60), self.logs()
 
     def logs(self) -> str:
         """The last words of the command and of every replica."""
@@ -201,10 +203,10 @@ def named(number: int) -> dict[str, str]:
     return {"x-session-affinity": f"somebody-{number}"}
 
 
-def answering() -> set[int]:
+def answering(url: str) -> set[int]:
     """The processes that answer who asks many times, each time as somebody else."""
     with contextlib.suppress(httpx.HTTPError), httpx.Client(trust_env=False, timeout=20) as http:
-        replies = (http.get(f"{URL}/health/live", headers=named(i)) for i in range(30))
+        replies = (http.get(f"{url}/health/live", headers=named(i)) for i in range(30))
         return {served_by(reply) for reply in replies if reply.status_code == 200}
     return set()
 
@@ -236,8 +238,10 @@ class Talker:
         broken_on: The processes whose streams broke after they had said something.
         waits: Seconds from a first failure to the turn's acknowledgement.
         open_on: The process whose stream says something now.
+        asked: The tokens that are asked for now: `max_tokens` as it was when that began.
     """
 
+    url: str
     name: str
     max_tokens: int
     turns: list[Acknowledged] = field(default_factory=list)
@@ -245,6 +249,7 @@ class Talker:
     broken_on: list[int] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     open_on: int = 0
+    asked: int = 0
     tokens_seen: int = 0
 
     def talk(self, is_over: threading.Event) -> None:
@@ -260,9 +265,10 @@ class Talker:
 
     def _say(self, text: str, tries: int) -> bool:
         messages = [{"role": "user", "content": text}]
-        body = {"messages": messages, "max_tokens": self.max_tokens, "stream": True}
+        self.asked = self.max_tokens
+        body = {"messages": messages, "max_tokens": self.asked, "stream": True}
         body["ignore_eos"] = True  # all are as long as they are to be, whatever is drawn
-        path = f"{URL}/v1/agents/{self.name}/generate"
+        path = f"{self.url}/v1/agents/{self.name}/generate"
         try:
             with (
                 httpx.Client(trust_env=False, timeout=60) as http,
@@ -300,6 +306,8 @@ class Talker:
 class Servers(Protocol):
     """What talks ask of those that they talk to."""
 
+    url: str
+
     def replicas(self) -> list[int]: ...
     def await_replicas(self, number: int, timeout_s: float = 120) -> None: ...
     def logs(self) -> str: ...
@@ -312,7 +320,7 @@ class Talk:
         self._fleet = fleet
         self._prefix = prefix
         self._began = time.monotonic()
-        self.talkers = [Talker(f"{prefix}-{i}", max_tokens) for i in range(num_agents)]
+        self.talkers = [Talker(fleet.url, f"{prefix}-{i}", max_tokens) for i in range(num_agents)]
         self._is_over = threading.Event()
         self._threads = [
             threading.Thread(target=one.talk, args=(self._is_over,), daemon=True)
@@ -320,7 +328,7 @@ class Talk:
         ]
 
     def __enter__(self) -> "Talk":
-        with httpx.Client(base_url=URL, trust_env=False, timeout=60) as http:
+        with httpx.Client(base_url=self._fleet.url, trust_env=False, timeout=60) as http:
             for talker in self.talkers:
                 http.post("/v1/agents", json={"id": talker.name}).raise_for_status()
         for thread in self._threads:
@@ -389,7 +397,7 @@ class Talk:
     def check(self) -> None:
         """Every acknowledged turn is there once, in order, and readable by every replica."""
         self._fleet.await_replicas(len(self._fleet.replicas()))
-        with httpx.Client(base_url=URL, trust_env=False, timeout=60) as http:
+        with httpx.Client(base_url=self._fleet.url, trust_env=False, timeout=60) as http:
             for talker in self.talkers:
                 found = http.get(f"/v1/agents/{talker.name}/turns?limit=100").json()["data"]
                 ids = [turn["id"] for turn in reversed(found)]

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,26 +14,34 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.rig import PORT, URL, WORDS, Talk, answering, served_by
+from semantic.domain.blocks import pack_tokens
+from tests.cluster.rig import WORDS, Talk, answering, served_by
 from tests.smoke.server_process import ServerProcess, serve
-from tests.waiting import eventually
+from tests.waiting import await_that, eventually
 
 pytestmark = pytest.mark.cluster
 
 CONFIG = Path(__file__).resolve().parents[2] / "deploy/haproxy.cfg"
+SHORT, ENDLESS = 200, 100_000  # tokens of replies that end, and of one that does not
+# The blocks of a conversation that are in the object store, found by how it begins.
+UPLOADED = """WITH RECURSIVE chain AS (
+    SELECT name FROM parts WHERE position(%s IN tokens) > 0
+    UNION SELECT parts.name FROM parts JOIN chain ON parts.parent = chain.name
+) SELECT count(*) FROM chain"""
 
 
 @dataclass
 class Pair:
     """Two servers and the proxy before them."""
 
+    url: str
     servers: list[ServerProcess]
 
     def replicas(self) -> list[int]:
         return [one.process.pid for one in self.servers if one.process.poll() is None]
 
     def await_replicas(self, number: int, timeout_s: float = 120) -> None:
-        assert eventually(lambda: len(answering()) == number, timeout_s), self.logs()
+        assert eventually(lambda: len(answering(self.url)) == number, timeout_s), self.logs()
 
     def logs(self) -> str:
         return "\n".join(one.output[-2000:] for one in self.servers)
@@ -50,8 +59,10 @@ def pair(tmp_path: Path, database_url: str) -> Iterator[Pair]:
         "backend": "fake",
         "lease_s": 1.0,
     }
-    text = CONFIG.read_text().replace("bind :8000", f"bind 127.0.0.1:{PORT}")
     with contextlib.ExitStack() as stack:
+        # It listens on a port that is ours before it starts.
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        text = CONFIG.read_text().replace("bind :8000", f"bind fd@{listener.fileno()}")
         servers = []
         for number, name in enumerate(("one", "two"), 1):
             started = serve(tmp_path / name, tmp_path / f"{name}.log", **settings)
@@ -64,18 +75,27 @@ def pair(tmp_path: Path, database_url: str) -> Iterator[Pair]:
             servers.append(server)
         config = tmp_path / "haproxy.cfg"
         config.write_text(text)
-        proxy = subprocess.Popen([haproxy, "-db", "-f", str(config)])  # noqa: S603 - the proxy
+        command = [haproxy, "-db", "-f", str(config)]
+        proxy = subprocess.Popen(command, pass_fds=[listener.fileno()])  # noqa: S603 - the proxy
         stack.callback(proxy.wait)
         stack.callback(proxy.kill)
-        made = Pair(servers)
+        made = Pair(f"http://127.0.0.1:{listener.getsockname()[1]}", servers)
         made.await_replicas(2)
         yield made
 
 
-def test_agents_stay_with_a_server_and_go_on_without_it(pair: Pair) -> None:
+def num_uploaded(database_url: str, beginning: str) -> int:
+    import psycopg
+
+    with psycopg.connect(database_url) as connection:
+        row = connection.execute(UPLOADED, [pack_tokens(list(beginning.encode()))]).fetchone()
+    return int(row[0]) if row else 0
+
+
+def test_agents_stay_with_a_server_and_go_on_without_it(pair: Pair, database_url: str) -> None:
     body = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 8}
     homes = []
-    with httpx.Client(base_url=URL, trust_env=False, timeout=60) as http:
+    with httpx.Client(base_url=pair.url, trust_env=False, timeout=60) as http:
         for name in map("quiet-{}".format, range(9)):
             http.post("/v1/agents", json={"id": name}).raise_for_status()
             turns = [http.post(f"/v1/agents/{name}/generate", json=body) for _ in range(3)]
@@ -85,9 +105,15 @@ def test_agents_stay_with_a_server_and_go_on_without_it(pair: Pair) -> None:
     assert [len(home) for home in homes] == [1] * 9
     assert set[int]().union(*homes) == before
 
-    with Talk(pair, "plain", 1, 1500) as talk:
+    with Talk(pair, "plain", 1, SHORT) as talk:
         talk.await_turns(3)
+        (talker,) = talk.talkers
+        talker.max_tokens = ENDLESS
+        await_that(lambda: talker.asked == ENDLESS)
         victim = talk.await_stream()
+        # Most of what it was asked is uploaded.
+        await_that(lambda: num_uploaded(database_url, "plain-0 says 0.") > 9)
+        talker.max_tokens = SHORT
         os.kill(victim, signal.SIGKILL)
         talk.await_turns(1)
     moved = talk.moved({victim}, before)
