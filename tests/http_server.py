@@ -34,9 +34,9 @@ class RunningServer:
 
 
 def make_settings(home: Path, **overrides: Any) -> Settings:
-    """Settings for tests: nothing outside `home` is read or written."""
+    """Settings for tests: nothing outside `home` is read or written, all of it before the end."""
     usual = {"port": 0, "batch_window_ms": 0, "backend": "fake", "default_max_tokens": 1024}
-    given = {"home": home, **usual, **overrides}
+    given = {"home": home, "shutdown_timeout_s": 120, **usual, **overrides}
     return load_settings(given, config_dir=home / "no-config")
 
 
@@ -73,5 +73,5 @@ def run_server(settings: Settings, *, is_ready: bool = True) -> Iterator[Running
     finally:
         server.request_stop()
         http.should_exit = True
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive(), "it does not stop"

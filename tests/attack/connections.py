@@ -46,7 +46,7 @@ class Connections(ServerAttack):
         turn = _Turn(self)
         self.server.new_log_lines()
         with contextlib.ExitStack() as sockets:
-            assert turn.is_started.wait(30), "the turn did not start"
+            assert turn.is_started.wait(60), "the turn did not start"
             self.num_requests += misuse(self.server, sockets, dice)
             self._check_health(name)
             turn.join()
@@ -73,7 +73,7 @@ class Connections(ServerAttack):
             except httpx.HTTPError:
                 return False
 
-        if not eventually(is_healthy, 20, every_s=0.05):
+        if not eventually(is_healthy, every_s=0.05):
             self.find(f"{name}: /health does not answer")
 
     def _is_answered(self) -> bool:

@@ -147,7 +147,7 @@ class _Racer:
 
     def _leave(self, place: str) -> httpx.Response:
         """Begin a stream, and leave in the middle of it."""
-        body = {"message": "Talk.", "max_tokens": 500, "temperature": 0, "stream": True}
+        body = {"message": "Talk.", "max_tokens": 100_000, "ignore_eos": True, "stream": True}
         with self._http.stream("POST", f"{place}/generate", json=body) as answer:
             for number, _ in enumerate(answer.iter_raw()):
                 if number >= self._dice.randrange(3):

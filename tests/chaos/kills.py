@@ -60,7 +60,7 @@ class Trial:
                 server.process.send_signal(signal.SIGKILL)
                 load.stop()
                 assert not load.refusals, load.refusals
-            assert server.process.wait(20) == -signal.SIGKILL
+            assert server.process.wait(60) == -signal.SIGKILL
         self.check_directory()
 
     def _await_moment(self, load: Load) -> None:
@@ -132,7 +132,8 @@ class Trial:
 
     def _serve(self) -> contextlib.AbstractContextManager[ServerProcess]:
         options = [*self.options, "--durability", self.durability, "--cache-dir", str(self.cache)]
-        return serve_forked(self.home, self.work / "server.log", *options, is_ready=False)
+        log = self.work / "server.log"
+        return serve_forked(self.home, log, *options, is_ready=False, shutdown_timeout_s=60)
 
 
 def _link_blocks(source: str, target: str) -> None:

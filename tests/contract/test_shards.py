@@ -36,7 +36,7 @@ def sharded(model: TinyModel, library: Library) -> ShardedBackend:
     return load_sharded(model.directory, model.spec, settings, library)
 
 
-@pytest.fixture(scope="module", params=["torch-llama", "mlx-llama"])
+@pytest.fixture(params=["torch-llama", "mlx-llama"])
 def both(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[ModelBackendPort, ShardedBackend]]:
@@ -56,9 +56,16 @@ def both(
     whole.shutdown()
 
 
-def test_the_same_text_as_in_one_process(both: tuple[ModelBackendPort, ShardedBackend]) -> None:
+def test_two_processes_say_what_one_says_until_one_of_them_is_killed(
+    both: tuple[ModelBackendPort, ShardedBackend],
+) -> None:
+    check_texts(*both)
+    check_shares(*both)
+    check_kill(both[1])
+
+
+def check_texts(whole: ModelBackendPort, divided: ShardedBackend) -> None:
     """Alone, together, forked, cut back, and restored from what the ranks saved."""
-    whole, divided = both
     prompts = [prompt(n, seed=n) for n in (5, 23, 40)]
     expected = [begin(whole, next(_IDS), tokens).finish() for tokens in prompts]
     together = [begin(divided, next(_IDS), tokens) for tokens in prompts]
@@ -77,13 +84,13 @@ def test_the_same_text_as_in_one_process(both: tuple[ModelBackendPort, ShardedBa
         divided.close(run.seq)
 
 
-def test_each_process_keeps_its_share(both: tuple[ModelBackendPort, ShardedBackend]) -> None:
-    whole, divided = both
+def check_shares(whole: ModelBackendPort, divided: ShardedBackend) -> None:
+    """Each process keeps its share."""
     assert divided.spec == whole.spec
     assert divided.bytes_for([300, 300]) == whole.bytes_for([300, 300])
     assert divided.traits.kv_abi == f"{whole.traits.kv_abi}.shards2"
     embedded = []
-    for backend in both:
+    for backend in (whole, divided):
         seq = SequenceId(next(_IDS))
         backend.open(seq, [])
         embedded.append(backend.embed(seq, 0, prompt(9)))
@@ -91,11 +98,8 @@ def test_each_process_keeps_its_share(both: tuple[ModelBackendPort, ShardedBacke
     assert embedded[1] == pytest.approx(embedded[0], abs=1e-4)
 
 
-def test_a_killed_rank_ends_the_group_with_a_sentence(
-    both: tuple[ModelBackendPort, ShardedBackend],
-) -> None:
-    """The last test of each group."""
-    _, divided = both
+def check_kill(divided: ShardedBackend) -> None:
+    """A killed rank ends the group with a sentence."""
     ranks = cast("shards._Ranks", divided._end.__self__)  # type: ignore[attr-defined]
     pids = [process.pid for process in ranks._processes]
     run = begin(divided, next(_IDS), prompt(9))

@@ -245,10 +245,8 @@ def test_every_turn_extends_the_last_prompt_without_a_book(model: Model) -> None
 def test_the_head_is_the_same_for_all_and_ends_at_a_boundary(model: Model) -> None:
     request = coding()[0].request
     texts = ("Hello", "What else?", "漢字", "1")
-    prompts = [
-        model.renderer.render(replace(request, messages=(request.messages[0], user(text))))
-        for text in texts
-    ]
+    requests = [replace(request, messages=(request.messages[0], user(text))) for text in texts]
+    prompts = [model.renderer.render(asked, today=TODAY) for asked in requests]
     (num_head,) = {prompt.num_head for prompt in prompts}
     (head,) = {prompt.tokens[:num_head] for prompt in prompts}
     assert all(num_head in prompt.boundaries for prompt in prompts)

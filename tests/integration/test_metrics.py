@@ -205,7 +205,7 @@ def damage_and_fill(seen: Seen, home: Path) -> None:
 
 def hang_and_stop(seen: Seen, home: Path) -> None:
     """A device call that does not come back in time, while others wait; then it does."""
-    settings = make_settings(home, hang_timeout_s=2, max_batch_size=1)
+    settings = make_settings(home, hang_timeout_s=5, max_batch_size=1)
     with run_server(settings) as running, running.client() as http:
         server, model = running.server, running.server.device.model
         assert model is not None

@@ -118,7 +118,8 @@ def test_a_conversation_goes_on_with_the_other_model_and_back_as_if_computed_fre
     longer = [*TALK, first["choices"][0]["message"], {"role": "user", "content": "And then?"}]
     swap(http, "two").raise_for_status()
     other = ask(http, longer)
-    assert (said(other)[0], cached(other)) == ("two", 0)
+    assert said(other)[0] == "two"
+    assert cached(other) < 50  # what its template says first, if another test has asked it before
     swap(http, "one").raise_for_status()
     back = ask(http, longer)
     assert cached(back) >= first["usage"]["total_tokens"] - 2

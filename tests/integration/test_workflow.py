@@ -12,6 +12,7 @@ from benchmarks.client import said
 from benchmarks.report import Report
 from benchmarks.systems import System, other
 from tests.http_server import make_settings, run_server
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.integration
 
@@ -20,6 +21,10 @@ def make_talk(name: str, home: Path, *, is_salted: bool = False) -> Talk:
     @contextlib.contextmanager
     def start(place: Path) -> Iterator[str]:
         with run_server(make_settings(place, max_idle=0, model_aliases=["any"])) as running:
+            # What is still to be read when somebody asks may be computed instead.
+            cache = running.server.memory.cache
+            cache.upkeep.warm_up()
+            await_that(lambda: not cache.store.loader.num_bytes)
             yield f"{running.url}/v1"
 
     system = System(name, start, is_salted=is_salted)

@@ -69,7 +69,7 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence_and_leaves_the_directory_
     tmp_path: Path,
 ) -> None:
     with serve(tmp_path, tmp_path / "log", "--model", "nowhere/at-all", is_ready=False) as server:
-        assert server.process.wait(30) == 2
+        assert server.process.wait(60) == 2
     last = server.output.splitlines()[-1]
     assert last.startswith("semantic: the model could not be loaded: there is no model 'nowhere")
     assert "Traceback" not in server.output

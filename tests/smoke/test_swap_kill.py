@@ -26,7 +26,7 @@ def test_agents_of_a_server_that_was_killed_in_a_swap_go_on(tmp_path: Path) -> N
             assert asked.status_code == 202
             assert http.get("/health").json()["state"] in ("ready", "swapping")
             server.process.send_signal(signal.SIGKILL)
-            server.process.wait(20)
+            server.process.wait(60)
     with (
         serve(tmp_path / "home", tmp_path / "second.log", *options) as server,
         server.client() as http,

@@ -1,6 +1,7 @@
 """A real device thread over a fake model, for tests of what stands above it."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 
 from semantic.adapters.outbound.backends.fake import FakeModels
@@ -14,6 +15,7 @@ from semantic.application.models.gate import ModelGate
 from semantic.application.models.registry import ModelRegistry
 from semantic.application.requests.reply import ReplyHub
 from semantic.domain.pool import BlockPool
+from semantic.ports.backend import Step, Ticket
 from semantic.ports.inbound import ModelState
 
 
@@ -24,6 +26,19 @@ def gate_to(device: DeviceThread, timeout_s: float = 60) -> ModelGate:
         device, source, lambda *_: no_load(), source.find("fake"), backend_name="fake"
     )
     return ModelGate(registry, max_waiting=8, timeout_s=timeout_s)
+
+
+def hold(device: DeviceThread) -> threading.Event:
+    """Let a device compute nothing until what is returned is set."""
+    backend, may_go_on = device.ready_model().backend, threading.Event()
+    launch = backend.launch
+
+    def launch_later(step: Step) -> Ticket:
+        assert may_go_on.wait(60)
+        return launch(step)
+
+    backend.launch = launch_later  # type: ignore[method-assign]
+    return may_go_on
 
 
 def no_load() -> LoadedModel:
@@ -58,7 +73,7 @@ def running_device(
         yield thread
     finally:
         thread.request_stop()
-        assert thread.join(20)
+        assert thread.join(60)
 
 
 @contextlib.contextmanager

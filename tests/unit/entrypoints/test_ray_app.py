@@ -85,7 +85,7 @@ async def test_replicas_of_one_machine_have_a_directory_each(tmp_path: Path) -> 
     one, two = Replica(options), Replica(options)
     app = one.__serve_build_asgi_app__()
     async with app.router.lifespan_context(app):
-        await asyncio.wait_for(one.check_health(), 30)
+        await asyncio.wait_for(one.check_health(), 60)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             reply = await http.get("/health/ready")
@@ -120,7 +120,7 @@ def test_one_machine_needs_nothing_of_a_cluster(tmp_path: Path) -> None:
         'store = "shared"\ndatabase_url = "postgresql://db"\nobjects_url = "s3://b"\n'
     )
     command = [sys.executable, "-c", _WITHOUT_EXTRA, str(tmp_path / "home"), str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)  # noqa: S603
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)  # noqa: S603
     assert done.stdout == "2 2\n"
     for module in ("obstore", "ray"):
         assert f"needs {module}: pip install 'semantic-server[cluster]'" in done.stderr

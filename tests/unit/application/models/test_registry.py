@@ -26,7 +26,7 @@ class SlowModels(FakeModels):
         self.is_there = threading.Event()
 
     def fetch(self, entry: ModelEntry, on_progress: OnProgress) -> ModelEntry:
-        assert self.is_there.wait(20)
+        assert self.is_there.wait(60)
         return super().fetch(entry, on_progress)
 
 
@@ -62,7 +62,7 @@ def test_a_model_serves_until_the_next_one_is_fetched(
         assert isinstance(models.admit(name), LoadedModel)
     assert isinstance(models.admit("fake-2"), str)
     source.is_there.set()
-    assert swapped.result(20).model == "fake-2"
+    assert swapped.result(60).model == "fake-2"
     assert isinstance(models.admit("fake-2"), LoadedModel)
 
 
@@ -89,6 +89,6 @@ def test_a_model_that_is_ready_may_be_unloaded(
         models.unload()
     monkeypatch.undo()
     known.set_result(0)
-    swapped.result(20)
+    swapped.result(60)
     assert (models.current().id, models.current().state) == ("fake-2", ModelState.READY)
-    assert models.unload().result(20).previous == "fake-2"
+    assert models.unload().result(60).previous == "fake-2"

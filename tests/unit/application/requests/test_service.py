@@ -49,7 +49,7 @@ from semantic.domain.reply_format import Markers, ReplyFormat, ReplyShape, ToolF
 from semantic.domain.sampling import UNSET_SAMPLING, SamplingDefaults, SamplingParams, StopRules
 from semantic.ports.inbound import Reply
 from semantic.ports.storage import LedgerChange
-from tests.unit.application.device_rig import gate_to, ready_device
+from tests.unit.application.device_rig import gate_to, hold, ready_device
 from tests.unit.application.ledger_rig import agents_of
 
 pytestmark = pytest.mark.unit
@@ -320,10 +320,12 @@ async def test_a_reply_tells_whether_its_turn_is_safe(
 
 
 async def test_of_requests_that_name_one_agent_at_once_one_becomes_it(
-    service: InferenceService, agents: AgentLedger
+    service: InferenceService, device: tuple[DeviceThread, ReplyHub], agents: AgentLedger
 ) -> None:
     request = replace(REQUEST, agent=AgentHint(agent_id="coder"))
+    may_go_on = hold(device[0])
     replies = await asyncio.gather(*(service.start(request, ME) for _ in range(8)))
+    may_go_on.set()
     await asyncio.gather(*map(read, replies))
     assert len(agents.agents("local")) == 8
     await ask(service, request)

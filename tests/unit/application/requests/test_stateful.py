@@ -28,7 +28,7 @@ from semantic.domain.errors import (
 from semantic.domain.events import Finished, TextDelta
 from semantic.domain.sampling import FinishReason, SamplingParams, StopRules
 from semantic.ports.inbound import NewTurn, Reply
-from tests.unit.application.device_rig import gate_to, ready_device
+from tests.unit.application.device_rig import gate_to, hold, ready_device
 from tests.unit.application.ledger_rig import agents_of
 
 pytestmark = pytest.mark.unit
@@ -234,6 +234,7 @@ async def test_a_reply_that_nobody_reads_does_not_hold_up_the_next(rig: Rig) -> 
 async def test_a_queue_that_is_full_refuses(rig: Rig) -> None:
     rig.make()
     chat = rig.chat(max_waiting=1)
+    may_go_on = hold(rig.device)
     running = await chat.generate(ME, "a", ask("long", 200))
     waiting = asyncio.create_task(say(chat, "waits"))
     await asyncio.sleep(0)
@@ -242,6 +243,7 @@ async def test_a_queue_that_is_full_refuses(rig: Rig) -> None:
     with pytest.raises(OverloadedError):
         await chat.generate(ME, "a", ask("too many"))
 
+    may_go_on.set()
     await read(running)
     await waiting
     assert rig.lanes.num_turns("local", "a") == 0
@@ -250,12 +252,14 @@ async def test_a_queue_that_is_full_refuses(rig: Rig) -> None:
 async def test_a_turn_that_never_comes_times_out(rig: Rig) -> None:
     rig.make()
     chat = rig.chat(timeout_s=0.0)
+    may_go_on = hold(rig.device)
     running = await chat.generate(ME, "a", ask("long", 500))
 
     with pytest.raises(GenerationTimeoutError):
         await chat.generate(ME, "a", ask("late"))
 
     running.cancel()
+    may_go_on.set()
     _, finished = await read(running)
     assert finished.reason is FinishReason.CANCELLED
 
@@ -263,6 +267,7 @@ async def test_a_turn_that_never_comes_times_out(rig: Rig) -> None:
 async def test_whoever_waits_for_an_agent_that_goes_is_told(rig: Rig) -> None:
     made = rig.make()
     chat = rig.chat()
+    may_go_on = hold(rig.device)
     running = await chat.generate(ME, "a", ask("long", 500))
     waiting = [asyncio.create_task(say(chat, text)) for text in ("deleted", "and made anew")]
     await asyncio.sleep(0)
@@ -271,6 +276,7 @@ async def test_whoever_waits_for_an_agent_that_goes_is_told(rig: Rig) -> None:
     rig.agents.delete("local", "a")
     rig.agents.create(replace(made, created_at=2.0))
     rig.lanes.cancel("local", "a")
+    may_go_on.set()
 
     _, finished = await read(running)
     assert finished.reason is FinishReason.CANCELLED

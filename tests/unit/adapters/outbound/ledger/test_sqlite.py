@@ -296,7 +296,7 @@ def test_an_unwritable_place_is_refused_in_a_sentence(
         (place / "ledger.db").chmod(0o666 if what == "." else 0o444)
         place.chmod(0o777 if what == "ledger.db" and os.getuid() == 0 else 0o555)
         command = [sys.executable, "-c", UNWRITABLE, str(place)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)  # noqa: S603
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)  # noqa: S603
     finally:
         place.chmod(0o755)
         shutil.rmtree(place)
