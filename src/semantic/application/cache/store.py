@@ -108,10 +108,7 @@ class AgentCacheStore:
         seconds_per_token: float,
         begun: Collection[PartKey] = (),
     ) -> RestorePlan:
-        """Leave out of a plan what is slower to read than to compute, as both go at the moment.
-
-        Parts in `begun` are being read for it already, and stay.
-        """
+        """Leave out what is slower to read than to compute now, but for what is being read for it."""
         if not seconds_per_token:
             return plan
         with self._lock:

@@ -84,6 +84,6 @@ def test_a_worker_ends_with_its_server_however_that_ends() -> None:
 def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # before it is opened, or after that
         return False
     return state != "Z"
