@@ -108,7 +108,7 @@ class AgentCacheStore:
         seconds_per_token: float,
         begun: Collection[PartKey] = (),
     ) -> RestorePlan:
-        """Leave out what is slower to read than to compute now, but for what is being read for it."""
+        """Leave out what is now slower to read than to compute, unless it is being read for it."""
         if not seconds_per_token:
             return plan
         with self._lock:
