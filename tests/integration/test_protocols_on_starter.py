@@ -11,7 +11,6 @@ from typing import Any
 import anthropic
 import httpx
 import openai
-import pydantic
 import pytest
 
 from semantic.application.prompt.renderer import render
@@ -124,25 +123,6 @@ def test_it_is_sampled_as_its_authors_advise(openai_client: openai.OpenAI) -> No
     assert (made.temperature, made.top_p) == (0.2, 0.9)
 
 
-def test_a_schema_is_kept(openai_client: openai.OpenAI) -> None:
-    class Answer(pydantic.BaseModel):
-        city: str
-        is_capital: bool
-
-    messages: Any = [{"role": "user", "content": "Is Paris the capital of France?"}]
-    chat = openai_client.chat.completions.parse(
-        model=MODEL, messages=messages, response_format=Answer, max_tokens=60, temperature=0
-    )
-    assert chat.choices[0].message.parsed is not None
-
-
-def test_a_raw_prompt_is_continued(openai_client: openai.OpenAI) -> None:
-    reply = openai_client.completions.create(
-        model=MODEL, prompt="The capital of France is", temperature=0, max_tokens=4
-    )
-    assert "Paris" in reply.choices[0].text
-
-
 # -- Anthropic --------------------------------------------------------------------------------
 
 
@@ -152,29 +132,20 @@ def create(client: anthropic.Anthropic, messages: Any, **changes: Any) -> Any:
         return stream.get_final_message()
 
 
-def goes_on(client: anthropic.Anthropic, messages: Any, content: Any, **changes: Any) -> Any:
-    """A first reply, and one to what follows it; what is reused of the first is checked."""
-    first = create(client, messages, **changes)
-    changes.pop("tool_choice", None)
-    told = content(first) if callable(content) else content
-    more = [
-        *messages,
-        {"role": "assistant", "content": first.content},
-        {"role": "user", "content": told},
-    ]
-    second = create(client, more, **changes)
-    count = client.messages.count_tokens(
-        model=MODEL,
-        messages=more,
-        **{name: changes[name] for name in ("system", "tools", "thinking") if name in changes},
-    )
+def goes_on(client: anthropic.Anthropic, asked: str, more: str, **changes: Any) -> Any:
+    """A first reply, and one to what follows it."""
+    said: list[Any] = [{"role": "user", "content": asked}]
+    first = create(client, said, **changes)
+    said += [{"role": "assistant", "content": first.content}, {"role": "user", "content": more}]
+    second = create(client, said, **changes)
+    changes.pop("max_tokens", None)
+    count = client.messages.count_tokens(model=MODEL, messages=said, **changes)
     assert count.input_tokens == prompt_tokens(second)
     return first, second
 
 
 def test_a_conversation_continues_where_it_ended(anthropic_client: anthropic.Anthropic) -> None:
-    asked = [{"role": "user", "content": PARIS}]
-    first, second = goes_on(anthropic_client, asked, "And of Spain?", system="You are terse.")
+    first, second = goes_on(anthropic_client, PARIS, "And of Spain?", system="You are terse.")
     assert first.content[0].text
     reused = prompt_tokens(first) + first.usage.output_tokens - 1
     assert second.usage.cache_read_input_tokens >= reused
@@ -184,7 +155,7 @@ def test_thinking_ends_with_its_budget_and_comes_back(
     anthropic_client: anthropic.Anthropic,
 ) -> None:
     thinking: Any = {"type": "enabled", "budget_tokens": 12}
-    asked = [{"role": "user", "content": "Tell me a long story about a dog."}]
+    asked = "Tell me a long story about a dog."
     first, second = goes_on(
         anthropic_client, asked, "Are you sure?", thinking=thinking, max_tokens=60
     )
@@ -195,25 +166,6 @@ def test_thinking_ends_with_its_budget_and_comes_back(
     num_thought = first.usage.output_tokens_details.thinking_tokens
     assert 12 < num_thought <= 12 + len("\n</think>")
     assert second.usage.cache_read_input_tokens >= prompt_tokens(first)
-
-
-def test_a_call_of_a_tool_and_its_result(anthropic_client: anthropic.Anthropic) -> None:
-    choice = {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}
-    asked = [{"role": "user", "content": "Is it raining in Rome?"}]
-
-    def told(reply: Any) -> list[dict[str, str]]:
-        (call,) = reply.content
-        assert call.type == "tool_use"
-        assert call.input["city"] in ("Paris", "Rome")
-        return [{"type": "tool_result", "tool_use_id": call.id, "content": "It rains."}]
-
-    tools = [{**WEATHER, "input_schema": CITY}]
-    first, second = goes_on(
-        anthropic_client, asked, told, tools=tools, tool_choice=choice, max_tokens=80
-    )
-    assert first.stop_reason == "tool_use"
-    reused = prompt_tokens(first) + first.usage.output_tokens - 1
-    assert second.usage.cache_read_input_tokens >= reused
 
 
 # -- the agent API ----------------------------------------------------------------------------

@@ -1,5 +1,4 @@
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,16 +48,6 @@ def test_transformers_reads_the_configuration_as_it_was_trained(starter_model_di
     assert (config.rms_norm_eps, config.max_position_embeddings) == (1e-5, 8192)
     assert config.dtype == torch.bfloat16
     assert config.tie_word_embeddings
-
-
-def test_english_is_far_likelier_than_chance(model: Any, tokenizer: Any) -> None:
-    text = "Once upon a time, there was a little girl who lived in a small village."
-    ids = tokenizer(text, return_tensors="pt")["input_ids"]
-    logits = model(ids).logits
-    assert logits.shape == (1, ids.shape[1], 49152)
-    assert torch.isfinite(logits).all()
-    loss = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).item()
-    assert loss < math.log(49152) / 3
 
 
 def test_weights_are_those_of_the_file_and_take_no_more_room(
