@@ -37,10 +37,7 @@ class TamperedImports(ServerAttack):
         change = CHANGES[self.round % len(CHANGES)]
         export = Export.parse(file)
         change(export, dice)
-        try:
-            file = export.compose()
-        except UnicodeEncodeError:
-            return  # it cannot be written at all
+        file = export.compose()
         is_honest = change is untouched
         if not is_honest and dice.random() < 0.1:
             file = spoil_bytes(file, dice)

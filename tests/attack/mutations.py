@@ -225,19 +225,30 @@ _CHANGES: tuple[Callable[[Any, Any, random.Random], None], ...] = (
 )
 
 
-def spoil(body: Any, dice: random.Random) -> bytes:
-    """Change a valid body somewhere, or its bytes; returns what to send."""
-    document = {"body": copy.deepcopy(body)}
-    for _ in range(dice.choice((1, 1, 1, 2, 3))):
-        holder, key = dice.choice(_places(document, []))
-        dice.choice(_CHANGES)(holder, key, dice)
-        if "body" not in document:
-            break
-    content = json.dumps(_shorten(document.get("body"))).encode()
+def change_somewhere(document: Any, dice: random.Random) -> None:
+    """Change one value of a document."""
+    holder, key = dice.choice(_places(document, []))
+    dice.choice(_CHANGES)(holder, key, dice)
+
+
+def written(document: Any, dice: random.Random) -> bytes:
+    """A changed document as JSON, nested as deep as a change wants it."""
+    content = json.dumps(document).encode()
     if _DEEP.encode() in content:
         depth = dice.choice((50, 900, 20_000))
         deep = b"[" * depth + b"]" * depth if dice.random() < 0.5 else _deep_object(depth)
         content = content.replace(f'"{_DEEP}"'.encode(), deep)
+    return content
+
+
+def spoil(body: Any, dice: random.Random) -> bytes:
+    """Change a valid body somewhere, or its bytes; returns what to send."""
+    document = {"body": copy.deepcopy(body)}
+    for _ in range(dice.choice((1, 1, 1, 2, 3))):
+        change_somewhere(document, dice)
+        if "body" not in document:
+            break
+    content = written(_shorten(document.get("body")), dice)
     content = dice.choice(_BYTES)(content, dice) if dice.random() < 0.15 else content
     # One over the limit is cut off while it is sent, and its sender may miss the 413.
     return content[:_MAX_BODY]

@@ -3,25 +3,17 @@
 The archive's layout is that of `docs/agents.md`; `tests/agent_files.py` packs and unpacks it.
 """
 
-import copy
 import json
-import math
 import random
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
 from tests import agent_files
-
-_SUM = slice(37, 69)  # where a block file's checksum stands
-_WEIRD: tuple[Any, ...] = (
-    *(None, True, 0, -1, 1.5, 2**31, 2**63, 2**70, -(2**70), math.nan, math.inf, -math.inf, 1e308),
-    *("", "abc", "\ud800", "\0", "x" * 200_000, [], {}, [["a", {"x": 1}]], [None], {"a": "b"}),
-    *([[["a"]]], ["a", "b"], {"x": [math.nan]}, "../../x", "a/b", " ", "%00", "A" * 129),
-)
+from tests.attack.mutations import change_somewhere, written
+from tests.unit.adapters.outbound.blocks.sealed_files import put_together, take_apart
+from tests.unit.adapters.outbound.ledger.test_codec import WRONG_SETTINGS
 
 
 @dataclass
@@ -67,37 +59,11 @@ def untouched(export: Export, dice: random.Random) -> None:
 # -- fields -----------------------------------------------------------------------------------
 
 
-def _change_document(document: Any, dice: random.Random) -> None:
-    """Change one value somewhere in a document."""
-    places: list[tuple[Any, Any]] = []
-    _collect(document, places)
-    holder, key = dice.choice(places)
-    value = copy.deepcopy(dice.choice(_WEIRD))
-    how = dice.random()
-    if how < 0.1:
-        del holder[key]
-    elif how < 0.2:
-        holder[key] = [holder[key]]
-    elif how < 0.25:
-        for _ in range(900):
-            holder[key] = [holder[key]]
-    else:
-        holder[key] = value
-
-
-def _collect(value: Any, places: list[tuple[Any, Any]]) -> None:
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, inner in items:
-        places.append((value, key))
-        if isinstance(inner, dict | list):
-            _collect(inner, places)
-
-
 def _change_member(member: Member, dice: random.Random) -> None:
     document = json.loads(member.content)
     # Settings, messages and figures are in the body.
-    _change_document(document["body"] if dice.random() < 0.7 else document, dice)
-    member.content = json.dumps(document, ensure_ascii=dice.random() < 0.5).encode()
+    change_somewhere(document["body"] if dice.random() < 0.7 else document, dice)
+    member.content = written(document, dice)
 
 
 def agent_fields(export: Export, dice: random.Random) -> None:
@@ -112,27 +78,7 @@ def hostile_settings(export: Export, dice: random.Random) -> None:
     """Settings that are well-formed JSON and would stop whoever believes them."""
     member = export.of_kind("agent")[0]
     document = json.loads(member.content)
-    document["body"].update(
-        dice.choice(
-            (
-                {"labels": [["a", {"x": 1}]]},
-                {"labels": {"a": 1}},
-                {"ttl_s": "abc"},
-                {"ttl_s": math.nan},
-                {"ttl_s": -1},
-                {"ttl_s": 2**70},
-                {"weight": 0},
-                {"weight": math.inf},
-                {"weight": "heavy"},
-                {"service_class": "emperor"},
-                {"created_at": 2**70},
-                {"last_used": math.nan},
-                {"num_turns": 2**70},
-                {"quota": {"max_bytes": 2**70, "max_turns": "many"}},
-                {"profile": {"system": 5, "tools": [{"name": 1}], "model": [], "overflow": "?"}},
-            )
-        )
-    )
+    document["body"].update(dice.choice([*WRONG_SETTINGS.values()]))
     member.content = json.dumps(document).encode()
 
 
@@ -145,14 +91,13 @@ def block_payload(export: Export, dice: random.Random) -> None:
     if not blocks:
         return
     member = dice.choice(blocks)
-    content = bytearray(member.content)
-    (length,) = struct.unpack_from("<Q", content)
-    header = json.loads(content[8 : 8 + length])
+    header, data = take_apart(member.content)
+    changed = bytearray(data)
     for name, tensor in header.items():
         if name not in {"__metadata__", "tokens"}:
-            start, end = (8 + length + offset for offset in tensor["data_offsets"])
-            content[start:end] = dice.randbytes(end - start)
-    member.content = _resealed(content)
+            start, end = tensor["data_offsets"]
+            changed[start:end] = dice.randbytes(end - start)
+    member.content = put_together(header, bytes(changed))
 
 
 def all_payloads(export: Export, dice: random.Random) -> None:
@@ -161,29 +106,17 @@ def all_payloads(export: Export, dice: random.Random) -> None:
 
 
 def block_header(export: Export, dice: random.Random) -> None:
-    """Change a field of a block's header; its length stays."""
+    """Change a field of a block's header."""
     blocks = export.of_kind("block")
     if not blocks:
         return
     member = dice.choice(blocks)
-    (length,) = struct.unpack_from("<Q", member.content)
-    header = json.loads(member.content[8 : 8 + length])
+    header, data = take_apart(member.content)
     metadata = header["__metadata__"]
     key = dice.choice([key for key in metadata if key != "checksum"])
     changes = ("", "0", "-1", "9" * 30, "nan", "f" * 64, "\ud800", metadata[key][::-1])
     metadata[key] = dice.choice(changes)
-    rest = json.dumps(header, separators=(",", ":")).encode()
-    rest = rest.ljust(length)
-    content = bytearray(struct.pack("<Q", len(rest)) + rest + member.content[8 + length :])
-    member.content = _resealed(content)
-
-
-def _resealed(content: bytearray) -> bytes:
-    digest = xxhash.xxh3_128()
-    digest.update(bytes(content[: _SUM.start]))
-    digest.update(bytes(content[_SUM.stop :]))
-    content[_SUM] = digest.hexdigest().encode()
-    return bytes(content)
+    member.content = put_together(header, data)
 
 
 def said_otherwise(export: Export, dice: random.Random) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -38,7 +39,7 @@ def file_of(directory: Path, part: BlockPart) -> Path:
     return shard / f"{name}.{part.kind.value}.safetensors"
 
 
-def take_apart(content: bytes) -> tuple[dict[str, dict[str, object]], bytes]:
+def take_apart(content: bytes) -> tuple[dict[str, dict[str, Any]], bytes]:
     """A file's header and what follows it."""
     end = 8 + int.from_bytes(content[:8], "little")
     return json.loads(content[8:end]), content[end:]
@@ -53,7 +54,7 @@ def seal(header: bytes, data: bytes, length: int | None = None) -> bytes:
     return content[:start] + digits.encode() + content[start + 32 :]
 
 
-def put_together(header: dict[str, dict[str, object]], data: bytes) -> bytes:
+def put_together(header: dict[str, dict[str, Any]], data: bytes) -> bytes:
     """Undo `take_apart`, sealed anew."""
     return seal(json.dumps(header, separators=(",", ":")).encode(), data)
 
