@@ -40,17 +40,19 @@ def make_settings(home: Path, **overrides: Any) -> Settings:
     return load_settings(given, config_dir=home / "no-config")
 
 
-def add_key(home: Path) -> str:
-    """Give the tenant `acme` a key, in the file of a server's home; returns its secret."""
-    secrets: list[str] = []
+def give_keys(home: Path, *tenants: str, limits: TenantEntry | None = None) -> dict[str, str]:
+    """Give tenants a key each, in the file of a server's home; `admin` has an admin's."""
+    secrets: dict[str, str] = {}
 
     def add(file: KeyFile) -> KeyFile:
-        file, _, secret = file.with_key("acme", TenantEntry())
-        secrets.append(secret)
+        for name in tenants:
+            file, _, secrets[name] = file.with_key(
+                name, limits or TenantEntry(), is_admin=name == "admin"
+            )
         return file
 
     edit_key_file(home / "keys.json", add)
-    return secrets[0]
+    return secrets
 
 
 @contextlib.contextmanager

@@ -103,3 +103,11 @@ def new_schema(url: str) -> str:
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(f"CREATE SCHEMA {name}".encode())
     return f"{url}&options={quote(f'-csearch_path={name}')}"
+
+
+def num_shared_parts(url: str) -> int:
+    """How many parts of blocks a shared index has."""
+    psycopg = pytest.importorskip("psycopg")
+    with psycopg.connect(url) as connection:
+        row = connection.execute("SELECT count(*) FROM parts").fetchone()
+    return int(row[0])

@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from semantic.entrypoints.cli.launch import CLIENTS
-from tests.http_server import make_settings, run_server
-from tests.integration.test_tenants import give_keys
+from tests.http_server import give_keys, make_settings, run_server
 
 pytestmark = pytest.mark.integration
 

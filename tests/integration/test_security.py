@@ -1,6 +1,6 @@
 """What attackers try at the edge, against a server with keys and one that is local.
 
-Elsewhere: silent and slow connections, a thousand of them (`tests/smoke/test_connections.py`);
+Elsewhere: silent and slow connections (`tests/smoke/test_connections.py`, `tests/attack`);
 tenants (`test_tenants.py`); foreign pages, packed bombs (`test_http_front.py`); names of hosts
 (`test_http_front.py`); tampered files (`test_foreign_files.py`, `tests/attack`).
 """
@@ -22,7 +22,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from semantic.adapters.inbound.http.connections import ConnectionLimits, OpenConnections
-from tests.http_server import RunningServer, add_key, make_settings, run_server
+from tests.http_server import RunningServer, give_keys, make_settings, run_server
 
 pytestmark = pytest.mark.integration
 
@@ -67,7 +67,7 @@ class Target:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     home = tmp_path_factory.mktemp("place") / "home"
-    secret = add_key(home)
+    secret = give_keys(home, "acme")["acme"]
     with run_server(make_settings(home, max_body_mb=1)) as running:
         target = Target(running, home, secret)
         with target.http:

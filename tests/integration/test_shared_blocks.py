@@ -29,7 +29,7 @@ from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload
 from semantic.ports.storage import ObjectsPort, PutAgent, PutTurn
 from tests.http_server import make_settings, run_server
-from tests.postgres import new_schema
+from tests.postgres import new_schema, num_shared_parts
 from tests.unit.adapters.outbound.ledger.ledger_values import ROOT, agent_of, turn_of
 from tests.waiting import await_that
 
@@ -385,7 +385,9 @@ def test_a_real_models_state_goes_on_at_a_second_server_as_if_computed_there(
             server = stack.enter_context(run_server(made))
             servers[name] = stack.enter_context(server.client())
         opening = {name: _say(servers[name], "coder", _LONG) for name in ("one", "fresh")}
-        await_that(lambda: _num_parts(shared) >= opening["one"]["usage"]["prompt_tokens"] // 256)
+        await_that(
+            lambda: num_shared_parts(shared) >= opening["one"]["usage"]["prompt_tokens"] // 256
+        )
         replies = {name: _say(servers[name], "coder", "And now?") for name in ("two", "fresh")}
     assert opening["one"]["text"] == opening["fresh"]["text"]
     assert replies["two"]["reuse"]["disk"] >= 256
@@ -402,14 +404,6 @@ def _say(http: httpx.Client, agent: str, text: str) -> dict[str, Any]:
     reply = http.post(f"/v1/agents/{agent}/generate", json=body)
     assert reply.status_code == 200, reply.text
     return dict(reply.json())
-
-
-def _num_parts(database_url: str) -> int:
-    import psycopg
-
-    with psycopg.connect(database_url) as connection:
-        row = connection.execute("SELECT count(*) FROM parts").fetchone()
-    return int(row[0]) if row else 0
 
 
 # Each step names who goes on: two writers, the collector, time, or one of them that dies.

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from semantic.adapters.config.keys import KeyFile, RateEntry, TenantEntry, edit_key_file
+from semantic.adapters.config.keys import RateEntry, TenantEntry, edit_key_file
 from semantic.domain.agents import Principal
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.bootstrap import bootstrap
-from tests.http_server import RunningServer, make_settings, run_server
+from tests.http_server import RunningServer, give_keys, make_settings, run_server
 
 pytestmark = pytest.mark.integration
 
@@ -21,21 +21,6 @@ LONG = "All work and no play makes an agent dull. " * 30
 SAID = [{"role": "user", "content": LONG}]
 CHAT = {"model": "fake", "max_tokens": 4, "temperature": 0, "messages": SAID}
 ASK = {"model": "fake", "max_output_tokens": 4, "input": LONG, "temperature": 0}
-
-
-def give_keys(home: Path, *tenants: str, limits: TenantEntry | None = None) -> dict[str, str]:
-    """Make a key for each tenant, and one for the admin."""
-    secrets: dict[str, str] = {}
-
-    def add(file: KeyFile) -> KeyFile:
-        for name in (*tenants, "admin"):
-            file, _, secrets[name] = file.with_key(
-                name, limits or TenantEntry(), is_admin=name == "admin"
-            )
-        return file
-
-    edit_key_file(home / "keys.json", add)
-    return secrets
 
 
 class House:
@@ -55,7 +40,7 @@ class House:
 
 @contextlib.contextmanager
 def open_house(home: Path, limits: TenantEntry | None = None) -> Iterator[House]:
-    secrets = give_keys(home, "a", "b", limits=limits)
+    secrets = give_keys(home, "a", "b", "admin", limits=limits)
     with run_server(make_settings(home)) as running, contextlib.ExitStack() as stack:
         yield House(running, secrets, stack)
 
@@ -410,6 +395,6 @@ def test_other_machines_are_let_in_with_keys_only(tmp_path: Path) -> None:
     remote = {"host": "0.0.0.0", "allow_remote": True}  # noqa: S104
     with pytest.raises(InvalidRequestError, match="semantic keys add --tenant NAME"):
         bootstrap(make_settings(tmp_path, **remote))
-    give_keys(tmp_path)
+    give_keys(tmp_path, "admin")
     server = bootstrap(make_settings(tmp_path, **remote))
     assert server.memory.close(5)

@@ -11,9 +11,8 @@ import pytest
 from semantic.domain.agents import Agent, Turn
 from semantic.domain.chat import Message, Role
 from semantic.domain.events import Usage
-from tests.http_server import RunningServer, make_settings, run_server
+from tests.http_server import RunningServer, give_keys, make_settings, run_server
 from tests.integration.test_direct_api import get, make, say
-from tests.integration.test_tenants import give_keys
 from tests.page.browser import NEEDED, Browser, Page
 from tests.smoke.server_process import serve
 

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from semantic.adapters.config.keys import KeyFile, TenantEntry, edit_key_file
+from semantic.adapters.config.keys import TenantEntry
+from tests.http_server import give_keys
 from tests.smoke.server_process import ServerProcess, serve
 
 pytestmark = pytest.mark.smoke
@@ -19,10 +20,9 @@ HALF_A_BODY = HALF_A_REQUEST + b"content-type: application/json\r\ncontent-lengt
 
 
 def fake_server(
-    tmp_path: Path, max_files: int | None = None, **settings: Any
+    tmp_path: Path, **settings: Any
 ) -> contextlib.AbstractContextManager[ServerProcess]:
-    arguments = ("--backend", "fake", "--durability", "sync")
-    return serve(tmp_path / "home", tmp_path / "log", *arguments, max_files=max_files, **settings)
+    return serve(tmp_path / "home", tmp_path / "log", "--backend", "fake", **settings)
 
 
 def connect(server: ServerProcess, content: bytes = b"") -> socket.socket:
@@ -58,27 +58,6 @@ def drips(opened: socket.socket) -> bool:
         return True
 
 
-def test_silent_connections_cost_no_turn(tmp_path: Path) -> None:
-    with contextlib.ExitStack() as silent:
-        with fake_server(tmp_path, max_files=256) as server:
-            assert ask(server, "POST", "/v1/agents", json={"id": "coder"}).status_code == 201
-            for index in range(1000):
-                content = (b"", HALF_A_REQUEST, HALF_A_BODY)[index % 3]
-                silent.enter_context(connect(server, content))
-                if index % 300 == 299:
-                    assert ask(server, "GET", "/health").status_code == 200
-                    said = {"message": f"number {index}", "max_tokens": 5}
-                    reply = ask(server, "POST", "/v1/agents/coder/generate", json=said)
-                    assert reply.status_code == 200, reply.text
-            assert server.stop() == 0
-        own = [line for line in server.output.splitlines() if "semantic.access" not in line]
-        assert len(own) < 30
-        assert "Too many open files" not in server.output
-    with fake_server(tmp_path, max_files=256) as server:
-        agent = ask(server, "GET", "/v1/agents/coder").json()
-        assert agent["turns"] == 3
-
-
 def test_whoever_does_not_send_a_request_in_time_is_cut(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"read_timeout_s": 0.3, "keep_alive_s": 1}
     with fake_server(tmp_path, **settings) as server:
@@ -112,14 +91,8 @@ def test_a_body_may_take_long_if_it_keeps_coming(tmp_path: Path) -> None:
 
 
 def test_a_tenant_has_so_many_connections(tmp_path: Path) -> None:
-    home, secrets = tmp_path / "home", {}
-
-    def add(file: KeyFile) -> KeyFile:
-        for name in ("few", "many"):
-            file, _, secrets[name] = file.with_key(name, TenantEntry(max_connections=2))
-        return file
-
-    edit_key_file(home / "keys.json", add)
+    limits = TenantEntry(max_connections=2)
+    secrets = give_keys(tmp_path / "home", "few", "many", limits=limits)
 
     def request(tenant: str) -> bytes:
         head = f"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nx-api-key: {secrets[tenant]}\r\n\r\n"

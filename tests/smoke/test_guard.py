@@ -1,18 +1,50 @@
 """A guarded server process: keys and certificates that change while it runs."""
 
+import datetime
+import ipaddress
 import signal
 import ssl
 from pathlib import Path
 
 import httpx
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from semantic.entrypoints.cli.app import main
-from tests.certificates import make_certificate
-from tests.http_server import add_key
+from tests.http_server import give_keys
 from tests.smoke.server_process import ServerProcess, StartFailedError, serve
 
 pytestmark = pytest.mark.smoke
+
+
+def make_certificate(directory: Path, name: str = "one") -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 that signs itself, for an hour; returns its file and its key's."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    files = directory / f"{name}.pem", directory / f"{name}.key"
+    encoding = serialization.Encoding.PEM
+    files[0].write_bytes(certificate.public_bytes(encoding))
+    files[1].write_bytes(
+        key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return files
 
 
 def client(server: ServerProcess, certificate: Path) -> httpx.Client:
@@ -24,7 +56,7 @@ def test_keys_and_certificate_are_read_again_on_a_signal(
 ) -> None:
     home, log = tmp_path / "home", tmp_path / "log"
     home.mkdir()
-    old = add_key(home)
+    old = give_keys(home, "acme")["acme"]
     first, key = make_certificate(tmp_path)
     given = ("--backend", "fake", "--tls-cert", str(first), "--tls-key", str(key))
     remote = ("--host", "0.0.0.0", "--allow-remote")  # noqa: S104 - that is the point
@@ -38,7 +70,7 @@ def test_keys_and_certificate_are_read_again_on_a_signal(
         with client(server, first) as http:
             assert http.get("/v1/models").status_code == 401
             assert http.get("/v1/models", headers={"x-api-key": old}).status_code == 200
-            new = add_key(home)
+            new = give_keys(home, "acme")["acme"]
             assert http.get("/v1/models", headers={"x-api-key": new}).status_code == 401
         second, new_key = make_certificate(tmp_path, "two")
         first_text = first.read_bytes()

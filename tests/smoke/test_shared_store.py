@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.postgres import num_shared_parts
 from tests.smoke.server_process import ServerProcess, serve
 from tests.waiting import await_that
 
@@ -54,14 +55,6 @@ def say(http: httpx.Client, agent: str, text: str) -> dict[str, Any]:
 def turns(http: httpx.Client, agent: str) -> list[str]:
     listed = http.get(f"/v1/agents/{agent}/turns").json()["data"]
     return [turn["id"] for turn in listed]
-
-
-def num_shared_parts(database_url: str) -> int:
-    import psycopg
-
-    with psycopg.connect(database_url) as connection:
-        row = connection.execute("SELECT count(*) FROM parts").fetchone()
-    return int(row[0]) if row else 0
 
 
 def test_servers_continue_each_others_agents(site: Site, database_url: str) -> None:

@@ -1,9 +1,7 @@
 import os
 import resource
 import stat
-import subprocess
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from semantic.domain.blocks import BlockName, BlockNamespace, BlockPart
 from semantic.domain.errors import CacheCorruptionError, CachePersistenceError
 from semantic.domain.spec import LayerKind
 from semantic.ports.backend import HostBuffer, KVPayload
+from tests.chaos.mounts import small_disk
 from tests.unit.adapters.outbound.blocks.sealed_files import (
     ROOT,
     buffers_of,
@@ -245,35 +244,21 @@ def test_a_foreign_payload_is_not_written(tmp_path: Path, cache: SafetensorsCach
 # -- when the disk refuses --------------------------------------------------------------------
 
 
-def system(*command: str) -> bool:
-    return subprocess.run(command, check=False, capture_output=True).returncode == 0  # noqa: S603
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with room for one megabyte."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if not system("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)):
-        pytest.skip("mounting is not permitted here")
-    yield mount
-    assert system("umount", str(mount))
-
-
 def big_buffer(num_bytes: int) -> HostBuffer:
     return HostBuffer("keys", (num_bytes,), "uint8", bytes(num_bytes))
 
 
-def test_a_full_disk(small_disk: Path) -> None:
-    cache = SafetensorsCache(small_disk)
-    kept = put(cache, make_part((1,)), big_buffer(600_000))
-    with pytest.raises(CachePersistenceError, match="No space left"):
+def test_a_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", "size=1m") as disk:
+        cache = SafetensorsCache(disk)
+        kept = put(cache, make_part((1,)), big_buffer(600_000))
+        with pytest.raises(CachePersistenceError, match="No space left"):
+            put(cache, make_part((2,)), big_buffer(600_000))
+        assert all_files(disk) == [file_of(disk, kept)]
+        assert cache.used_bytes() == kept.nbytes
+        assert cache.read(kept).nbytes == 600_000
+        cache.delete(kept)
         put(cache, make_part((2,)), big_buffer(600_000))
-    assert all_files(small_disk) == [file_of(small_disk, kept)]
-    assert cache.used_bytes() == kept.nbytes
-    assert cache.read(kept).nbytes == 600_000
-    cache.delete(kept)
-    put(cache, make_part((2,)), big_buffer(600_000))
 
 
 def test_a_write_that_stops_half_way(tmp_path: Path, cache: SafetensorsCache) -> None:
