@@ -23,11 +23,14 @@ HEARTBEAT_S = 5.0
 WAITING = "waiting"
 Json: TypeAlias = dict[str, object]
 _T = TypeVar("_T")
+# Many clients split a stream by lines as Unicode has them, which end here too.
+_LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 
 
 def data(payload: object) -> str:
     """Frame a JSON payload."""
-    return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text if text.isascii() else text.translate(_LINE_ENDS)}\n\n"
 
 
 def named_event(event: str, payload: object) -> str:

@@ -1,6 +1,7 @@
 """Replies read as one, signs of life while a client waits, and an end to work when it leaves."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 
 import pytest
@@ -20,6 +21,12 @@ from tests.canned_replies import CannedReply
 pytestmark = pytest.mark.unit
 
 END = Finished(FinishReason.END_TURN, Usage(1))
+
+
+def test_a_payload_is_one_line_to_everybody() -> None:
+    said = {"é": "".join(map(chr, range(0x2100)))}
+    line, after = streaming.data(said).splitlines()
+    assert (json.loads(line.removeprefix("data: ")), after) == (said, "")
 
 
 class SlowReply(CannedReply):
