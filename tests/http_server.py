@@ -30,7 +30,7 @@ class RunningServer:
         return self.server.model_id
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **options)
+        return httpx.Client(base_url=self.url, timeout=300, trust_env=False, **options)
 
 
 def make_settings(home: Path, **overrides: Any) -> Settings:

@@ -78,14 +78,14 @@ def running_postgres() -> Iterator[str]:
             yield url
         finally:
             server.send_signal(2)  # a fast shutdown: clients are sent away
-            server.wait(30)
+            server.wait(120)
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
 
 def _wait_for(url: str, server: "subprocess.Popen[bytes]") -> None:
     psycopg = pytest.importorskip("psycopg")
-    for _ in range(600):
+    for _ in range(2400):
         assert server.poll() is None, "PostgreSQL did not start"
         try:
             psycopg.connect(url).close()

@@ -182,7 +182,7 @@ def test_those_who_watch_are_told(http: httpx.Client) -> None:
 
     listener = threading.Thread(target=listen)
     listener.start()
-    assert heard.get(timeout=30)["type"] == "cache"
+    assert heard.get(timeout=60)["type"] == "cache"
     make(http, id="a")
     reply = say(http, "a", "one")
     http.patch("/v1/agents/a", json={"weight": 2.0})
@@ -190,7 +190,7 @@ def test_those_who_watch_are_told(http: httpx.Client) -> None:
     http.post("/v1/agents/a/rewind", json={"turn_id": None})
     http.post("/v1/agents/a/evict")
     http.delete("/v1/agents/a")
-    listener.join(30)
+    listener.join(60)
 
     events = list(heard.queue)
     agents = [(e["type"], e["agent_id"]) for e in events if e["type"].startswith("agent.")]

@@ -170,7 +170,7 @@ def test_answers_are_as_documented(
             case.body = _carried_out(path, case.body)
             case.headers.clear()
         case.body = _shortened(case.body)
-        answer = case.call(base_url=running.url, session=session, timeout=30)
+        answer = case.call(base_url=running.url, session=session, timeout=120)
         checks = [content_type_conformance, response_schema_conformance, status_code_conformance]
         if path.startswith(AGENT_API) or answer.status_code not in DOCUMENTED_FAILURES:
             checks.append(not_a_server_error)
@@ -191,5 +191,5 @@ def test_bodies_that_are_nothing_are_refused(
     url = running.url + path.replace("{agent_id}", "nobody")
     for content in NOTHING:
         headers = {"content-type": "application/json"}
-        answer = session.request(method, url, data=content, headers=headers, timeout=30)
+        answer = session.request(method, url, data=content, headers=headers, timeout=120)
         assert answer.status_code < 500, content[:20]

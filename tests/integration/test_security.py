@@ -45,7 +45,7 @@ class Target:
     def raw(self, content: bytes) -> bytes:
         """Send bytes as they are; returns all that comes back."""
         url = httpx.URL(self.running.url)
-        with socket.create_connection((url.host, url.port or 0), timeout=20) as opened:
+        with socket.create_connection((url.host, url.port or 0), timeout=60) as opened:
             with contextlib.suppress(OSError):  # it may have been refused and closed meanwhile
                 opened.sendall(content)
                 opened.shutdown(socket.SHUT_WR)

@@ -52,7 +52,7 @@ class ServerProcess:
         return self.log.read_text()
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, trust_env=False, **{"timeout": 60, **options})
+        return httpx.Client(base_url=self.url, trust_env=False, **{"timeout": 300, **options})
 
     def await_listening(self) -> None:
         """Read the address off the banner.
