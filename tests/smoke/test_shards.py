@@ -27,7 +27,7 @@ def test_a_killed_rank_ends_in_an_error_a_restart_and_the_same_text(
     with serve(
         tmp_path / "home", tmp_path / "log", "--model", str(tiny_starter_dir), *options
     ) as server:
-        with server.client(timeout=300) as http:
+        with server.client() as http:
             before = http.post("/v1/chat/completions", json=body).json()
             ranks = _ranks(server)
             assert len(ranks) == 2
