@@ -178,11 +178,8 @@ def test_the_shipped_test_settings_load() -> None:
 @pytest.mark.parametrize(
     "text,words",
     [
-        ("port = 99999", "port"),
         ('port = "many"', "port"),
-        ("prot = 8000", "prot"),
         ('backend = "cuda"', "backend"),
-        ("port = = 1", "cannot be read"),
         ('host = "0.0.0.0"', "--allow-remote .* semantic keys add"),
         ('tls_cert = "a.pem"', "tls_cert and tls_key"),
     ],

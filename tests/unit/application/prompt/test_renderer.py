@@ -11,7 +11,6 @@ from semantic.application.prompt.renderer import Prompt, Renderer, render
 from semantic.application.prompt.replay import (
     ReplayStore,
     TenantReplays,
-    emitted_tokens,
     keys_to_remember,
     prompt_digest,
 )
@@ -186,17 +185,6 @@ def test_an_edited_reply_is_written_as_the_client_has_it() -> None:
     edited = ask(user("a"), say("yes!"), user("b"))
     assert fake.prompt(edited).num_replayed == 0
     assert fake.prompt(edited).tokens == render(edited, FakeTokenizer()).tokens
-
-
-def test_a_reply_ended_by_a_stop_string_is_replayed_as_far_as_it_was_emitted() -> None:
-    fake = Fake()
-    prompt = fake.prompt(ask(user("a")))
-    kept = emitted_tokens([*b"yes STOP"], "yes ", FakeTokenizer())
-    fake.remember(prompt, say("yes "), kept)
-    second = fake.prompt(ask(user("a"), say("yes "), user("b")))
-    whole = (*prompt.tokens, *b"yes ", END_TOKEN)
-    assert second.tokens[: len(whole)] == whole
-    assert second.num_replayed == 1
 
 
 def test_what_comes_after_an_unknown_reply_is_still_found() -> None:

@@ -4,7 +4,7 @@ import threading
 import pytest
 
 from semantic.application.requests.prepare import PreparationThreads
-from semantic.domain.errors import GenerationTimeoutError, InvalidRequestError, OverloadedError
+from semantic.domain.errors import GenerationTimeoutError, InvalidRequestError
 
 pytestmark = pytest.mark.unit
 
@@ -29,23 +29,6 @@ async def test_work_that_takes_too_long_is_given_up_and_others_go_on() -> None:
     assert threads.problem == ""
     assert await threads.run(int, "7") == 7
     gate.set()
-
-
-async def test_when_nothing_can_be_prepared_health_is_told_until_it_can() -> None:
-    gate = threading.Event()
-    threads = PreparationThreads(0.5, num_threads=2)
-    stuck = [threads.run(gate.wait) for _ in range(2)]
-    errors = await asyncio.gather(*stuck, return_exceptions=True)
-
-    assert [type(error) for error in errors] == [GenerationTimeoutError] * 2
-    assert "no request can be prepared" in threads.problem
-    with pytest.raises(OverloadedError, match="too many"):
-        await threads.run(int, "7")
-
-    gate.set()
-    while threads.problem:  # noqa: ASYNC110 - it is the state that is waited for
-        await asyncio.sleep(0.001)
-    assert await threads.run(int, "7") == 7
 
 
 async def test_a_caller_that_goes_away_leaves_no_place_taken() -> None:

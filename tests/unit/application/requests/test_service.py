@@ -441,6 +441,8 @@ async def test_requests_that_are_never_prepared_are_refused_and_the_problem_is_t
         errors = await asyncio.gather(*starts, return_exceptions=True)
         assert {type(error) for error in errors} == {GenerationTimeoutError}
         assert "no request can be prepared" in service.problem
+        with pytest.raises(OverloadedError, match="too many"):
+            await service.start(REQUEST, Principal("local"))
         grammar.gate.set()
         while service.problem:  # noqa: ASYNC110 - it is the state that is waited for
             await asyncio.sleep(0.001)

@@ -41,6 +41,7 @@ def rendered(source: str) -> str:
         ("{% for m in messages %}{{ loop.__init__.__globals__ }}{% endfor %}", "unsafe"),
         ("{% for m in messages %}{{ loop.cycle.__globals__.x }}{% endfor %}", "unsafe"),
         ("{{ namespace(a=1).__class__.__mro__ }}", "unsafe"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     ],
 )
 def test_whatever_a_template_raises_refuses_the_conversation(source: str, reason: str) -> None:
