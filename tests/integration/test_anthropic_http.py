@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -252,16 +251,3 @@ def test_agents_are_known_by_claude_codes_session(running: RunningServer) -> Non
     assert "coder" in known()
     post(running, body(session_id="my-session"))
     assert "my-session" in known()
-
-
-def test_a_burst_of_counts(running: RunningServer) -> None:
-    def count(_: int) -> int:
-        with running.client() as http:
-            asked = {"model": "claude-any", "messages": HI, "tools": []}
-            answer = http.post("/v1/messages/count_tokens?beta=true", json=asked)
-            return int(answer.json()["input_tokens"])
-
-    with ThreadPoolExecutor(24) as threads:
-        counts = set(threads.map(count, range(24)))
-    usage = post(running, body()).json()["usage"]
-    assert counts == {usage["cache_read_input_tokens"] + usage["input_tokens"]}

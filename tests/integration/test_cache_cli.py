@@ -99,15 +99,6 @@ def test_verify_restores_turns_that_changed(home: Path, capsys: pytest.CaptureFi
     assert main(["cache", "verify", "--home", str(home)]) == 0
 
 
-def test_verify_restores_a_ledger_that_was_overwritten(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (home / "cache" / "ledger.db").write_bytes(b"nothing of use" * 999)
-    assert main(["cache", "verify", "--home", str(home)]) == 1
-    assert "restored 2 agents and 2 turns" in capsys.readouterr().out
-    assert main(["cache", "verify", "--home", str(home)]) == 0
-
-
 def test_gc_deletes_what_no_agent_reaches(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = block_files(home)
     assert main(["cache", "gc", "--home", str(home), "--orphan-age-h", "0"]) == 0

@@ -113,18 +113,6 @@ def test_the_cache_commands_take_the_key(
     assert "no bad files" in capsys.readouterr().out
 
 
-def test_changed_blocks_are_noticed_and_computed_anew(tmp_path: Path) -> None:
-    key = {"encryption_key_file": make_key(tmp_path / "key")}
-    reply, _ = ask(tmp_path / "home", **key)
-    for path in (tmp_path / "home/cache/blocks").rglob("*"):
-        if path.is_file():
-            content = bytearray(path.read_bytes())
-            content[-20] ^= 1
-            path.write_bytes(content)
-    again, cached = ask(tmp_path / "home", **key)
-    assert (again, cached) == (reply, 0)
-
-
 def test_a_damaged_ledger_is_restored_with_its_key(tmp_path: Path) -> None:
     key = {"encryption_key_file": make_key(tmp_path / "key")}
     home = tmp_path / "home"

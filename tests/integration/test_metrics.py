@@ -292,21 +292,21 @@ def test_figures_agree_with_the_cache_and_the_feed(tmp_path: Path) -> None:
     assert figures["semantic_disk_budget_bytes", ()] == cache["disk"]["budget"]
 
 
-def test_openmetrics_is_spoken_to_those_who_ask_for_it(tmp_path: Path) -> None:
+def test_openmetrics_is_spoken_to_those_who_ask_for_it(http: httpx.Client) -> None:
     wanted = {"accept": "application/openmetrics-text; version=1.0.0"}
-    with run_server(make_settings(tmp_path)) as running, running.client() as http:
-        reply = http.get("/metrics", headers=wanted)
+    reply = http.get("/metrics", headers=wanted)
     assert reply.headers["content-type"].startswith("application/openmetrics-text")
     assert reply.text.endswith("# EOF\n")
 
 
-def test_the_last_hour_is_kept_under_the_same_names(tmp_path: Path) -> None:
-    with run_server(make_settings(tmp_path)) as running, running.client() as http:
-        body = {"model": "fake", "prompt": "hi", "max_tokens": 4, "ignore_eos": True}
-        assert http.post("/v1/completions", json=body).status_code == 200
-        running.server.history.record()
-        told = http.get("/metrics/history").json()
-        text = http.get("/metrics").text
+def test_the_last_hour_is_kept_under_the_same_names(
+    http: httpx.Client, running: RunningServer
+) -> None:
+    body = {"model": "fake", "prompt": "hi", "max_tokens": 4, "ignore_eos": True}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    running.server.history.record()
+    told = http.get("/metrics/history").json()
+    text = http.get("/metrics").text
 
     assert told["series"]["semantic_tokens_generated_total"][-1] == 4
     for name, values in told["series"].items():
