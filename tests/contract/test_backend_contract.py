@@ -74,17 +74,6 @@ def test_a_mixed_batch(backend: ModelBackendPort, alone: Alone) -> None:
     assert [run.reply for run in runs] == [alone(prompt(n, seed=n)) for n in lengths]
 
 
-def test_neighbours_are_cancelled_at_any_point(backend: ModelBackendPort, alone: Alone) -> None:
-    kept = begin(backend, 0, prompt(9))
-    in_prompt = begin(backend, 1, prompt(30, seed=1))
-    in_reply = begin(backend, 2, prompt(4, seed=2))
-    advance([in_prompt, kept, in_reply], [11, 4, None])
-    backend.close(in_prompt.seq)
-    advance([in_reply, kept])
-    backend.close(in_reply.seq)
-    assert kept.finish() == alone(prompt(9))
-
-
 def test_chunks_of_every_size(backend: ModelBackendPort, alone: Alone) -> None:
     tokens = prompt(21)
     for size in range(1, len(tokens) + 1):
@@ -243,16 +232,6 @@ def test_fork_then_diverge(subject: Subject, backend: ModelBackendPort, alone: A
     finish([*forks, source])
     for run in (source, *forks):
         assert run.reply == alone(run.tokens[: run.num_prompt]), run.num_prompt
-
-
-def test_a_fork_outlives_its_source(backend: ModelBackendPort, alone: Alone) -> None:
-    source = begin(backend, 0, prompt(18))
-    source.compute(17)
-    assert backend.fork(source.seq, SequenceId(1), 17)
-    backend.close(source.seq)
-    begin(backend, 2, prompt(18, seed=1)).finish(1)
-    fork = Run(backend, SequenceId(1), prompt(18), 18, num_held=17)
-    assert fork.finish() == alone(prompt(18))
 
 
 def test_truncate_then_go_on(subject: Subject, backend: ModelBackendPort, alone: Alone) -> None:

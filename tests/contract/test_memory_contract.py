@@ -283,21 +283,6 @@ def test_preempted_during_a_restore(
 # -- with little memory -------------------------------------------------------------------------
 
 
-def test_restored_at_once_with_room_for_a_few_parts(
-    benches: Benches, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(restore, "_AHEAD_BYTES", 1)
-    said = {f"a{i}": [*SYSTEM, *prompt(60 + 5 * i, 300 + i)] for i in range(4)}
-    first = benches()
-    for name, tokens in said.items():
-        said[name] = [*tokens, *first.say(name, tokens, agent=name)]
-    limits = BenchLimits((256,) * len(said), extra_bytes=5 * first.largest_file())
-    bench = benches(limits, after=first)
-    ask_all(bench, alone, said)
-    for name, tokens in said.items():
-        assert bench.num_reused(name) >= len(tokens) - NUM_REPLY - 1
-
-
 # -- where layers cannot be cut -----------------------------------------------------------------
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.http_server import RunningServer, make_settings, run_server
-from tests.waiting import await_that
+from tests.http_server import make_settings, run_server
 
 pytestmark = pytest.mark.integration
 
@@ -261,20 +260,6 @@ def test_unknown_paths_and_methods_answer_in_shape(http: httpx.Client) -> None:
     assert "GET /v1/nothing" in missing.json()["error"]["message"]
     assert wrong.status_code == 405
     assert missing.headers["x-request-id"].startswith("req_")
-
-
-def test_a_client_that_leaves_cancels_its_work(running: RunningServer) -> None:
-    device = running.server.device
-    for stream in (True, False):
-        payload = {**CHAT, "stream": stream, "max_tokens": 100_000, "ignore_eos": True}
-        with running.client() as http:
-            if stream:
-                with http.stream("POST", "/v1/chat/completions", json=payload) as answer:
-                    next(answer.iter_lines())
-            else:
-                with pytest.raises(httpx.ReadTimeout):
-                    http.post("/v1/chat/completions", json=payload, timeout=0.3)
-        await_that(lambda: device.num_live == 0)
 
 
 def test_requests_while_loading_and_after_a_failed_load_say_so(tmp_path: Path) -> None:

@@ -149,17 +149,6 @@ def test_commands_keep_their_order() -> None:
         assert {made.reason(f"j{i}") for i in range(50)} == {FinishReason.CANCELLED}
 
 
-def test_a_prompt_is_cancelled_within_a_step() -> None:
-    with device(limits=EngineLimits(prefill_step_size=8, batch_window_ms=0)) as made:
-        made.backend.gate.clear()
-        made.submit("a", "p" * 800)
-        made.backend.entered.wait(60)
-        made.thread.cancel("a")
-        made.backend.gate.set()
-        assert made.reason("a") is FinishReason.CANCELLED
-        assert len(made.backend.steps) == 1
-
-
 def test_a_load_that_fails_is_reported_and_refuses_work() -> None:
     def load(_: Callable[[str], None]) -> LoadedModel:
         raise ModelNotFoundError("there is no such model")
