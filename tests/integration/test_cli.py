@@ -100,11 +100,9 @@ def test_an_agent_goes_through_a_file(run: Run, tmp_path: Path) -> None:
     assert "state imported" in run("agents", "import", "eve.tar", "--id", "eve2")
     found = asked(run, "agents", "import", "eve.tar", "--id", "eve3", "--messages-only")
     assert found["import_state"] == "recomputed"
-    assert run("agents", "rm", "eve2", "eve3", "-y").split() == [
-        "deleted",
-        "eve2",
-        "deleted",
-        "eve3",
+    assert run("agents", "rm", "eve2", "eve3", "-y").splitlines() == [
+        "deleted eve2",
+        "deleted eve3",
     ]
     assert "no agent 'eve2'" in run("agents", "rm", "eve2", "-y", status=2)
     assert "no agent 'gone'" in run("agents", "export", "gone", status=2)
@@ -170,12 +168,8 @@ JSON_COMMANDS = {
     "keys list": ("--home", "home"),
     "keys revoke": ("--home", "home"),
 }
-WITHOUT_DATA = {
-    "serve",
-    "shard",
-    "cluster",
-    "launch",
-}  # a server's log, and another program's screen
+# A server's log, and another program's screen.
+WITHOUT_DATA = {"serve", "shard", "cluster", "launch"}
 
 
 def test_every_command_that_prints_data_prints_json(run: Run, tmp_path: Path) -> None:

@@ -48,11 +48,6 @@ def decode(tokenizer: HFTokenizer, ids: list[int]) -> str:
     return "".join(delta.text for delta in deltas if delta)
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_text_survives_the_round_trip(tokenizer: HFTokenizer, text: str) -> None:
-    assert decode(tokenizer, tokenizer.encode(text)) == text
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_a_long_text_has_the_tokens_that_the_library_finds_in_it_whole(
     tokenizer: HFTokenizer, reference: Tokenizer, seed: int
@@ -197,12 +192,6 @@ def test_a_template_is_told_whether_to_think(tmp_path: Path) -> None:
 
 
 # -- plain text ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_plain_text_is_encoded_as_ever(tokenizer: HFTokenizer, text: str) -> None:
-    assert tokenizer.encode_plain(text) == tokenizer.encode(text)
-    assert tokenizer.encode_plain(text, is_start=True) == tokenizer.encode(text)
 
 
 @pytest.mark.parametrize("around", ["{}", "a {}b", "{0}{0}"])

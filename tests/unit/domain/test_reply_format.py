@@ -13,16 +13,8 @@ THINK = Markers("<think>", "</think>")
         (None, (), ReplyFormat()),
         ("{{ messages }}", ("<tool_call>",), ReplyFormat()),
         ("{% if tools %}<tool_call>", (), ReplyFormat(ToolFormat.HERMES)),
-        (
-            "{{ tools }}<tool_call></think>",
-            (),
-            ReplyFormat(ToolFormat.HERMES, THINK),
-        ),
-        (
-            "{{ tools }}<tool_call><function=f><parameter=p>",
-            (),
-            ReplyFormat(ToolFormat.QWEN_XML),
-        ),
+        ("{{ tools }}<tool_call></think>", (), ReplyFormat(ToolFormat.HERMES, THINK)),
+        ("{{ tools }}<tool_call><function=f><parameter=p>", (), ReplyFormat(ToolFormat.QWEN_XML)),
         (
             '{{ tools }}{"name": function name, "parameters": dictionary}',
             ("<|python_tag|>",),
@@ -36,21 +28,13 @@ THINK = Markers("<think>", "</think>")
             ReplyFormat(ToolFormat.MISTRAL_ARGS, Markers("[THINK]", "[/THINK]")),
         ),
         ("{{ tools }}```tool_code", (), ReplyFormat(ToolFormat.GEMMA_CODE)),
-        (
-            "{{ tools }}<start_function_call>",
-            (),
-            ReplyFormat(ToolFormat.FUNCTION_GEMMA),
-        ),
+        ("{{ tools }}<start_function_call>", (), ReplyFormat(ToolFormat.FUNCTION_GEMMA)),
         ("{{ tools }}<|tool_call>", (), ReplyFormat(ToolFormat.GEMMA_4)),
-        (
-            "<|start|><|channel|>analysis<|message|>",
-            (),
-            ReplyFormat(ToolFormat.HARMONY),
-        ),
+        ("<|start|><|channel|>analysis<|message|>", (), ReplyFormat(ToolFormat.HARMONY)),
         ("{{ tools }} in a way of its own", (), ReplyFormat()),
         ("<think>", (), ReplyFormat(thinking=THINK)),
     ],
-)  # fmt: skip
+)
 def test_the_template_tells_the_format(
     template: str | None, special: tuple[str, ...], expected: ReplyFormat
 ) -> None:
