@@ -1,18 +1,14 @@
 """A cache directory that is in use, and what servers leave there that end in a hurry."""
 
 import contextlib
-import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from semantic.entrypoints.cli.app import main
-from tests.chaos.kills import logged_conversations
-from tests.chaos.talk import Load, ask, make_agents
+from tests.chaos.talk import ask
 from tests.smoke.server_process import StartFailedError, serve
-from tests.waiting import await_that
 
 pytestmark = pytest.mark.smoke
 
@@ -76,36 +72,3 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence_and_leaves_the_directory_
     assert (tmp_path / "cache" / "ledger.backup.db").is_file()
     assert (tmp_path / "cache" / "lock").read_text() == ""
     assert main(["cache", "stats", "--home", str(tmp_path)]) == 0
-
-
-def test_ctrl_c_while_much_is_unwritten_leaves_sound_files(
-    starter_home: Path, tmp_path: Path
-) -> None:
-    cache = tmp_path / "cache"
-    options = ("--cache-dir", str(cache), "--durability", "sync")
-    agents = make_agents("smollm2-135m-instruct", 3, max_tokens=4)
-    with serve(starter_home, tmp_path / "log", *options, write_queue_mb=1, max_idle=0) as server:
-        load = Load(server.url, agents)
-        await_that(lambda: any(agent.received for agent in agents))
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(60) == 0
-        load.stop()
-    assert "Traceback" not in server.output
-    assert main(["cache", "verify", "--cache-dir", str(cache)]) == 0
-    logged = logged_conversations(cache)
-    for agent in agents:
-        for done in agent.received:
-            said = [*done.messages, {"role": "assistant", "content": done.reply}]
-            assert logged[done.agent_id][: len(said)] == said
-
-
-def test_a_clean_stop_leaves_a_backup_and_an_empty_lock(tmp_path: Path) -> None:
-    with serve(tmp_path, tmp_path / "log", "--backend", "fake") as server:
-        assert json.loads((tmp_path / "cache" / "lock").read_text())["pid"] == server.process.pid
-        with server.client() as http:
-            ask(http, "fake", [{"role": "user", "content": "hello"}], 5, "greeter")
-        assert server.stop() == 0
-    cache = tmp_path / "cache"
-    assert (cache / "lock").read_text() == ""
-    (cache / "ledger.backup.db").replace(cache / "ledger.db")
-    assert logged_conversations(cache)["greeter"][0]["content"] == "hello"
