@@ -1,7 +1,5 @@
 """What every ledger keeps to, whether one process has it or several share it."""
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -254,45 +252,6 @@ def test_a_lease_that_ran_out_and_nobody_took_still_holds(shared_ledger: SharedL
 
 
 # -- what only several servers can do to each other -----------------------------------------------
-
-
-_TURNS_UNTIL_KILLED = """
-import os, signal, sys
-from semantic.adapters.outbound.ledger.postgres import PostgresLedger
-from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from tests.contract.test_ledger_contract import advance
-ledger = PostgresLedger(sys.argv[1], SqliteLedger(None))
-ledger.load()
-epoch = ledger.acquire("local", "coder", ttl_s=0.2)
-agent = ledger.agent("local", "coder")
-with ledger.transaction() as connection:
-    connection.execute("INSERT INTO tenants VALUES ('half', '', 0)")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_server_that_is_killed_in_a_turn_leaves_its_agent_to_others(database_url: str) -> None:
-    survivor = postgres_ledger(database_url)
-    survivor.load()
-    agent = agent_of("coder", None, 0)
-    survivor.apply([AdvanceHead(agent, None)], is_synced=True)
-
-    command = [sys.executable, "-c", _TURNS_UNTIL_KILLED, database_url]
-    done = subprocess.run(command, timeout=300, check=False)  # noqa: S603 - our own
-    assert done.returncode == -9
-
-    epochs: list[int] = []
-    await_that(lambda: bool(_leased(survivor, epochs)))
-    survivor.apply(advance(agent, "t1", epochs[0]), is_synced=True)
-    assert survivor.tenant("half") is None
-    assert survivor.agent("local", "coder") == agent.advance("t1", at=2.0)
-    survivor.close()
-
-
-def _leased(ledger: SharedLedger, epochs: list[int]) -> list[int]:
-    epoch = ledger.acquire("local", "coder", ttl_s=60)
-    epochs += [] if epoch is None else [epoch]
-    return epochs
 
 
 def test_servers_hear_what_others_do_and_not_themselves(database_url: str) -> None:

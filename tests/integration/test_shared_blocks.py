@@ -1,8 +1,5 @@
 """Blocks that several machines share: an object store, the index in PostgreSQL, the collector."""
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -271,38 +268,6 @@ def test_an_object_that_is_gone_or_bad_is_a_miss_and_is_written_again(
     assert objects.get(part.key)
 
 
-_UPLOAD_AND_DIE = """
-import os, signal, sys
-from pathlib import Path
-from tests.integration.test_shared_blocks import *
-part, machine = part_of(list(range(BLOCK))), Path(sys.argv[3])
-files = SafetensorsCache(machine)
-part = files.write(part, payload_of(list(range(BLOCK)), 0), is_synced=False)
-ledger = PostgresLedger(sys.argv[1], SqliteLedger(None))
-ledger.load()
-tier = RemoteTier(files, ObjectBlocks(open_store(sys.argv[2])), SharedParts(ledger))
-steps = tier.steps(part)
-assert next(steps) and next(steps)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_server_that_is_killed_between_upload_and_row_leaves_nothing_wrong(
-    start: Start, ledger: PostgresLedger, database_url: str, tmp_path: Path
-) -> None:
-    url = (tmp_path / "objects").as_uri()
-    objects, index = ObjectBlocks(open_store(url)), SharedParts(ledger)
-    part = part_of(list(range(BLOCK)))
-    arguments = [sys.executable, "-c", _UPLOAD_AND_DIE, database_url, url, str(tmp_path / "dead")]
-    done = subprocess.run(arguments, timeout=120, check=False, env=dict(os.environ))  # noqa: S603
-    assert done.returncode == -9
-    assert objects.get(part.key)
-    assert index.follow(ROOT, part.tokens) == []  # nobody is told of it
-
-    start("alive", objects).seal(list(range(BLOCK)))
-    await_that(lambda: index.follow(ROOT, part.tokens))
-
-
 # -- the collector ------------------------------------------------------------------------------
 
 
@@ -318,6 +283,21 @@ def publish(tier: RemoteTier, directory: Path, tokens: list[int]) -> BlockPart:
     )
     assert tier.publish(written)
     return written
+
+
+def test_a_writer_that_dies_between_upload_and_row_leaves_nothing_wrong(
+    tier: RemoteTier, ledger: PostgresLedger, tmp_path: Path
+) -> None:
+    part = SafetensorsCache(tmp_path).write(
+        part_of([1] * BLOCK), payload_of([1] * BLOCK, 0), is_synced=False
+    )
+    steps = tier.steps(part)
+    assert next(steps)
+    assert next(steps)
+    del steps
+    assert SharedParts(ledger).follow(ROOT, part.tokens) == []  # nobody is told of it
+    assert tier.publish(part)
+    assert SharedParts(ledger).follow(ROOT, part.tokens)
 
 
 def age(ledger: PostgresLedger, hours: int = 2) -> None:
