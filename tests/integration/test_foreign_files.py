@@ -103,24 +103,6 @@ def test_a_strangers_tokens_are_not_taken_for_what_was_said(
     assert reply["usage"]["prompt_tokens"] > 40
 
 
-def test_what_this_server_signed_comes_back_with_its_state(tmp_path: Path) -> None:
-    settings = make_settings(tmp_path)
-    with run_server(settings) as running, running.client() as http:
-        make(http, id="a", system=LONG)
-        say(http, "a", "one")
-        content = http.get("/v1/agents/a/export").content
-    with run_server(settings) as running, running.client() as http:
-        taken = take_in(http, content, id="b").json()
-        by_words = take_in(http, content, id="c", messages_only="true").json()
-
-    assert (taken["import_state"], taken["import_reason"]) == ("imported", "signed by this server")
-    assert taken["tokens"] > 0
-    assert (by_words["import_state"], by_words["tokens"]) == ("recomputed", 0)
-    key = tmp_path / "export.key"
-    assert key.stat().st_mode & 0o777 == 0o600
-    assert len(bytes.fromhex(key.read_text())) == 32
-
-
 DEEP: Any = 1
 for _ in range(400):
     DEEP = [DEEP]

@@ -1,6 +1,6 @@
 """All protocols on the starter model, with a template that opens thinking: what was computed stays.
 
-The model is small, and held to what is asked for; forks, tiers and files change no word.
+The model is small, and held to what is asked for; tiers change no word.
 """
 
 import json
@@ -174,53 +174,20 @@ SYSTEM = "You are a helpful assistant. You know about geography and answer in on
 SECOND = "And which river runs through it?"
 
 
-@pytest.fixture
-def agent(http: httpx.Client, request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """An agent after its first turn, whose state nobody else's is, whichever test comes first."""
-    number = len(request.node.name)
-    make(http, id="a", system=f"{number}. {SYSTEM}")
+def test_from_disk_from_nothing_and_from_memory_say_the_same(http: httpx.Client) -> None:
+    make(http, id="a", system=SYSTEM)
     first = say(http, "a", PARIS, max_tokens=12, ignore_eos=False)
     assert "Paris" in first["text"]
-    yield {**get(http, "/v1/agents/a"), "turn_id": first["turn_id"]}
-    for made in get(http, "/v1/agents")["data"]:
-        http.delete(f"/v1/agents/{made['id']}")
-
-
-def test_a_fork_reuses_everything_and_says_the_same(
-    http: httpx.Client, agent: dict[str, Any]
-) -> None:
-    post(http, "/v1/agents/a/fork", ids=["b", "c"])
-    replies = [say(http, name, SECOND) for name in ("b", "c", "a")]
-    assert len({reply["text"] for reply in replies}) == 1
-    assert all(reply["usage"]["cached_tokens"] >= agent["tokens"] - 1 for reply in replies)
-    assert get(http, "/v1/agents/a")["turns"] == 2
-    assert "reused" in get(http, "/v1/agents/a/explain")["summary"]
-    assert get(http, "/v1/cache")["dedup_ratio"] > 1.5
-
-
-def test_from_disk_from_nothing_and_from_memory_say_the_same(
-    http: httpx.Client, agent: dict[str, Any]
-) -> None:
+    num_tokens = get(http, "/v1/agents/a")["tokens"]
     states, replies = [], []
     for place in ("disk", "cold"):
         evicted = post(http, "/v1/agents/a/evict", to=place)["state"]
         states.append((evicted["tier"], evicted["memory_bytes"]))
         replies.append(say(http, "a", SECOND))
-        post(http, "/v1/agents/a/rewind", turn_id=agent["turn_id"])
+        post(http, "/v1/agents/a/rewind", turn_id=first["turn_id"])
     replies.append(say(http, "a", SECOND))
     assert states == [("warm", 0), ("cold", 0)]
     assert len({reply["text"] for reply in replies}) == 1
-    assert replies[0]["reuse"]["disk"] + replies[0]["reuse"]["pool"] >= agent["tokens"] - 1
+    assert replies[0]["reuse"]["disk"] + replies[0]["reuse"]["pool"] >= num_tokens - 1
     assert replies[0]["reuse"]["hot"] == 0
     assert events_of(http.post("/v1/cache/verify"))[-1]["bad"] == 0
-
-
-def test_a_file_brings_the_state_along(http: httpx.Client, agent: dict[str, Any]) -> None:
-    content = http.get("/v1/agents/a/export").content
-    expected = say(http, "a", SECOND)
-    http.delete("/v1/agents/a")
-    taken = http.post("/v1/agents/import", params={"id": "b"}, content=content).json()
-    reply = say(http, "b", SECOND)
-    assert taken["tokens"] == agent["tokens"]
-    assert reply["text"] == expected["text"]
-    assert reply["usage"]["cached_tokens"] >= agent["tokens"] - 1

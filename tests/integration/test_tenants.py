@@ -318,11 +318,9 @@ SHORT = {**CHAT, "messages": [{"role": "user", "content": "hi"}]}
     "limits,kind",
     [
         ({"key": {"requests_per_minute": 1}}, "requests"),
-        ({"agent": {"requests_per_minute": 1}}, "requests"),
-        ({"key": {"tokens_per_minute": 20}}, "tokens"),
         ({"agent": {"tokens_per_minute": 20}}, "tokens"),
     ],
-    ids=["key requests", "agent requests", "key tokens", "agent tokens"],
+    ids=["key requests", "agent tokens"],
 )
 def test_beyond_a_rate_the_answer_says_when_to_come_back(
     tmp_path: Path, limits: dict[str, Any], kind: str
