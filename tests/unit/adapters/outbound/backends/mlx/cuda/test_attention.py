@@ -1,4 +1,4 @@
-"""The plan of our own attention kernel; the kernel itself where there is a GPU for it."""
+"""Attention by our own kernels: plans, angles and lengths; the kernel where there is a GPU."""
 
 from typing import Any
 
@@ -14,6 +14,7 @@ nn = pytest.importorskip("mlx.nn")
 mlx_cuda = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.device")
 mlx_cuda_attention = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.attention")
 mlx_cuda_rope = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.rope")
+prompts = pytest.importorskip("semantic.adapters.outbound.backends.mlx.cuda.prompts")
 
 pytestmark = pytest.mark.unit
 
@@ -134,3 +135,64 @@ def test_each_row_attends_over_its_own_tokens(
             )
     wide = out.astype(mx.float32)  # queries are rounded once they are turned
     assert mx.allclose(wide, mx.concatenate(expected), rtol=2e-2, atol=4e-2).item()
+
+
+# -- angles, which the kernel turns by ----------------------------------------------------------
+
+POSITIONS = [0, 1, 700, 31_000]
+
+
+def _rope(scaling: dict[str, Any] | None) -> Any:
+    made = runtime.import_library("mlx_lm.models.rope_utils").initialize_rope
+    return made(64, 500_000.0, False, scaling, 131_072)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+
+
+@pytest.mark.parametrize("scaling", [None, LLAMA3, YARN], ids=["plain", "llama3", "yarn"])
+def test_angles_turn_as_the_library_does(scaling: dict[str, Any] | None) -> None:
+    rope, positions = _rope(scaling), mx.array(POSITIONS)
+    heads = mx.random.normal((4, 3, 1, 64))
+    expected = rope(heads[...], offset=positions)
+    turned = mlx_cuda_rope.rotate(mlx_cuda_rope.angles_at(rope, positions, 64), heads)
+    assert mx.allclose(turned, expected, atol=1e-4).item()
+
+
+# -- prompts, in few lengths --------------------------------------------------------------------
+
+
+@given(start=st.integers(0, 200_000), size=st.integers(1, 4096))
+def test_lengths_are_few_and_have_room(start: int, size: int) -> None:
+    fitting = prompts.fitting(size, start + size)
+    if fitting is None:
+        assert start < 1024  # there are not as many keys as the least queries that fit
+        return
+    num_queries, num_keys = fitting
+    assert num_queries in (512, 1024, 2048, 4096, 5120)
+    assert num_keys % 512 == 0
+    # As many rows after the queries as keys too many, and none before the first key.
+    assert num_queries >= size + num_keys - (start + size)
+    assert num_keys >= num_queries
+
+
+@pytest.mark.parametrize("start,size", [(0, 3), (0, 512), (700, 37), (512, 512), (300, 600)])
+def test_queries_see_their_own_past_alone(start: int, size: int) -> None:
+    def numbers(heads: int, tokens: int) -> Any:
+        return mx.random.normal((1, heads, tokens, 16))
+
+    queries, keys, values = numbers(4, size), numbers(2, 1280), numbers(2, 1280)
+    end = start + size
+    out = prompts.attend(queries, keys, values, end, 0.3)
+    expected = mx.fast.scaled_dot_product_attention(
+        queries, keys[:, :, :end], values[:, :, :end], scale=0.3, mask="causal"
+    )
+    assert out.shape == expected.shape
+    assert mx.allclose(out, expected, atol=1e-5).item()

@@ -1,4 +1,4 @@
-"""A server whose model is in two processes, one of which is killed."""
+"""Servers that are killed in a swap, or whose model loses one of its processes."""
 
 import os
 import signal
@@ -45,3 +45,29 @@ def test_a_killed_rank_ends_in_an_error_a_restart_and_the_same_text(
             assert not set(again) & set(ranks)
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 0
+
+
+def test_agents_of_a_server_that_was_killed_in_a_swap_go_on(tmp_path: Path) -> None:
+    options = ("--backend", "fake", "--durability", "sync")
+    body = {"messages": TALK, "temperature": 0, "max_tokens": 8}
+    with (
+        serve(tmp_path / "home", tmp_path / "first.log", *options) as server,
+        server.client() as http,
+    ):
+        before = http.post("/v1/chat/completions", json=body).json()
+        endless = {**body, "max_tokens": 10**6, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/chat/completions", json=endless):
+            asked = http.post("/admin/models/swap", json={"model": "fake-2", "wait": False})
+            assert asked.status_code == 202
+            assert http.get("/health").json()["state"] in ("ready", "swapping")
+            server.process.send_signal(signal.SIGKILL)
+            server.process.wait(60)
+    with (
+        serve(tmp_path / "home", tmp_path / "second.log", *options) as server,
+        server.client() as http,
+    ):
+        after = http.post("/v1/chat/completions", json=body).json()
+        assert http.get("/health").json()["problem"] == ""
+    assert after["model"] == before["model"] == "fake"
+    assert after["choices"][0]["message"] == before["choices"][0]["message"]
+    assert after["usage"]["prompt_tokens_details"]["cached_tokens"] > 256
