@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from semantic.domain.agents import TOOL_NAME
 from tests.http_server import RunningServer
 from tests.unit.application.device_rig import hold
 from tests.waiting import await_that
@@ -153,6 +154,28 @@ def test_settings_that_cannot_be_are_refused_by_name(
 
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+NO_ID = "an agent id is 1 to 128 of the characters A-Z a-z 0-9 . _ -, and not dots alone."
+
+
+@pytest.mark.parametrize(
+    "method, path, body, message",
+    [
+        ("GET", "/no%20spaces", None, f"agent_id: {NO_ID}"),
+        ("POST", "/a/fork", {"ids": ["b", "no spaces"]}, f"ids[1]: {NO_ID}"),
+        ("POST", "/import?id=..", None, f"id: {NO_ID}"),
+        ("POST", "", {"tools": [{"name": "a b"}]}, f"tools[0].name: it must match {TOOL_NAME!r}"),
+        ("GET", "?limit=many", None, "limit: it must be a valid integer"),
+    ],
+    ids=["path", "list", "query", "tool", "number"],
+)
+def test_a_refusal_says_what_a_field_may_be(
+    http: httpx.Client, method: str, path: str, body: dict[str, Any] | None, message: str
+) -> None:
+    answer = http.request(method, f"/v1/agents{path}", json=body)
+    said = answer.json()["error"]["message"].replace("match pattern", "match")
+    assert (answer.status_code, said) == (400, message)
 
 
 def test_agents_are_listed_in_pages_in_any_order(http: httpx.Client) -> None:

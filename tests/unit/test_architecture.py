@@ -2,7 +2,8 @@
 
     domain <- ports <- application <- adapters <- entrypoints
 
-A layer may import itself and the layers inside it. The parts of `adapters` do not know each other.
+A layer may import itself and the layers inside it. The parts of `adapters` do not know each other;
+all may know `SHARED`.
 Inside a layer, chapters import each other in one direction: `CHAPTERS` says which.
 """
 
@@ -22,6 +23,7 @@ FILES = sorted(path.relative_to(SRC).as_posix() for path in SRC.rglob("*.py"))
 PACKAGE = "semantic"
 LAYERS = ("domain", "ports", "application", "adapters", "entrypoints")
 STANDARD_LIBRARY_ONLY = ("domain", "ports", "application")
+SHARED = "validation"  # a module of `adapters` that stands beside its parts
 # What each chapter may import besides itself and modules that stand in no chapter.
 CHAPTERS = {
     "application/parsing": (),
@@ -121,7 +123,7 @@ def is_allowed(importer: tuple[str, ...], imported: tuple[str, ...]) -> bool:
     if not layer:
         return False  # the package itself is imported first by everyone
     if layer == other_layer == "adapters":
-        return part == other_part and is_in_order(importer, imported)
+        return other_part in (part, SHARED) and is_in_order(importer, imported)
     return LAYERS.index(other_layer) <= LAYERS.index(layer) and is_in_order(importer, imported)
 
 
@@ -237,6 +239,7 @@ ENTRYPOINT = "semantic/entrypoints/bootstrap.py"
         (INBOUND, "from semantic.adapters.config.settings import Settings"),
         (OUTBOUND, "from semantic.adapters.config.settings import Settings"),
         (CONFIG, "from semantic.adapters.outbound.backends import fake"),
+        ("semantic/adapters/validation.py", "from semantic.adapters.config import settings"),
         ("semantic/__init__.py", "from semantic.domain import errors"),
         ("semantic/domain/__init__.py", "from semantic.ports import backend"),
         # Wherever the import stands:
@@ -281,6 +284,8 @@ def test_a_forbidden_import_is_found(path: str, source: str) -> None:
         (INBOUND, "from semantic.adapters.inbound import wire\nfrom . import errors"),
         (OUTBOUND, "import torch\nfrom semantic.adapters.outbound.backends.sampler import sample"),
         (CONFIG, "import pydantic\nfrom semantic.domain import errors"),
+        (CONFIG, "from semantic.adapters.validation import plain_reason"),
+        (INBOUND, "from semantic.adapters.validation import plain_reason"),
         (ENTRYPOINT, "from semantic.adapters.config import settings\nimport uvicorn"),
         (ENTRYPOINT, "from semantic.adapters.outbound.backends import fake"),
         ("semantic/__main__.py", "from semantic.entrypoints.cli.app import main"),

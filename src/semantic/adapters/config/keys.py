@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from semantic.adapters.config.settings import plain_reason
+from semantic.adapters.validation import plain_reason
 from semantic.domain.access import (
     ApiKey,
     KeyRing,

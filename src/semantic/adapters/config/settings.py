@@ -24,6 +24,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from semantic.adapters.validation import plain_reason
 from semantic.domain.access import MIN_SECRET_CHARS
 from semantic.domain.errors import InvalidRequestError
 
@@ -463,14 +464,6 @@ def _refusal(problem: ErrorDetails, toml: Mapping[Path, Mapping[str, Any]]) -> I
     places = [file for file, values in toml.items() if _is_from(values, problem)]
     text = f"{text} (in {places[-1]})" if places else text
     return InvalidRequestError(text, param=name or None)
-
-
-def plain_reason(problem: ErrorDetails) -> str:
-    """What is wrong with a value, in plain words."""
-    if problem["type"] == "extra_forbidden":
-        return "there is no such name"
-    reason = problem["msg"].removeprefix("Value error, ").partition(", unable to")[0]
-    return re.sub("^(Input|String) should", "it must", reason)
 
 
 def _is_from(values: Any, problem: ErrorDetails) -> bool:

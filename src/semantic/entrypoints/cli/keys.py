@@ -14,7 +14,8 @@ from semantic.adapters.config.keys import (
     edit_key_file,
     read_key_file,
 )
-from semantic.adapters.config.settings import Settings, plain_reason
+from semantic.adapters.config.settings import Settings
+from semantic.adapters.validation import plain_reason
 from semantic.domain.agents import LOCAL_TENANT
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.flags import Answer, with_settings

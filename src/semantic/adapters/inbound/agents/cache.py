@@ -7,8 +7,7 @@ from typing import Annotated, Any, TypeAlias, assert_never
 from fastapi import APIRouter, Query
 from fastapi.responses import Response, StreamingResponse
 
-from semantic.adapters.inbound.agents.requests import Collect, Evict
-from semantic.adapters.inbound.agents.routes import AgentPath
+from semantic.adapters.inbound.agents.requests import AgentPath, Collect, Evict
 from semantic.adapters.inbound.agents.views import (
     BlocksOut,
     CacheOut,

@@ -6,7 +6,15 @@ Unknown fields are refused: a misspelled setting that is passed over is worse th
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from fastapi import Path
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 
 from semantic.adapters.inbound.wire import (
     MAX_ENTRIES,
@@ -27,6 +35,7 @@ from semantic.domain.agents import (
     AgentProfile,
     Overflow,
     Quota,
+    check_agent_id,
 )
 from semantic.domain.chat import (
     ChoiceFormat,
@@ -47,7 +56,6 @@ from semantic.domain.sampling import MAX_STOP_STRINGS, StopRules
 from semantic.ports.inbound import AgentQuery, NewTurn
 
 MAX_FORKS = 256
-_ID = r"^\.*[A-Za-z0-9_-][A-Za-z0-9._-]*$"  # what `check_agent_id` permits
 _T = TypeVar("_T", str, dict[str, Any])
 
 
@@ -58,10 +66,39 @@ def _require_plain(value: _T) -> _T:
     return value
 
 
+def _require_id(value: str, *, is_new: bool = False) -> str:
+    try:
+        check_agent_id(value, "id", is_new=is_new)
+    except InvalidRequestError as error:
+        raise ValueError(error.message) from error  # pydantic knows which field it is
+    return value
+
+
+def _require_new_id(value: str) -> str:
+    return _require_id(value, is_new=True)
+
+
 Text = Annotated[str, AfterValidator(_require_plain)]
 AgentId = Annotated[
     str,
-    Field(pattern=_ID, max_length=128, description="1 to 128 of A-Z a-z 0-9 . _ -, not dots alone"),
+    AfterValidator(_require_new_id),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": r"^\.*[A-Za-z0-9_-][A-Za-z0-9._-]*$",
+            "maxLength": 128,
+            "description": "1 to 128 of A-Z a-z 0-9 . _ -, not dots alone",
+        }
+    ),
+]
+AgentPath = Annotated[
+    str,
+    AfterValidator(_require_id),
+    Path(
+        description="the agent's id",
+        examples=["coder"],
+        json_schema_extra={"pattern": "^[A-Za-z0-9._-]{1,128}$"},
+    ),
 ]
 TurnId = Annotated[Text, Field(min_length=1, max_length=128)]
 _PlainJson = Annotated[dict[str, Any], AfterValidator(_require_plain)]

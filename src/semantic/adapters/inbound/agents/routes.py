@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, BinaryIO
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from semantic.adapters.inbound.agents.generate import GENERATED, ReplyWriter
 from semantic.adapters.inbound.agents.requests import (
     AgentId,
+    AgentPath,
     CreateAgent,
     Fork,
     Generate,
@@ -46,10 +47,6 @@ from semantic.domain.agents import Principal, Turn
 from semantic.domain.errors import AgentNotFoundError
 from semantic.ports.inbound import AgentPage
 
-AgentPath = Annotated[
-    str,
-    Path(pattern=r"^[A-Za-z0-9._-]{1,128}$", description="the agent's id", examples=["coder"]),
-]
 _MAX_ID = 128
 MEDIA_TYPE = "application/x-tar"
 IMPORT_PATH = "/v1/agents/import"

@@ -1,8 +1,7 @@
 """What HTTP clients see of errors: one table, in the shapes of OpenAI's and Anthropic's clients."""
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
@@ -10,7 +9,6 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import ConfigDict, with_config
-from pydantic_core import ErrorDetails
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -18,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from semantic.adapters.inbound.http.streaming import CLIENT_LEFT
+from semantic.adapters.validation import field_path, most_telling, plain_reason
 from semantic.domain import errors
 from semantic.domain.access import Allowance
 
@@ -241,14 +240,14 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _validation(_: Request, error: RequestValidationError) -> Response:
-        problem = _most_telling(error.errors())
+        problem = most_telling(error.errors())
         param = field_path(problem["loc"][1:])
         if problem["type"] == "json_invalid":
             return _not_json(problem["ctx"]["error"])
         if isinstance(error.body, bytes):  # it was not read as JSON
             message = "send content-type: application/json."
         else:
-            message = f"{param or 'the body'}: {_reason(problem)}"
+            message = f"{param or 'the body'}: {plain_reason(problem)}"
         return error_response(400, message, "invalid_request", param=param)
 
     @app.exception_handler(HTTPException)
@@ -263,20 +262,6 @@ def install_error_handlers(app: FastAPI) -> None:
             allowed = (error.headers or {}).get("Allow", "another method")
             message = f"{request.url.path} takes {allowed}, not {request.method}."
         return error_response(error.status_code, message, "http_error", headers=error.headers)
-
-
-_REASONS = {
-    "extra_forbidden": "there is no such field",
-    "model_attributes_type": "it must be a JSON object",
-}
-
-
-def _reason(problem: ErrorDetails) -> str:
-    """What is wrong with a value, in plain words."""
-    if problem["type"] == "string_pattern_mismatch" and "A-Za-z0-9" in problem["ctx"]["pattern"]:
-        return "it must be 1 to 128 of the characters A-Z a-z 0-9 . _ -, and not dots alone."
-    reason = _REASONS.get(problem["type"], problem["msg"]).removeprefix("Value error, ")
-    return re.sub("^(Input|String|List|Dictionary) should", "it must", reason)
 
 
 def _retry_headers(error: errors.SemanticError) -> dict[str, str]:
@@ -299,32 +284,3 @@ async def _client_disconnected(_: Request, __: Exception) -> Response:
 def _not_json(detail: str = "") -> Response:
     message = f"the body is not valid JSON: {detail}".rstrip(": ")
     return error_response(400, message, "invalid_request")
-
-
-def _most_telling(problems: Sequence[ErrorDetails]) -> ErrorDetails:
-    """Of the first wrong field's problems the deepest: its union member is the one meant."""
-    field = problems[0]["loc"][:2]
-    return max((p for p in problems if p["loc"][:2] == field), key=lambda p: len(p["loc"]))
-
-
-def field_path(location: tuple[int | str, ...]) -> str | None:
-    """Write a place in a body as a client would.
-
-    Example:
-        >>> field_path(("messages", 0, "role"))
-        'messages[0].role'
-    """
-    if location[-1:] == ("[key]",):
-        location = location[:-2]  # a wrong key is its object's fault
-    path = ""
-    for part in location:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif part and part[0].islower() and part.isidentifier() and not _is_variant(part):
-            path += f".{part}" if path else part
-    return path or None
-
-
-def _is_variant(part: str) -> bool:
-    """Whether a part names a member of a union rather than a field."""
-    return part in {"str", "int", "float", "bool", "list", "dict"} or part.startswith("function-")
