@@ -139,13 +139,14 @@ def keep_private(top: Path, skip: str = "") -> None:
 
     Args:
         top: Where to begin.
-        skip: A directory that is passed over, wherever it is.
+        skip: A directory, wherever it is, whose content is passed over: it may be large, and others
+            cannot reach what is below a directory that is closed to them.
     """
     for _, directories, files, handle in os.fwalk(top, follow_symlinks=False):
         # First the directory: from then on nobody else changes what is in it.
         with suppress(OSError):
             _restrict(".", handle)
-        for name in files:
+        for name in (*files, skip) if skip in directories else files:
             with suppress(OSError):
                 _restrict(name, handle)
         directories[:] = [name for name in directories if name != skip]

@@ -66,9 +66,11 @@ def test_what_others_could_read_in_a_cache_they_can_no_more(tmp_path: Path) -> N
     claim(directory)
     directory.chmod(0o755)
     (directory / "ledger.db.damaged-1").touch(mode=0o644)
+    (directory / "blocks").mkdir(mode=0o755)
     (directory / "link").symlink_to(tmp_path / "outside")
     claim(directory)
-    assert directory.stat().st_mode & 0o777 == 0o700
+    for closed in (directory, directory / "blocks"):
+        assert closed.stat().st_mode & 0o777 == 0o700
     assert (directory / "ledger.db.damaged-1").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "outside").stat().st_mode & 0o777 == 0o644
 
