@@ -88,6 +88,31 @@ def test_an_agent_goes_on_with_the_other_model_and_comes_back_to_its_state(
     assert found(turn("third")) >= kept - 1
 
 
+def test_text_is_read_off_tokens_by_the_model_that_wrote_them(http: httpx.Client) -> None:
+    def turn(text: str) -> dict[str, str]:
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
+        http.post("/v1/chat/completions", json=body, headers={"X-Agent-ID": "a"})
+        return shown()
+
+    def shown() -> dict[str, str]:
+        found: dict[str, str] = http.get("/v1/agents/a/explain").json()["diverged"]
+        return found
+
+    turn("one")
+    alike = turn("open")
+    swap(http, "fake-2")
+    words = "tokens of fake, which is not loaded]"
+    assert all(shown()[side].endswith(words) for side in ("before", "expected", "actual"))
+    mixed = turn("once")
+    assert (mixed["before"][-1], mixed["actual"][:2]) == ("o", "nc")
+    assert mixed["expected"].endswith(words)
+    http.post("/admin/models/unload").raise_for_status()
+    assert "fake-2, which is not loaded" in shown()["actual"]
+    swap(http, "fake")
+    assert shown()["expected"].startswith("pen")
+    assert alike["expected"].startswith("ne")
+
+
 def test_every_request_of_a_batch_is_answered_and_none_by_the_wrong_model(
     http: httpx.Client,
     running: RunningServer,

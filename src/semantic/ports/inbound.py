@@ -256,6 +256,8 @@ class NewTurn:
 class DivergenceView:
     """Where a prompt left the conversation that was there, and the text on both sides.
 
+    Instead of text whose model is not loaded, it is said that it is not.
+
     Attributes:
         before: The last text they share.
         expected: What the conversation went on with.

@@ -54,7 +54,7 @@ class AgentService:
             generate: Answers in their conversations.
             cache: Knows where their state is.
             feed: Is told what is done to them.
-            device: Its model's tokenizer shows tokens to people.
+            device: Its model's tokenizer shows that model's tokens to people.
         """
         self._agents = agents
         self._lanes = lanes
@@ -208,21 +208,25 @@ class AgentService:
         left = turn.divergence
         if left is None:
             return None
+        old_turn = self._agents.turn(agent.tenant, left.turn_id)
         old = self._agents.log.tokens(agent.tenant, left.turn_id)
         new = self._agents.log.tokens(agent.tenant, turn.id)
         start, end = max(0, left.index - _SHOWN_TOKENS), left.index + _SHOWN_TOKENS
         return DivergenceView(
             turn_id=left.turn_id,
             index=left.index,
-            before=self._detokenise(new[start : left.index]),
-            expected=self._detokenise(old[left.index : end]),
-            actual=self._detokenise(new[left.index : end]),
+            before=self._detokenise(new[start : left.index], turn.model),
+            expected=self._detokenise(old[left.index : end], old_turn.model if old_turn else ""),
+            actual=self._detokenise(new[left.index : end], turn.model),
         )
 
-    def _detokenise(self, tokens: Sequence[int]) -> str:
-        model = self._device.model
-        pieces = map(model.tokenizer.token_bytes, tokens) if model else ()
-        return b"".join(pieces).decode("utf-8", "replace")
+    def _detokenise(self, tokens: Sequence[int], model_id: str) -> str:
+        """The text of a model's tokens, which only its own tokenizer knows."""
+        loaded = self._device.model
+        if loaded is None or model_id not in ("", loaded.id):  # older servers logged no model
+            whose = model_id or "a model"
+            return f"[{len(tokens)} tokens of {whose}, which is not loaded]" if tokens else ""
+        return b"".join(map(loaded.tokenizer.token_bytes, tokens)).decode("utf-8", "replace")
 
 
 def _matches(agent: Agent, query: AgentQuery) -> bool:
