@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -50,6 +51,22 @@ def _same_numbers() -> None:
         torch.manual_seed(0)
     if mlx := sys.modules.get("mlx.core"):
         mlx.random.seed(0)
+
+
+@pytest.fixture
+def own_logging() -> Iterator[logging.Logger]:
+    """The root logger without handlers; what a test gives it is closed, and all is as before."""
+    import structlog
+
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers = []
+    yield root
+    for handler in root.handlers:
+        handler.close()
+    root.handlers = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

@@ -148,16 +148,6 @@ def test_hostile_names_of_models_are_refused(target: Target, name: str) -> None:
     assert target.files() == before
 
 
-@pytest.mark.parametrize("name", HOSTILE_NAMES.values(), ids=HOSTILE_NAMES)
-def test_hostile_names_of_responses_are_unknown(target: Target, name: str) -> None:
-    if name:
-        path = f"/v1/responses/{quote(name, safe='')}"
-        assert target.http.get(path).status_code == 404
-        assert target.http.delete(path).status_code == 404
-    given = {"model": "fake", "input": "hi", "previous_response_id": name or "resp_"}
-    assert target.http.post("/v1/responses", json=given).status_code == 400
-
-
 @pytest.mark.parametrize(
     "path",
     [

@@ -5,13 +5,12 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
-import structlog
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -145,18 +144,10 @@ def test_spans_reach_a_collector(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Iterator[Path]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    root.handlers = []
+def log(own_logging: logging.Logger, tmp_path: Path) -> Path:
     configure_logging("debug", "json", LogFiles(tmp_path / "logs"))
-    root.handlers[0].setStream(io.StringIO())  # type: ignore[attr-defined]
-    yield tmp_path / "logs" / "server.log"
-    for handler in root.handlers:
-        handler.close()
-    root.handlers = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
+    own_logging.handlers[0].setStream(io.StringIO())  # type: ignore[attr-defined]
+    return tmp_path / "logs" / "server.log"
 
 
 @pytest.mark.parametrize("is_logged", [False, True], ids=["as-usual", "asked-for"])

@@ -1,6 +1,5 @@
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,23 +7,7 @@ import structlog
 
 from semantic.adapters.config.logging import LogFiles, configure_logging
 
-pytestmark = pytest.mark.unit
-
-
-@pytest.fixture(autouse=True)
-def restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    for handler in handlers:
-        root.removeHandler(handler)
-    yield
-    for handler in root.handlers[:]:
-        root.removeHandler(handler)
-        handler.close()
-    for handler in handlers:
-        root.addHandler(handler)
-    root.setLevel(level)
-    structlog.reset_defaults()
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("own_logging")]
 
 
 def test_json_lines_from_both_libraries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from semantic.domain.errors import CachePersistenceError
 from semantic.domain.spec import LayerKind, ModelCacheSpec
 from semantic.ports.inbound import StateView
 from semantic.ports.storage import TurnPlace
+from tests.unit.application.engine_rig import ROOT
 from tests.unit.application.memory_rig import IndexedLedger, MakeRig, MemoryRig, fetch
 
 pytestmark = pytest.mark.unit
@@ -136,6 +137,22 @@ def test_what_no_agent_reaches_goes_when_it_is_old(rig: MemoryRig) -> None:
     assert {node.end for node in rig.store.nodes()} == {4, 8}
     assert len(rig.files.files) == 2
     assert where(rig, "ann").disk_tokens == 8
+
+
+def test_what_is_being_read_is_not_garbage(rig: MemoryRig) -> None:
+    rig.talk("ann", [1, 2, 3, 4])
+    rig.flush()
+    rig.upkeep.evict(who(rig, "ann"))
+    rig.agents.delete(LOCAL_TENANT, "ann")
+    (node,) = rig.store.nodes()
+    rig.files.gate.clear()
+    plan = rig.store.plan(ROOT, [1, 2, 3, 4])
+    read = fetch(rig.store, plan.parts[0])
+    rig.now[0] += 1000
+    assert rig.upkeep.collect() == 0
+    rig.files.gate.set()
+    assert read.result(60).end == 4
+    assert rig.store.get(node.name) is node
 
 
 def test_anonymous_state_without_a_disk_is_kept_while_it_is_young(make_rig: MakeRig) -> None:

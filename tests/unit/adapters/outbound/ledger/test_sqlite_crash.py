@@ -55,7 +55,7 @@ def write_until_killed(directory: Path, first: int, num_lines: int) -> int:
     return max([first + num_lines - 1, *(int(line) for line in rest[:-1])])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_acknowledged_change_survives_kill_9(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)  # noqa: S311
     first = 0
