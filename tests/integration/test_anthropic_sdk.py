@@ -1,7 +1,7 @@
 """Anthropic's own package against the Messages endpoints, on the fake backend."""
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -27,7 +27,6 @@ WEATHER: Any = {
     },
 }
 CLOCK: Any = {"name": "get_time", "input_schema": {"type": "object", "properties": {}}}
-KEY = "any"
 HI: Any = [{"role": "user", "content": "hi"}]
 
 
@@ -48,14 +47,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
         patch.setattr(fake_backend, "FakeTokenizer", ThinkingTokenizer)
         with run_server(make_settings(tmp_path_factory.mktemp("home"))) as server:
             yield server
-
-
-@pytest.fixture
-async def asynchronous(running: RunningServer) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    async with anthropic.AsyncAnthropic(
-        base_url=running.url, auth_token=KEY, max_retries=0, _strict_response_validation=True
-    ) as client:
-        yield client
 
 
 GREEDY: Any = {"temperature": 0}  # the package knows no sampling parameters any more
@@ -99,16 +90,6 @@ def test_whole_and_streamed_replies_agree(client: anthropic.Anthropic) -> None:
     assert start.message.usage.cache_read_input_tokens == prompt_tokens(whole) - 1
     assert streamed.usage.cache_read_input_tokens == prompt_tokens(whole) - 1
     assert prompt_tokens(start.message) == prompt_tokens(streamed) == prompt_tokens(whole)
-
-
-async def test_the_asynchronous_client(asynchronous: anthropic.AsyncAnthropic) -> None:
-    given: Any = {"model": "fake", "max_tokens": 10, "extra_body": GREEDY, "messages": HI}
-    whole = await asynchronous.messages.create(**given)
-    async with asynchronous.messages.stream(**given) as stream:
-        text = "".join([piece async for piece in stream.text_stream])
-    assert text == text_of(whole) != ""
-    beta = await asynchronous.beta.messages.create(**given, betas=["some-beta"])
-    assert beta.usage.output_tokens == 10
 
 
 def test_counts_agree_with_generation_to_the_token(client: anthropic.Anthropic) -> None:

@@ -190,6 +190,10 @@ def test_every_command_that_prints_data_prints_json(run: Run, tmp_path: Path) ->
     assert found["cache gc"]["deleted_files"] == 0
     assert [key["id"] for key in found["keys list"]["keys"]] == [found["keys add"]["id"]]
     assert found["keys add"]["key"] not in json.dumps(found["keys list"])
+    assert list(found["bench"]["first_token_s"]) == ["computed", "disk", "memory", "hot"]
+    assert all(seconds > 0 for seconds in found["bench"]["first_token_s"].values())
+    assert "tokens/s" in run("bench", *JSON_COMMANDS["bench"])
+    assert not [one for one in asked(run, "agents", "ls") if one["id"].startswith("bench-")]
 
 
 def leaves(command: Any, *path: str) -> Iterator[str]:
@@ -198,14 +202,6 @@ def leaves(command: Any, *path: str) -> Iterator[str]:
         yield " ".join(path)
     for name, one in getattr(command, "commands", {}).items():
         yield from leaves(one, *path, name)
-
-
-def test_bench_measures_each_tier_and_cleans_up(run: Run) -> None:
-    card = asked(run, "bench", "--tokens", "64", "--rounds", "1")
-    assert list(card["first_token_s"]) == ["computed", "disk", "memory", "hot"]
-    assert all(seconds > 0 for seconds in card["first_token_s"].values())
-    assert not [one for one in asked(run, "agents", "ls") if one["id"].startswith("bench-")]
-    assert "tokens/s" in run("bench", "--tokens", "64", "--rounds", "1")
 
 
 def test_doctor_looks_at_everything(run: Run, url: str, tmp_path: Path) -> None:

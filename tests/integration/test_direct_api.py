@@ -432,17 +432,6 @@ def test_a_form_that_cannot_be_is_refused_by_name(
     assert words in error["message"]
 
 
-def test_an_agent_with_a_quota_of_turns_has_them_and_no_more(http: httpx.Client) -> None:
-    make(http, id="a", quota={"max_turns": 1})
-    say(http, "a", "hello")
-
-    again = http.post("/v1/agents/a/generate", json={"message": "more"})
-
-    assert error_of(again) == (429, "quota_exceeded")
-    http.patch("/v1/agents/a", json={"quota": {}})
-    assert say(http, "a", "more")["turn_id"]
-
-
 def test_a_conversation_that_outgrows_its_quota_of_bytes_is_refused(
     http: httpx.Client, running: RunningServer
 ) -> None:
