@@ -49,7 +49,7 @@ class GatedFiles(SafetensorsCache):
         self.gate.set()
 
     def read(self, part: BlockPart) -> KVPayload:
-        assert self.gate.wait(30)
+        assert self.gate.wait(120)
         return super().read(part)
 
 
