@@ -112,7 +112,8 @@ def test_agents_stay_with_a_server_and_go_on_without_it(pair: Pair, database_url
         await_that(lambda: talker.asked == ENDLESS)
         victim = talk.await_stream()
         # Most of what it was asked is uploaded.
-        await_that(lambda: num_uploaded(database_url, "plain-0 says 0.") > 9)
+        first = "plain-0 says 0."
+        assert eventually(lambda: num_uploaded(database_url, first) > 9, every_s=0.1), talk.told()
         talker.max_tokens = SHORT
         os.kill(victim, signal.SIGKILL)
         talk.await_turns(1)

@@ -61,7 +61,7 @@ def test_loading_and_a_load_that_fails(tmp_path: Path) -> None:
 
     def load(on_progress: Callable[[str], None]) -> LoadedModel:
         on_progress("reading weights")
-        gate.wait(30)
+        gate.wait(120)
         raise ModelSwapError("the file ends too early.")
 
     with run_server(make_settings(tmp_path)) as running, running.client() as http:
@@ -116,7 +116,7 @@ def test_a_hung_engine_and_one_that_is_well_again(tmp_path: Path) -> None:
         launch = backend_of(running).launch
 
         def stuck(step: Step) -> object:
-            gate.wait(30)
+            gate.wait(120)
             return launch(step)
 
         backend_of(running).launch = stuck

@@ -212,7 +212,7 @@ def hang_and_stop(seen: Seen, home: Path) -> None:
         launch, gate = model.backend.launch, threading.Event()
 
         def stuck(step: Step) -> Ticket:
-            gate.wait(30)
+            gate.wait(120)
             return launch(step)
 
         model.backend.launch = stuck  # type: ignore[method-assign]
