@@ -68,14 +68,13 @@ def test_the_starter_writes_calls_as_we_explain_them(tokenizer: HFTokenizer) -> 
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("max_tokens", [80, 200])
 def test_a_random_reply_has_its_shape_within_its_budget(
-    grammar: LLGuidanceGrammar, tokenizer: HFTokenizer, name: str, max_tokens: int
+    grammar: LLGuidanceGrammar, tokenizer: HFTokenizer, name: str
 ) -> None:
     for seed in range(3):
-        constraint = grammar.constrain(SHAPES[name], max_tokens)
+        constraint = grammar.constrain(SHAPES[name], 80)
         assert constraint is not None
-        reply = write_at_random(constraint, tokenizer, max_tokens, seed)
+        reply = write_at_random(constraint, tokenizer, 80, seed)
         assert reply.is_ended or name == "strict tools"  # which may be any text, and long
         check_reply(reply.text, SHAPES[name])
 

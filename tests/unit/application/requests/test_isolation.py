@@ -10,8 +10,6 @@ from collections.abc import Sequence
 import pytest
 
 from semantic.adapters.outbound.backends.fake import FakeBackend, FakeTokenizer
-from semantic.adapters.outbound.ledger.sqlite import SqliteLedger
-from semantic.application.agents.ledger import AgentLedger, write_at_once
 from semantic.application.engine.model import LoadedModel
 from semantic.application.prompt.replay import ReplayStore
 from semantic.application.requests.service import InferenceService
@@ -21,6 +19,7 @@ from semantic.domain.events import Finished
 from semantic.domain.sampling import SamplingParams, StopRules
 from semantic.ports.backend import LAST_SAMPLED, KVPayload, SequenceId, Step, Ticket
 from tests.unit.application.device_rig import gate_to, ready_device
+from tests.unit.application.ledger_rig import agents_of
 
 pytestmark = pytest.mark.unit
 
@@ -68,8 +67,6 @@ def said(word: str) -> ChatRequest:
 
 async def test_a_prompt_of_another_tenant_takes_the_same_work_as_a_cold_one() -> None:
     work: Work = Counter()
-    ledger = SqliteLedger.in_memory()
-    agents = AgentLedger(ledger, ledger.load(), write_at_once(ledger))
     victim, prober = Principal("victim", b"one salt"), Principal("prober", b"another")
     model = LoadedModel("fake", CountingBackend(work), CountingTokenizer(work))
 
@@ -82,7 +79,7 @@ async def test_a_prompt_of_another_tenant_takes_the_same_work_as_a_cold_one() ->
         return work.copy(), finished.usage.cache_read_tokens
 
     with ready_device(model) as device:
-        service = InferenceService(*device, agents, ReplayStore(), gate=gate_to(device[0]))
+        service = InferenceService(*device, agents_of(), ReplayStore(), gate=gate_to(device[0]))
         await ask(prober, "first")  # whatever is done once for a tenant
         cold, num_cold = await ask(prober, "never")
         await ask(victim, "plans")
