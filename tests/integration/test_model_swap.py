@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.http_server import RunningServer, make_settings, run_server
+from tests.waiting import await_that
 
 pytestmark = pytest.mark.integration
 
@@ -20,7 +21,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France? " * 40}]
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[RunningServer]:
-    with run_server(make_settings(tmp_path, drain_timeout_s=20)) as made:
+    with run_server(make_settings(tmp_path, drain_timeout_s=300)) as made:
         yield made
 
 
@@ -172,6 +173,7 @@ def test_those_who_wait_hear_what_is_happening(
         holding.enter_context(http.stream("POST", "/v1/chat/completions", json=endless))
         answer = http.post("/admin/models/swap", json={"model": "fake-2", "wait": False})
         assert (answer.status_code, answer.json()["status"]) == (202, "accepted")
+        await_that(lambda: http.get("/health").json()["state"] == "swapping")  # it is fetched
         with http.stream("POST", path, json={**body, "stream": True}) as stream:
             heard = ""
             for piece in stream.iter_text():
