@@ -1,8 +1,10 @@
 """Who runs in the next step.
 
 Every running sequence that is one token behind gets its row in every step; what remains of the
-step's token budget goes to prompts. Which waiting request is admitted, and which prompt gets
-tokens first, is decided by one order:
+step's token budget goes to prompts. A step with a piece of a long prompt takes many times as long
+as one without, so it is followed by a break for the others: those who decode get several tokens,
+and short prompts their first. Which waiting request is admitted, and which prompt gets tokens
+first, is decided by one order:
 
     1. those that have waited `ageing_s` without being served, longest first;
     2. interactive before background;
@@ -111,9 +113,10 @@ class ChunkBudget:
     PATIENCE = 12
     NUM_TRIALS = 3  # steps without prompts, before what they take is known
     FIRST = 128  # before anything is known: a device may be so slow that more look like a hang
-    USUAL = 512  # no fewer while nobody decodes, unless they take so long
-    SLOWEST_MS = 10_000.0
+    USUAL = 512
     ALONE_MS = 250.0  # what whoever comes next may wait while nobody decodes
+    LONGEST_MS = 500.0  # the same where that is fewer than the usual ones
+    SLOWEST_MS = 10_000.0  # even for the first few
     MAX_ALIGNED = 2048
 
     def __init__(self) -> None:
@@ -176,7 +179,12 @@ class ChunkBudget:
             return min(self.FIRST, usual)
         fitting = min(self._seen.longest(self.ALONE_MS), limits.prefill_step_size)
         slowest = max(self._rounded(self.SLOWEST_MS / self._ms_per_token), self.MIN_TOKENS)
-        return max(self._rounded(fitting), min(usual, slowest))
+        least = max(self._rounded(self.LONGEST_MS / self._ms_per_token), self.FIRST)
+        return max(self._rounded(fitting), min(usual, slowest, least))
+
+    def expected_ms(self, num_prompt_tokens: int) -> float:
+        """What a step may take."""
+        return self._decode_ms + num_prompt_tokens * self._ms_per_token
 
     def _rounded(self, num_tokens: float) -> int:
         if num_tokens < self.USUAL:
@@ -261,6 +269,8 @@ class ConcurrentScheduler:
         waiting: Requests that are not.
     """
 
+    BREAK_SHARE = 1 / 12  # of what a step with long prompts takes
+    SHORT_SHARE = 4  # prompts of this part of a step's tokens, or less, are short
     PLAIN_TOKENS = 3  # that a reply begins with: what steps take without guesses is seen there
 
     def __init__(self, limits: EngineLimits, *, window: int = 0, has_state: bool = False) -> None:
@@ -279,6 +289,7 @@ class ConcurrentScheduler:
         self._window = window
         self._has_state = has_state
         self._clock = VirtualClock()
+        self._break_ms = 0.0  # until long prompts go on
         self.waiting: list[Generation] = []
         self.running: list[Generation] = []
 
@@ -322,21 +333,37 @@ class ConcurrentScheduler:
         behind: list[Generation] = []
         for generation in ready:
             (decoding if generation.num_behind == 1 else behind).append(generation)
-        drafts = self._drafts_of(decoding, has_prompts=bool(behind))
+        behind.sort(key=lambda g: self._urgency(g, now))
+        size = (self.budget.tokens if decoding else self.budget.tokens_alone)(self.limits)
+        short_size = max(size // self.SHORT_SHARE, self.budget.MIN_TOKENS)
+        short = [g for g in behind if g.num_behind <= short_size]
+        prompts = short if self._is_break_for([*decoding, *short], behind) else behind
+        drafts = self._drafts_of(decoding, has_prompts=bool(prompts))
         portions = [Portion(g, 1, drafts.get(g.order, NO_DRAFT)) for g in decoding]
-        if behind:
-            portions += self._prompts(behind, portions, now)
+        portions += self._prompts(prompts, size - sum(len(p.draft.tokens) for p in portions))
+        self._count_break(portions[len(decoding) :], short_size)
         for portion in portions:
             self._serve(portion, now)
         return portions
 
-    def _prompts(
-        self, behind: Sequence[Generation], others: Sequence[Portion], now: float
-    ) -> Iterator[Portion]:
+    def _is_break_for(self, quick: Sequence[Generation], behind: Sequence[Generation]) -> bool:
+        """Whether long prompts wait for those that decode or have short ones."""
+        return self._break_ms > 0 and any(
+            not g.is_background or behind[0].is_background for g in quick
+        )
+
+    def _count_break(self, prompts: Sequence[Portion], short_size: int) -> None:
+        """A step with a long prompt earns a break; one without takes of it."""
+        expected_ms = self.budget.expected_ms(sum(p.num_tokens for p in prompts))
+        if any(p.generation.num_behind > short_size for p in prompts):
+            self._break_ms = min(self._break_ms, 0.0) + self.BREAK_SHARE * expected_ms
+        elif self._break_ms > 0:
+            self._break_ms -= expected_ms
+
+    def _prompts(self, ordered: Sequence[Generation], budget: int) -> Iterator[Portion]:
         """What of prompts fits the step beside those that decode."""
-        fits = self.budget.tokens if others else self.budget.tokens_alone
-        whole = budget = fits(self.limits) - sum(len(p.draft.tokens) for p in others)
-        for generation in sorted(behind, key=lambda g: self._urgency(g, now)):
+        whole = budget
+        for generation in ordered:
             if budget <= 0:
                 break
             left = self._distance_to_cut(generation)

@@ -87,6 +87,64 @@ def test_a_prompt_that_has_begun_is_not_put_off_for_another_but_for_a_short_one(
     assert [name for _ in range(8) for name in turn()] == [*["b"] * 4, *["late"] * 3, "b"]
 
 
+def beside_a_long_prompt(*others: Generation) -> tuple[ConcurrentScheduler, Generation]:
+    """All run, on a device that decodes in 10 ms and computes a token of prompts in 1 ms."""
+    scheduler = ConcurrentScheduler(EngineLimits(target_step_ms=330))
+    for _ in range(3):
+        scheduler.budget.observe(0, 0.01)
+        scheduler.budget.observe(320, 0.33)
+    long = generation("long", 0, prompt=9000)
+    for item in (long, *others):
+        scheduler.add(item)
+        scheduler.admit(item)
+    return scheduler, long
+
+
+def test_a_piece_of_a_long_prompt_is_followed_by_steps_for_those_who_decode() -> None:
+    decoding = generation("d", 1)
+    decoding.num_launched = decoding.num_computed = 9
+    scheduler, long = beside_a_long_prompt(decoding)
+    pieces = []
+    for _ in range(60):
+        portions = {p.generation.job.id: p.num_tokens for p in scheduler.plan(now=0.0)}
+        assert portions.pop("d") == 1
+        pieces.append(portions.get("long", 0))
+        long.num_launched += pieces[-1]
+    assert pieces[:5] == [320, 0, 0, 0, 320]  # 27 ms are three of ten
+    num_long = sum(size > 0 for size in pieces)
+    assert set(pieces) == {0, 320}
+    assert 2 <= (len(pieces) - num_long) / num_long <= 3  # a twelfth of the long ones' time
+    scheduler.remove(decoding)
+    assert [p.generation.job.id for p in scheduler.plan(now=0.0)] == ["long"]
+
+
+def test_a_short_prompt_does_not_wait_for_a_piece_of_a_long_one() -> None:
+    scheduler, long = beside_a_long_prompt()
+
+    def step() -> list[str]:
+        portions = scheduler.plan(now=0.0)
+        for portion in portions:
+            portion.generation.num_launched += portion.num_tokens
+        return names(portion.generation for portion in portions)
+
+    def joined_by(name: str, service_class: ServiceClass = ServiceClass.INTERACTIVE) -> list[str]:
+        short = generation(name, 1, prompt=60, service_class=service_class)
+        scheduler.add(short)
+        scheduler.admit(short)
+        served = step()
+        scheduler.remove(short)
+        return served
+
+    assert step() == ["long"]
+    assert joined_by("first") == ["first"]
+    # Its step took more than the break had: the next one waits for a piece of the long prompt.
+    assert joined_by("second") == ["long"]
+    assert joined_by("third") == ["third"]
+    assert [step(), step()] == [["long"], ["long"]]
+    assert joined_by("background", ServiceClass.BACKGROUND) == ["long"]
+    assert long.num_launched < long.num_prompt
+
+
 def test_a_suspect_goes_before_those_that_are_not() -> None:
     scheduler = ConcurrentScheduler(EngineLimits())
     scheduler.add(generation("free", 0))
@@ -385,12 +443,13 @@ def test_alone_a_prompt_gets_what_fits_a_quarter_of_a_second() -> None:
         budget.observe(20, 0.01)  # as long as many more would take
     assert budget.tokens_alone(limits) == 4096
     for _ in range(20):
-        budget.observe(512, 1.0)
+        budget.observe(512, 0.5)
     assert budget.tokens_alone(limits) == 512
 
 
 @pytest.mark.parametrize(
-    "num_tokens,seconds,expected", [(128, 40.0, ChunkBudget.MIN_TOKENS), (512, 16.0, 320)]
+    "num_tokens,seconds,expected",
+    [(128, 40.0, ChunkBudget.MIN_TOKENS), (512, 16.0, 128), (512, 1.0, 256)],
 )
 def test_no_chunk_takes_so_long_that_a_slow_device_seems_to_hang(
     num_tokens: int, seconds: float, expected: int
