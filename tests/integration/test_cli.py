@@ -259,12 +259,19 @@ def test_who_is_not_there_is_said_in_a_sentence(run: Run, monkeypatch: pytest.Mo
         message = run(*command, "--server", "http://127.0.0.1:1/v1", status=2)
         assert words in message
         assert message.count("\n") == 1
+    for given in (["a/b"], [""], [".."]):
+        assert "an agent id is 1 to 128" in run("agents", "show", *given, status=2)
+        assert "an agent id is 1 to 128" in run("agents", "rm", "-y", *given, status=2)
+        assert "an agent id is 1 to 128" in run("chat", "-m", "x", *given, status=2)
+    assert "--key: a key consists of" in run("agents", "ls", "--key", "naïve", status=2)
     for address in ("http://127.0.0.1:many", "ftp://127.0.0.1", "http://[::1"):
         assert "is not an address" in run("agents", "ls", "--server", address, status=2)
 
 
 def test_an_address_may_be_typed_without_http(run: Run, url: str) -> None:
     assert "fake" in run("models", "ls", "--server", url.removeprefix("http://"))
+    wrong = run("models", "ls", "--server", url.replace("http:", "https:"), status=2)
+    assert "does not speak HTTPS" in wrong
 
 
 @pytest.mark.parametrize(

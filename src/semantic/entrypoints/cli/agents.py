@@ -1,5 +1,6 @@
 """`semantic agents`: the agents of a running server, as branches of a log of turns."""
 
+import functools
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ from rich.progress import Progress
 from rich.text import Text
 from rich.tree import Tree
 
+from semantic.domain.agents import check_agent_id
 from semantic.domain.errors import InvalidRequestError
 from semantic.entrypoints.cli.client import Json, ServerClient, file_pieces
 from semantic.entrypoints.cli.flags import Answer, AsJson, print_json, with_server
@@ -29,7 +31,17 @@ from semantic.entrypoints.cli.screen import (
 agents_app = typer.Typer(
     help="List, show, fork, rewind, export and delete agents.", no_args_is_help=True
 )
-AgentId = Annotated[str, typer.Argument(metavar="AGENT")]
+
+
+def _checked(value: str | list[str]) -> str | list[str]:
+    """Refuse what no agent is called: in an address it would ask for something else."""
+    for agent in [value] if isinstance(value, str) else value:
+        check_agent_id(agent, "AGENT")
+    return value
+
+
+AgentArgument = functools.partial(typer.Argument, metavar="AGENT", callback=_checked)
+AgentId = Annotated[str, AgentArgument()]
 _SAID_WIDTH = 60
 _USUAL_SETTINGS: Json = {
     "tools": [],
@@ -156,7 +168,7 @@ def rewind(
 @with_server
 def remove(
     client: ServerClient,
-    agents: Annotated[list[str], typer.Argument(metavar="AGENT")],
+    agents: Annotated[list[str], AgentArgument()],
     *,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="do not ask")] = False,
     as_json: AsJson = False,

@@ -15,10 +15,10 @@ from rich.markup import escape
 from rich.segment import ControlType
 
 from semantic.domain.errors import InvalidRequestError
-from semantic.entrypoints.cli.agents import find_turn, turn_tree
+from semantic.entrypoints.cli.agents import AgentArgument, find_turn, turn_tree
 from semantic.entrypoints.cli.client import Json, ServerClient, ServerError
 from semantic.entrypoints.cli.flags import AsJson, print_json, with_server
-from semantic.entrypoints.cli.screen import console, reuse_bar, working
+from semantic.entrypoints.cli.screen import console, printable, reuse_bar, working
 
 _HELP = """\
   /fork [NAME]    continue as another agent from here
@@ -34,9 +34,7 @@ _ERASE_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2
 @with_server
 def chat(
     client: ServerClient,
-    agent: Annotated[
-        str, typer.Argument(metavar="AGENT", help="created if it does not exist")
-    ] = "me",
+    agent: Annotated[str, AgentArgument(help="created if it does not exist")] = "me",
     *,
     message: Annotated[
         str | None, typer.Option("-m", "--message", help="send this, print the reply and exit")
@@ -172,7 +170,7 @@ class ChatSession:
             case "text":
                 self._write(event["text"])
             case "thinking":
-                self.screen.print(escape(event["text"]), style="dim italic", end="")
+                self.screen.print(escape(printable(event["text"])), style="dim italic", end="")
             case "tool_call":
                 self.screen.print(f"\n[cyan]calls {escape(event['name'])}[/cyan] ", end="")
             case "tool_arguments":
@@ -187,7 +185,7 @@ class ChatSession:
                 raise ServerError(event["error"]["message"])
 
     def _write(self, text: str) -> None:
-        self.screen.out(text, end="", highlight=False)
+        self.screen.out(printable(text), end="", highlight=False)
         self.screen.file.flush()
 
     def _conclude(self, reply: Json, started: float, first: float | None) -> None:
@@ -227,9 +225,12 @@ class ChatSession:
         self.screen.print(reuse_bar(why["reuse"]))
         self.screen.print(escape(why["summary"]))
         if left := why["diverged"]:
-            self.screen.print(f"[dim]…{escape(left['before'])}[/dim]")
-            self.screen.print(f"[red]- {escape(left['expected'])}[/red]")
-            self.screen.print(f"[green]+ {escape(left['actual'])}[/green]")
+            before, expected, actual = (
+                escape(printable(left[side])) for side in ("before", "expected", "actual")
+            )
+            self.screen.print(f"[dim]…{before}[/dim]")
+            self.screen.print(f"[red]- {expected}[/red]")
+            self.screen.print(f"[green]+ {actual}[/green]")
 
     def _model(self, name: str) -> None:
         listed = self.client.call("GET", "/v1/models")["data"]

@@ -42,8 +42,10 @@ class ServerClient:
             key: Sent as a bearer token, if given.
 
         Raises:
-            ServerError: the address is malformed.
+            ServerError: the address or the key is malformed.
         """
+        if key and not (key.isascii() and key.isprintable()):
+            raise ServerError("--key: a key consists of plain letters, digits and signs (ASCII)")
         self.url = url.rstrip("/").removesuffix("/v1")
         if "://" not in self.url:
             self.url = f"http://{self.url}"
@@ -118,6 +120,11 @@ class ServerClient:
                 raise ServerError(
                     f"the certificate of {self.url} is not trusted; if it is yours, name its file "
                     f"in SSL_CERT_FILE ({error})"
+                ) from error
+            if "ssl" in str(error).lower():
+                raise ServerError(
+                    f"{self.url} does not speak HTTPS; if it has no certificate, its address "
+                    "begins with http://"
                 ) from error
             raise ServerError(
                 f"no server answers at {self.url}; start one with `semantic serve`, or name its "

@@ -14,6 +14,7 @@ TIER_STYLES = {"hot": "red", "warm": "yellow", "cold": "blue"}
 # A reply's tokens by where they came from, in the order of a bar.
 REUSE_STYLES = {"hot": "red", "pool": "magenta", "disk": "yellow", "computed": "bright_black"}
 _BAR_WIDTH = 24
+_COMMANDS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def console(*, is_error: bool = False) -> Console:
@@ -45,6 +46,16 @@ def age(moment: float, now: float | None = None) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def printable(text: str) -> str:
+    r"""Text without what would command the terminal: a model may have written anything.
+
+    Example:
+        >>> printable("one\n\x1b[2Jtwo")
+        'one\n[2Jtwo'
+    """
+    return text.translate(_COMMANDS)
 
 
 def shorten(text: str, width: int) -> str:
@@ -112,7 +123,7 @@ def reuse_bar(reuse: Json) -> Text:
 
 def message_text(message: Json) -> str:
     """What a message says, in words."""
-    return "".join(_part_text(part) for part in message["content"])
+    return printable("".join(_part_text(part) for part in message["content"]))
 
 
 def _part_text(part: Json) -> str:
