@@ -356,7 +356,7 @@ class ConcurrentScheduler:
         """A step with a long prompt earns a break; one without takes of it."""
         expected_ms = self.budget.expected_ms(sum(p.num_tokens for p in prompts))
         if any(p.generation.num_behind > short_size for p in prompts):
-            self._break_ms = min(self._break_ms, 0.0) + self.BREAK_SHARE * expected_ms
+            self._break_ms = self.BREAK_SHARE * expected_ms
         elif self._break_ms > 0:
             self._break_ms -= expected_ms
 

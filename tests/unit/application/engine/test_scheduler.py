@@ -113,7 +113,7 @@ def test_a_piece_of_a_long_prompt_is_followed_by_steps_for_those_who_decode() ->
     assert pieces[:5] == [320, 0, 0, 0, 320]  # 27 ms are three of ten
     num_long = sum(size > 0 for size in pieces)
     assert set(pieces) == {0, 320}
-    assert 2 <= (len(pieces) - num_long) / num_long <= 3  # a twelfth of the long ones' time
+    assert num_long == len(pieces) // 4
     scheduler.remove(decoding)
     assert [p.generation.job.id for p in scheduler.plan(now=0.0)] == ["long"]
 
