@@ -3,7 +3,11 @@
 import ctypes
 import mmap
 
+import pytest
+
 from semantic.adapters.outbound.backends.torch.cpu import collapse
+
+pytestmark = pytest.mark.unit
 
 SIZE = 5 << 20
 
