@@ -333,11 +333,10 @@ class ConcurrentScheduler:
         behind: list[Generation] = []
         for generation in ready:
             (decoding if generation.num_behind == 1 else behind).append(generation)
-        behind.sort(key=lambda g: self._urgency(g, now))
         size = (self.budget.tokens if decoding else self.budget.tokens_alone)(self.limits)
         short_size = max(size // self.SHORT_SHARE, self.budget.MIN_TOKENS)
-        short = [g for g in behind if g.num_behind <= short_size]
-        prompts = short if self._is_break_for([*decoding, *short], behind) else behind
+        behind.sort(key=lambda g: self._urgency(g, now))
+        prompts = self._whose_turn(decoding, behind, short_size) if behind else behind
         drafts = self._drafts_of(decoding, has_prompts=bool(prompts))
         portions = [Portion(g, 1, drafts.get(g.order, NO_DRAFT)) for g in decoding]
         portions += self._prompts(prompts, size - sum(len(p.draft.tokens) for p in portions))
@@ -346,11 +345,16 @@ class ConcurrentScheduler:
             self._serve(portion, now)
         return portions
 
-    def _is_break_for(self, quick: Sequence[Generation], behind: Sequence[Generation]) -> bool:
-        """Whether long prompts wait for those that decode or have short ones."""
-        return self._break_ms > 0 and any(
-            not g.is_background or behind[0].is_background for g in quick
-        )
+    def _whose_turn(
+        self, decoding: Sequence[Generation], behind: list[Generation], short_size: int
+    ) -> list[Generation]:
+        """The prompts for this step: short ones alone while there is a break for somebody."""
+        if self._break_ms <= 0:
+            return behind
+        short = [g for g in behind if g.num_behind <= short_size]
+        is_for_background = behind[0].is_background
+        others = (g for g in (*decoding, *short) if is_for_background or not g.is_background)
+        return short if any(others) else behind
 
     def _count_break(self, prompts: Sequence[Portion], short_size: int) -> None:
         """A step with a long prompt earns a break; one without takes of it."""

@@ -115,7 +115,17 @@ def test_a_piece_of_a_long_prompt_is_followed_by_steps_for_those_who_decode() ->
     assert set(pieces) == {0, 320}
     assert num_long == len(pieces) // 4
     scheduler.remove(decoding)
-    assert [p.generation.job.id for p in scheduler.plan(now=0.0)] == ["long"]
+    assert names(p.generation for p in scheduler.plan(now=0.0)) == ["long"]
+
+
+def test_who_decodes_in_the_background_needs_no_long_prompt_beside_it() -> None:
+    decoding = generation("d", 1, service_class=ServiceClass.BACKGROUND)
+    decoding.num_launched = decoding.num_computed = 9
+    scheduler, long = beside_a_long_prompt(decoding)
+    assert names(p.generation for p in scheduler.plan(now=0.0)) == ["d", "long"]
+    assert names(p.generation for p in scheduler.plan(now=0.0)) == ["d", "long"]  # which goes first
+    scheduler.remove(long)
+    assert names(p.generation for p in scheduler.plan(now=0.0)) == ["d"]
 
 
 def test_a_short_prompt_does_not_wait_for_a_piece_of_a_long_one() -> None:
@@ -142,7 +152,8 @@ def test_a_short_prompt_does_not_wait_for_a_piece_of_a_long_one() -> None:
     assert joined_by("third") == ["third"]
     assert [step(), step()] == [["long"], ["long"]]
     assert joined_by("background", ServiceClass.BACKGROUND) == ["long"]
-    assert long.num_launched < long.num_prompt
+    scheduler.remove(long)
+    assert joined_by("alone", ServiceClass.BACKGROUND) == ["alone"]
 
 
 def test_a_suspect_goes_before_those_that_are_not() -> None:
