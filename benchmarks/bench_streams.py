@@ -3,7 +3,8 @@
 Eight streams over HTTP, by a server in a process of its own, against the same jobs on an engine
 without HTTP, in turns; with `--busy` another client keeps the server's event loop occupied. Then a
 prompt of 7,000 tokens beside a stream: the gaps between the stream's tokens stay near what
-`target_step_ms` is by default, and the prompt takes little longer than alone.
+`target_step_ms` is by default, and the prompt takes little longer than alone. And such a prompt
+beside an agent whose state is there: what its turns wait for their first token.
 """
 
 import argparse
@@ -16,10 +17,10 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 
-from benchmarks.client import Client, said
+from benchmarks.client import Client, continued, said
 from benchmarks.common import make_engine, make_job, serving
 from benchmarks.report import Report, interleaved, run
-from benchmarks.starter import backend, prompt_tokens, starter_directory
+from benchmarks.starter import TEXT, backend, prompt_tokens, starter_directory
 from semantic.adapters.outbound.backends.torch.backend import TorchBackend
 from semantic.adapters.outbound.models.tokenizer import HFTokenizer
 from semantic.application.engine.request import EventBatch
@@ -73,7 +74,8 @@ def measure_http(report: Report, made: TorchBackend, directory: Path) -> None:
     """Eight streams with HTTP and without."""
     num_tokens, rounds = report.choose((16, 1), (48, 3))
     is_busy = report.options.busy
-    with serving() as port:
+    # Without guesses: with them several tokens come at once, and pieces are no tokens.
+    with serving(settings={"draft_tokens": "0"}) as port:
         calls: dict[str, Callable[[], float]] = {
             "engine alone": lambda: engine_speed(made, directory, num_tokens),
             "over HTTP": lambda: asyncio.run(http_speed(port, num_tokens, is_busy=is_busy)),
@@ -153,12 +155,45 @@ def measure_prompt(report: Report, made: TorchBackend, directory: Path) -> None:
         report.add("gap of the stream, p99", cuts[98], "ms", most=3 * target)
 
 
+async def first_tokens(client: Client, text: str) -> dict[str, list[float]]:
+    """Seconds to the first tokens of an agent's turns, alone and while `text` is computed."""
+    found: dict[str, list[float]] = {"alone": [], "beside a prompt": []}
+    messages = said(TEXT)
+    reply = await client.ask(messages, 8)
+
+    async def turn() -> float:
+        nonlocal messages, reply
+        messages = continued(messages, reply, "And then?")
+        reply = await client.ask(messages, 8)
+        await asyncio.sleep(0.2)
+        return reply.first
+
+    for _ in range(5):
+        found["alone"].append(await turn())
+    prompt = asyncio.create_task(client.ask(said(text), 1))
+    await asyncio.sleep(0.5)
+    while not prompt.done():
+        found["beside a prompt"].append(await turn())
+    await prompt
+    return found
+
+
+def measure_turns(report: Report) -> None:
+    """Turns of an agent beside a long prompt of another."""
+    with serving() as port:
+        client = Client(f"http://127.0.0.1:{port}/v1")
+        found = asyncio.run(first_tokens(client, TEXT * report.choose(10, 70)))
+    for name, values in found.items():
+        report.add(f"first token of a turn, {name}", values, "s")
+
+
 def measure(report: Report) -> None:
-    """Both."""
+    """All of it."""
     directory = starter_directory()
     with backend(directory) as made:
         measure_http(report, made, directory)
         measure_prompt(report, made, directory)
+    measure_turns(report)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

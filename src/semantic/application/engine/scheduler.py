@@ -362,7 +362,7 @@ class ConcurrentScheduler:
         if any(p.generation.num_behind > short_size for p in prompts):
             self._break_ms = self.BREAK_SHARE * expected_ms
         elif self._break_ms > 0:
-            self._break_ms -= expected_ms
+            self._break_ms -= expected_ms or self._break_ms  # what is not known yet ends it
 
     def _prompts(self, ordered: Sequence[Generation], budget: int) -> Iterator[Portion]:
         """What of prompts fits the step beside those that decode."""
