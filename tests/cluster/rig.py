@@ -246,6 +246,7 @@ class Talker:
     url: str
     name: str
     max_tokens: int
+    pause_s: float = 0.0
     turns: list[Acknowledged] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     broken_on: list[int] = field(default_factory=list)
@@ -264,6 +265,7 @@ class Talker:
                 time.sleep(0.1)
             if broken_at:
                 self.waits.append(time.monotonic() - broken_at)
+            is_over.wait(self.pause_s)
 
     def _say(self, text: str, tries: int) -> bool:
         messages = [{"role": "user", "content": text}]
@@ -318,11 +320,20 @@ class Servers(Protocol):
 class Talk:
     """Several agents that talk at once."""
 
-    def __init__(self, fleet: Servers, prefix: str, num_agents: int, max_tokens: int = 200) -> None:
+    def __init__(
+        self,
+        fleet: Servers,
+        prefix: str,
+        num_agents: int,
+        max_tokens: int = 200,
+        *,
+        pause_s: float = 0.0,
+    ) -> None:
         self._fleet = fleet
         self._prefix = prefix
         self._began = time.monotonic()
-        self.talkers = [Talker(fleet.url, f"{prefix}-{i}", max_tokens) for i in range(num_agents)]
+        names = map(f"{prefix}-{{}}".format, range(num_agents))
+        self.talkers = [Talker(fleet.url, name, max_tokens, pause_s) for name in names]
         self._is_over = threading.Event()
         self._threads = [
             threading.Thread(target=one.talk, args=(self._is_over,), daemon=True)

@@ -148,7 +148,8 @@ def test_the_head_is_killed_and_comes_back(fleet: Fleet) -> None:
         fleet.run_command()
     fleet.await_replicas(3)
     before = fleet.replicas()
-    with Talk(fleet, "head", 6) as talk:
+    # A node that does not start within thirty seconds gives up, whatever else the machine does.
+    with Talk(fleet, "head", 6, 50, pause_s=0.5) as talk:
         talk.await_turns(6)
         fleet.head.kill()
         talk.await_turns(18)  # while it is gone
