@@ -333,7 +333,8 @@ class ConcurrentScheduler:
         behind: list[Generation] = []
         for generation in ready:
             (decoding if generation.num_behind == 1 else behind).append(generation)
-        size = (self.budget.tokens if decoding else self.budget.tokens_alone)(self.limits)
+        fits = self.budget.tokens if decoding else self.budget.tokens_alone
+        size = fits(self.limits) if behind else 0
         short_size = max(size // self.SHORT_SHARE, self.budget.MIN_TOKENS)
         behind.sort(key=lambda g: self._urgency(g, now))
         prompts = self._whose_turn(decoding, behind, short_size) if behind else behind
